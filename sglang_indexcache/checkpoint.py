@@ -1,0 +1,218 @@
+"""What IndexCache needs to know about a model, read from its HF config alone.
+
+Works on a transformers config object and on the dict of a ``config.json``; imports neither
+transformers nor SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.pattern import Pattern
+
+SUPPORTED_ARCHITECTURES = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Glm5NextForConditionalGeneration",
+    "HYV4ForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MistralLarge3ForCausalLM",
+    "PixtralForConditionalGeneration",
+)
+"""Architectures that SGLang 0.5.23 serves with DSA and whose attention can take indices."""
+
+UNSUPPORTED_ARCHITECTURES = {
+    "Dots3NoteForCausalLM": "its attention runs the indexer in every layer and takes no indices",
+    "DeepseekV4ForCausalLM": "its compressed sparse attention does not use the DSA backend",
+}
+"""Sparse-attention architectures that a user may try, and why they cannot share."""
+
+SHARING_KEYS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+"""Config keys by which upstream describes cross-layer sharing, strongest first."""
+
+INDEX_K_BYTES_PER_KEY = 128 + 4
+"""GPU index-K cache: 128 e4m3 bytes and one float32 scale per token and layer."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A DSA checkpoint as far as IndexCache is concerned.
+
+    Attributes:
+        architecture: the HF architecture name.
+        layer_ids: the model's layer numbers that have a DSA attention, in order; position i of a
+            pattern is layer ``layer_ids[i]``. The identity for all but hybrid models.
+        own: the sharing that the checkpoint was trained with; all F if none. Its S layers ship
+            no indexer weights.
+        shape: config fields that tell models apart (used by the pattern library).
+    """
+
+    architecture: str
+    layer_ids: tuple[int, ...]
+    own: Pattern
+    shape: Mapping[str, Any]
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers that can have an indexer, the length of a pattern."""
+        return len(self.layer_ids)
+
+    @property
+    def shares_already(self) -> bool:
+        """Whether the checkpoint ships without some indexers."""
+        return bool(self.own.shared_layers)
+
+    @classmethod
+    def from_config(cls, config: Any, where: str = "this model") -> Checkpoint:
+        """Read a HF config.
+
+        Args:
+            config: a transformers config object or a ``config.json`` dict.
+            where: how to call the model in an error.
+
+        Raises:
+            CheckpointError: if it is not a DSA model that can share indices.
+        """
+        text = _text_config(config)
+        architecture = _architecture(config, where)
+        _check_dsa(architecture, text, where)
+        layer_ids = _indexer_layer_ids(architecture, text)
+        return cls(
+            architecture=architecture,
+            layer_ids=layer_ids,
+            own=_own_pattern(text, layer_ids, where),
+            shape={name: _get(text, name) for name in _SHAPE_FIELDS if _has(text, name)},
+        )
+
+
+_SHAPE_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "index_topk",
+    "index_n_heads",
+    "index_head_dim",
+)
+
+
+def pattern_from_sharing_keys(
+    values: Mapping[str, Any], num_layers: int, layer_ids: tuple[int, ...]
+) -> Pattern | None:
+    """The pattern that upstream's config keys describe, or None if they describe none.
+
+    Args:
+        values: any of :data:`SHARING_KEYS`; None counts as absent.
+        num_layers: length of the pattern.
+        layer_ids: model layer of each pattern position, to pick from a longer ``indexer_types``.
+
+    Raises:
+        PatternError: malformed values, or two keys that disagree.
+    """
+    found: dict[str, Pattern] = {}
+    types = values.get("indexer_types")
+    if types is not None:
+        found["indexer_types"] = Pattern.from_indexer_types(_pick(types, layer_ids))
+    text = values.get("index_topk_pattern")
+    if text is not None:
+        pattern = Pattern(text if isinstance(text, str) else "".join(text))
+        pattern.check_length(num_layers)
+        found["index_topk_pattern"] = pattern
+    freq = values.get("index_topk_freq")
+    if freq is not None:
+        offset = values.get("index_skip_topk_offset")
+        found["index_topk_freq"] = Pattern.from_freq(num_layers, freq, offset)
+    names = list(found)
+    for name in names[1:]:
+        if found[name] != found[names[0]]:
+            raise PatternError(
+                f"{names[0]} says {found[names[0]]} and {name} says {found[name]}. Give only one."
+            )
+    return found[names[0]] if names else None
+
+
+def _pick(types: Any, layer_ids: tuple[int, ...]) -> list[str]:
+    """``indexer_types`` at the DSA layers; the list covers every model layer."""
+    if len(types) == len(layer_ids):
+        return list(types)
+    if len(types) <= layer_ids[-1]:
+        raise PatternError(
+            f"indexer_types has {len(types)} entries, the model needs {layer_ids[-1] + 1}"
+        )
+    return [types[layer] for layer in layer_ids]
+
+
+def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
+    count = len(layer_ids)
+    cli_factor = _get(text, "cli_factor") or 1
+    if cli_factor > 1:  # LongCat: fresh indices every cli_factor layers
+        return Pattern.uniform(count, cli_factor)
+    # A config class may fill indexer_types from the weaker keys, so the strongest decides alone.
+    for key in SHARING_KEYS[:3]:
+        value = _get(text, key)
+        if value is None:
+            continue
+        values = {key: value, "index_skip_topk_offset": _get(text, "index_skip_topk_offset")}
+        try:
+            pattern = pattern_from_sharing_keys(values, count, layer_ids)
+        except PatternError as error:
+            raise CheckpointError(f"the config of {where} is malformed: {error}") from error
+        if pattern is not None:
+            return pattern
+    return Pattern.full(count)
+
+
+def _indexer_layer_ids(architecture: str, text: Any) -> tuple[int, ...]:
+    layers = _get(text, "num_hidden_layers") or _get(text, "num_layers")
+    if architecture == "LongcatFlashForCausalLM":  # two attentions per block, numbered through
+        return tuple(range(2 * (_get(text, "num_layers") or layers)))
+    if architecture == "Glm5NextForConditionalGeneration":  # KDA layers have no indexer
+        is_kda = getattr(text, "is_kda_layer", None)
+        if is_kda is not None:
+            return tuple(i for i in range(layers) if not is_kda(i))
+        types = _get(text, "layer_types") or ["x" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+        return tuple(i for i, kind in enumerate(types) if kind != "linear_attention")
+    return tuple(range(layers))
+
+
+def _check_dsa(architecture: str, text: Any, where: str) -> None:
+    if architecture in UNSUPPORTED_ARCHITECTURES:
+        raise CheckpointError(
+            f"{where} is a {architecture}, which cannot share indices: "
+            f"{UNSUPPORTED_ARCHITECTURES[architecture]}. Serve it without IndexCache."
+        )
+    if architecture not in SUPPORTED_ARCHITECTURES or _get(text, "index_topk") is None:
+        raise CheckpointError(
+            f"{where} is a {architecture} without a lightning indexer, so there is nothing to "
+            "share. IndexCache serves DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
+            "...); drop --attention-backend indexcache for this one."
+        )
+
+
+def _architecture(config: Any, where: str) -> str:
+    names = _get(config, "architectures")
+    if not names:
+        raise CheckpointError(f"the config of {where} names no architecture")
+    return str(names[0])
+
+
+def _text_config(config: Any) -> Any:
+    """The language model's part of a multimodal config, or the config itself."""
+    text = _get(config, "text_config")
+    return config if text is None or _has(config, "index_topk") else text
+
+
+def _get(config: Any, name: str) -> Any:
+    if isinstance(config, Mapping):
+        return config.get(name)
+    return getattr(config, name, None)
+
+
+def _has(config: Any, name: str) -> bool:
+    return _get(config, name) is not None

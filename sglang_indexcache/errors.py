@@ -1,0 +1,33 @@
+"""Errors that a user can cause, each one sentence that names the cause and one that names the fix."""
+
+
+class IndexCacheError(ValueError):
+    """Base of every error that this package raises on bad input."""
+
+
+class PatternError(IndexCacheError):
+    """A pattern that is malformed, or that does not fit the model it is for."""
+
+
+class LibraryError(IndexCacheError):
+    """A pattern file that cannot be read, or a name that no pattern file carries."""
+
+
+class CheckpointError(IndexCacheError):
+    """A model that has no lightning indexer, or whose config cannot be understood."""
+
+
+class SettingsError(IndexCacheError):
+    """Flags, environment and config that contradict each other."""
+
+
+class UnsupportedEngineError(IndexCacheError):
+    """The installed SGLang is not one that this package knows how to extend."""
+
+
+class StaleIndexError(RuntimeError):
+    """A shared layer asked for indices that its full layer has not written in this forward.
+
+    Never caused by input: it means that a forward ran its layers out of order, or that a buffer
+    was not reset. Serving wrong indices silently would be worse than stopping.
+    """

@@ -1,0 +1,160 @@
+"""Score and select on a CPU: blocked, so that memory follows a budget and not T x L.
+
+The cost is two matrix products per block: ``[rows * heads, D] x [D, keys]`` in the keys' dtype
+(bfloat16 runs on the machine's AMX or AVX-512 units) and the weighted head sum in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import torch
+
+from sglang_indexcache.kernels.batch import PagedBatch
+from sglang_indexcache.kernels.topk import topk_ascending
+from sglang_indexcache.kernels.topk.reference import PADDING
+
+KEY_BLOCK = 2048
+"""Keys scored at a time; with ROW_BLOCK it keeps one block's scores inside the cache."""
+ROW_BLOCK = 64
+LOGITS_BYTES = 128 << 20
+"""Upper bound for the float32 logits of one block of rows."""
+
+GatherKeys = Callable[[torch.Tensor], torch.Tensor]
+"""``slots [N] -> keys [N, D]`` from the index-K pool, in the dtype to compute in."""
+
+
+def select_topk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather_keys: GatherKeys,
+    batch: PagedBatch,
+    topk: int,
+    *,
+    logits_bytes: int = LOGITS_BYTES,
+) -> torch.Tensor:
+    """Lightning indexer over a paged batch: the top-k visible positions of every query row.
+
+    Args:
+        q: ``[T, H, D]`` index queries, in the dtype that ``gather_keys`` returns.
+        weights: ``[T, H]`` float32, gates times the softmax scale.
+        gather_keys: reads keys from the pool.
+        batch: the geometry; ``T`` is ``batch.num_rows``.
+        topk: k.
+        logits_bytes: memory bound of the logits held at once.
+
+    Returns:
+        ``[T, topk]`` int32 positions within each row's own request, ascending, -1 padded.
+    """
+    result = torch.full((q.shape[0], topk), PADDING, dtype=torch.int32, device=q.device)
+    _fill_all_visible(result, batch, topk)
+    single, several = _split_by_query_len(batch, topk)
+    for requests in _decode_groups(batch, single, q.shape[1], logits_bytes):
+        _select_single(result, q, weights, gather_keys, batch, requests, topk)
+    for request in several:
+        _select_several(result, q, weights, gather_keys, batch, request, topk, logits_bytes)
+    return result
+
+
+def _fill_all_visible(result: torch.Tensor, batch: PagedBatch, topk: int) -> None:
+    """Rows that see at most k tokens select them all: no logits needed."""
+    columns = torch.arange(topk, dtype=torch.int32, device=result.device)
+    visible = batch.visible[:, None]
+    everything = torch.where(columns < visible, columns, PADDING)
+    result[: batch.num_rows] = everything
+
+
+def _split_by_query_len(batch: PagedBatch, topk: int) -> tuple[list[int], list[int]]:
+    """Requests with more than k tokens: those with one query row, and those with several."""
+    long_enough = [b for b, keys in enumerate(batch.key_lens) if keys > topk]
+    single = [b for b in long_enough if batch.query_lens[b] == 1]
+    several = [b for b in long_enough if batch.query_lens[b] > 1]
+    return single, several
+
+
+def _decode_groups(
+    batch: PagedBatch, requests: list[int], heads: int, logits_bytes: int
+) -> Iterator[list[int]]:
+    """Group requests of similar length, so that padding to the longest wastes at most half."""
+    remaining = sorted(requests, key=lambda b: batch.key_lens[b], reverse=True)
+    while remaining:
+        longest = batch.key_lens[remaining[0]]
+        room = max(1, logits_bytes // (longest * heads * 4))
+        group = [b for b in remaining[:room] if 2 * batch.key_lens[b] >= longest]
+        yield group
+        remaining = remaining[len(group) :]
+
+
+def _row_starts(batch: PagedBatch) -> list[int]:
+    return [0, *accumulate(batch.query_lens)]
+
+
+def _select_single(
+    result: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather_keys: GatherKeys,
+    batch: PagedBatch,
+    requests: list[int],
+    topk: int,
+) -> None:
+    """Decode: one query row per request, padded to the longest of the group."""
+    starts = _row_starts(batch)
+    rows = torch.tensor([starts[b] for b in requests], device=q.device)
+    longest = max(batch.key_lens[b] for b in requests)
+    slots = batch.slots[requests, :longest]
+    keys = gather_keys(slots.reshape(-1)).view(len(requests), longest, -1)
+    per_head = torch.bmm(q[rows], keys.transpose(1, 2)).float().relu_()
+    logits = torch.bmm(weights[rows].unsqueeze(1), per_head).squeeze(1)
+    result[rows] = topk_ascending(logits, batch.visible[rows], topk)
+
+
+def _select_several(
+    result: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather_keys: GatherKeys,
+    batch: PagedBatch,
+    request: int,
+    topk: int,
+    logits_bytes: int,
+) -> None:
+    """Prefill: the rows of one request that see more than k tokens, a block at a time."""
+    start, end = _row_starts(batch)[request : request + 2]
+    queries, total = end - start, batch.key_lens[request]
+    first = max(0, topk - (total - queries))  # rows before it see at most k tokens
+    keys = gather_keys(batch.slots[request, :total])
+    block = max(1, min(ROW_BLOCK, logits_bytes // (total * 4)))
+    scores = _ScoreBlock(block, q, keys)
+    for low in range(start + first, end, block):
+        high = min(low + block, end)
+        logits = scores.logits(q[low:high], weights[low:high], keys, total - (end - high))
+        result[low:high] = topk_ascending(logits, batch.visible[low:high], topk)
+
+
+class _ScoreBlock:
+    """Scratch memory of one block of rows, reused so that no block pays for fresh pages."""
+
+    def __init__(self, rows: int, q: torch.Tensor, keys: torch.Tensor) -> None:
+        _, heads, _ = q.shape
+        width = min(KEY_BLOCK, keys.shape[0])
+        self._products = torch.empty(rows * heads * width, dtype=keys.dtype)
+        self._scores = torch.empty(rows * heads * width, dtype=torch.float32)
+        self._logits = torch.empty(rows * keys.shape[0], dtype=torch.float32)
+
+    def logits(
+        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, visible: int
+    ) -> torch.Tensor:
+        """``[R, visible]`` logits of ``R`` rows, none of which sees beyond ``visible``."""
+        rows, heads, dim = q.shape
+        flat = q.reshape(rows * heads, dim)
+        gates = weights.unsqueeze(1)
+        logits = self._logits[: rows * visible].view(rows, visible)
+        for low in range(0, visible, KEY_BLOCK):
+            high = min(low + KEY_BLOCK, visible)
+            size = rows * heads * (high - low)
+            products = self._products[:size].view(rows * heads, high - low)
+            torch.mm(flat, keys[low:high].T, out=products)
+            scores = self._scores[:size].view(rows, heads, high - low)
+            scores.copy_(products.view_as(scores)).relu_()
+            logits[:, low:high] = torch.bmm(gates, scores).squeeze(1)
+        return logits

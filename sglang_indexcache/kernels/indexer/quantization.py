@@ -1,0 +1,90 @@
+"""Index-K storage: e4m3 with one power-of-two scale per token, in pages of 64 tokens.
+
+A page is ``64 * 128`` bytes of e4m3 followed by 64 float32 scales, the layout that SGLang's
+``IndexKeyCache`` and DeepGEMM's paged logits kernel share (8448 bytes for a 128-wide key).
+"""
+
+import math
+
+import torch
+
+PAGE_TOKENS = 64
+SCALE_BYTES = 4
+E4M3_MAX = 448.0
+AMAX_FLOOR = 1e-4
+"""Below this a row counts as zero; SGLang's ``act_quant`` uses the same floor."""
+
+
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row to e4m3 with a power-of-two scale (SGLang's ``act_quant``, "ue8m0").
+
+    Args:
+        x: ``[..., D]`` floating point.
+
+    Returns:
+        ``[..., D]`` float8_e4m3fn and ``[...]`` float32 scales; ``x ~= values * scale``.
+    """
+    x = x.float()
+    amax = x.abs().amax(-1).clamp_min(AMAX_FLOOR)
+    scale = torch.exp2(torch.ceil(torch.log2(amax / E4M3_MAX)))
+    values = (x / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return values, scale
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last dimension (a power of two).
+
+    DeepSeek-V3.2 rotates queries and keys with it before quantisation, which spreads outliers
+    and leaves every dot product as it was.
+    """
+    width = x.shape[-1]
+    if width & (width - 1):
+        raise ValueError(f"the Hadamard transform needs a power of two, got {width}")
+    y = x.float()
+    half = 1
+    while half < width:
+        y = y.unflatten(-1, (width // (2 * half), 2, half))
+        first, second = y.unbind(-2)
+        y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        half *= 2
+    return (y / math.sqrt(width)).to(x.dtype)
+
+
+def page_bytes(head_dim: int) -> int:
+    """Bytes of one 64-token page."""
+    return PAGE_TOKENS * (head_dim + SCALE_BYTES)
+
+
+def write_pages(
+    pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Store quantised keys at physical token slots.
+
+    Args:
+        pages: ``[P, page_bytes(D)]`` uint8, written in place.
+        slots: ``[T]`` integers, ``page * 64 + offset``.
+        values: ``[T, D]`` float8_e4m3fn.
+        scales: ``[T]`` float32.
+    """
+    head_dim = values.shape[-1]
+    page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+    key_view, scale_view = _views(pages, head_dim)
+    key_view[page, offset] = values.view(torch.uint8)
+    scale_view[page, offset] = scales
+
+
+def read_pages(
+    pages: torch.Tensor, slots: torch.Tensor, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Load quantised keys from physical token slots; the inverse of :func:`write_pages`."""
+    page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+    key_view, scale_view = _views(pages, head_dim)
+    return key_view[page, offset].view(torch.float8_e4m3fn), scale_view[page, offset]
+
+
+def _views(pages: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page buffer as ``[P, 64, D]`` key bytes and ``[P, 64]`` float32 scales."""
+    key_bytes = PAGE_TOKENS * head_dim
+    keys = pages[:, :key_bytes].unflatten(1, (PAGE_TOKENS, head_dim))
+    scales = pages[:, key_bytes:].view(torch.float32)
+    return keys, scales

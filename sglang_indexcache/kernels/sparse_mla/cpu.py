@@ -1,0 +1,63 @@
+"""Sparse MLA on a CPU: gather the selected rows of a block of queries, then batched products.
+
+Work and memory follow ``T x k``: no mask over the context is ever made.
+"""
+
+import torch
+
+GATHER_BYTES = 32 << 20
+"""Bound of the gathered latent rows of one block of queries."""
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    value_dim: int,
+    *,
+    gather_bytes: int = GATHER_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Same contract as :func:`sglang_indexcache.kernels.sparse_mla.reference.sparse_mla`.
+
+    Every row of ``slots`` must have its padding at the end.
+    """
+    tokens, heads, dim = q.shape
+    output = q.new_zeros(tokens, heads, value_dim)
+    lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32, device=q.device)
+    chosen = (slots >= 0).sum(-1)
+    longest = int(chosen.max()) if tokens else 0
+    if longest == 0:
+        return output, lse
+    block = max(1, gather_bytes // (longest * dim * latent.element_size()))
+    scratch = latent.new_empty(min(block, tokens) * longest, dim)
+    for low in range(0, tokens, block):
+        high = min(low + block, tokens)
+        width = int(chosen[low:high].max())
+        if width:
+            output[low:high], lse[low:high] = _attend(
+                q[low:high], latent, slots[low:high, :width], scale, value_dim, scratch
+            )
+    return output, lse
+
+
+def _attend(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    value_dim: int,
+    scratch: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One block of queries; ``scratch`` receives the gathered rows."""
+    count, width = slots.shape
+    rows = scratch[: count * width]
+    torch.index_select(latent, 0, slots.clamp_min(0).reshape(-1), out=rows)
+    rows = rows.view(count, width, -1)
+    scores = torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale)
+    scores.masked_fill_((slots < 0).unsqueeze(1), float("-inf"))
+    lse = scores.logsumexp(-1)
+    probabilities = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # a row of -inf attends nowhere
+    # One product with whole rows: slicing the values out first costs a strided copy.
+    output = torch.bmm(probabilities.to(rows.dtype), rows)[..., :value_dim]
+    return output, lse

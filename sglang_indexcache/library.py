@@ -1,0 +1,289 @@
+"""The pattern library: ``patterns/*.yaml``, each a pattern, the model it is for, and its evidence.
+
+Also resolves whatever a user may write for a pattern: an F/S string, ``full``, ``uniform:1/4``,
+a ratio, a library name or a YAML path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import LibraryError, PatternError
+from sglang_indexcache.pattern import Pattern
+
+LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
+"""Environment variable: more folders of pattern files, separated like PATH."""
+
+_RATIO = re.compile(r"(\d+)/(\d+)")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelInfo(_Strict):
+    """The model a pattern was found for, and how to recognise it."""
+
+    name: str
+    architectures: tuple[str, ...] = Field(min_length=1)
+    num_layers: int = Field(gt=0)
+    shape: dict[str, int] = Field(default_factory=dict)
+    note: str = ""
+
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        """Whether ``checkpoint`` has this architecture, depth and shape."""
+        return (
+            checkpoint.architecture in self.architectures
+            and checkpoint.num_layers == self.num_layers
+            and all(checkpoint.shape.get(name) == value for name, value in self.shape.items())
+        )
+
+
+class Method(_Strict):
+    """How the pattern was found."""
+
+    name: str
+    objective: str = ""
+    data: str = ""
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class Source(_Strict):
+    """Where the pattern comes from."""
+
+    title: str
+    url: str = ""
+    where: str = ""
+
+
+class Quality(_Strict):
+    """One benchmark score of the pattern, beside all-F and uniform interleaving."""
+
+    benchmark: str
+    score: float
+    all_full: float | None = None
+    uniform: float | None = None
+    where: str = ""
+
+
+class Latency(_Strict):
+    """One speed of the pattern, beside all-F."""
+
+    metric: str
+    context: str
+    unit: str
+    value: float
+    all_full: float | None = None
+    where: str = ""
+
+
+class Entry(_Strict):
+    """One pattern file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelInfo
+    pattern: str
+    full_layers: int
+    retention: str = Field(pattern=r"^\d+/\d+$")
+    method: Method
+    source: Source
+    quality: tuple[Quality, ...] = ()
+    latency: tuple[Latency, ...] = ()
+
+    @field_validator("pattern")
+    @classmethod
+    def _valid_pattern(cls, text: str) -> str:
+        return str(Pattern(text))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Entry:
+        self.parsed.check_length(self.model.num_layers)
+        found = len(self.parsed.full_layers)
+        if found != self.full_layers:
+            raise ValueError(f"full_layers says {self.full_layers}, the pattern has {found} F")
+        return self
+
+    @cached_property
+    def parsed(self) -> Pattern:
+        """The pattern as a value."""
+        return Pattern(self.pattern)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a pattern value came to, and in words where it came from."""
+
+    pattern: Pattern
+    description: str
+    entry: Entry | None = None
+
+
+def load_entry(path: Path) -> Entry:
+    """Read and validate one pattern file.
+
+    Raises:
+        LibraryError: naming the file, the field and what is wrong with it.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LibraryError(f"cannot read pattern file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LibraryError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise LibraryError(f"{path} is not a pattern file: expected a mapping with 'pattern'")
+    try:
+        return Entry.model_validate(data)
+    except ValidationError as error:
+        raise LibraryError(f"{path} is not a valid pattern file: {_explain(error)}") from error
+
+
+class Library:
+    """All pattern files of some folders."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = tuple(folders)
+
+    @classmethod
+    def default(cls) -> Library:
+        """The patterns shipped with the package, then the folders of SGLANG_INDEXCACHE_LIBRARY."""
+        extra = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
+        return cls([_shipped_folder(), *extra])
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every entry by name.
+
+        Raises:
+            LibraryError: on an invalid file or a name that two files carry.
+        """
+        found: dict[str, Entry] = {}
+        for folder in self.folders:
+            for path in sorted(folder.glob("*.yaml")):
+                entry = load_entry(path)
+                if entry.name in found:
+                    raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
+                found[entry.name] = entry
+        return found
+
+    def get(self, name: str) -> Entry:
+        """The entry called ``name``; LibraryError with the nearest names if there is none."""
+        if name in self.entries:
+            return self.entries[name]
+        known = ", ".join(self.entries) or "none"
+        raise LibraryError(
+            f"no pattern is called {name!r}. Known names: {known}. A value may also be an F/S "
+            "string, a YAML path, a ratio such as 1/4, uniform:1/4, or full."
+        )
+
+    def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
+        """The entries whose model is recognised in ``checkpoint`` and whose pattern fits it."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.model.matches(checkpoint) and _fits(entry.parsed, checkpoint)
+        ]
+
+    def resolve(self, value: str, checkpoint: Checkpoint) -> Resolved:
+        """Turn what a user wrote into a pattern that fits ``checkpoint``.
+
+        Raises:
+            PatternError, LibraryError: naming what is wrong with ``value``.
+        """
+        resolved = self._resolve(value, checkpoint)
+        resolved.pattern.check_checkpoint(checkpoint.own)
+        return resolved
+
+    def _resolve(self, value: str, checkpoint: Checkpoint) -> Resolved:
+        if value == "full":
+            return Resolved(checkpoint.own, "every indexer that the checkpoint ships")
+        if value.startswith("uniform:"):
+            return _uniform(value.removeprefix("uniform:"), checkpoint)
+        if match := _RATIO.fullmatch(value):
+            return self._by_ratio(value, Fraction(int(match[1]), int(match[2]) or 1), checkpoint)
+        if value.endswith((".yaml", ".yml")) or os.sep in value:
+            return _from_entry(load_entry(Path(value)), f"file {value}")
+        if value and value not in self.entries and _looks_literal(value):
+            return Resolved(Pattern(value), "given literally")
+        if not value:
+            return Resolved(Pattern(value), "")  # raises: empty
+        return _from_entry(self.get(value), f"library entry {value}")
+
+    def _by_ratio(self, value: str, ratio: Fraction, checkpoint: Checkpoint) -> Resolved:
+        matching = [
+            entry
+            for entry in self.for_checkpoint(checkpoint)
+            if Fraction(entry.retention) == ratio
+        ]
+        if not matching:
+            raise LibraryError(
+                f"no pattern at retention {value} is known for this {checkpoint.architecture} with "
+                f"{checkpoint.num_layers} layers. Search one on your data (indexcache search), or "
+                f"say uniform:{value} to interleave blindly, which costs quality on long contexts."
+            )
+        if len(matching) > 1:
+            names = ", ".join(entry.name for entry in matching)
+            raise LibraryError(f"several patterns at retention {value} fit: {names}. Name one.")
+        return _from_entry(matching[0], f"library entry {matching[0].name}")
+
+
+def _from_entry(entry: Entry, description: str) -> Resolved:
+    return Resolved(entry.parsed, description, entry)
+
+
+def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
+    match = _RATIO.fullmatch(ratio)
+    if not match or match[1] != "1" or int(match[2]) < 1:
+        raise PatternError(f"uniform interleaving is written uniform:1/r, for example uniform:1/4; got uniform:{ratio}")
+    pattern = Pattern.uniform(checkpoint.num_layers, int(match[2]))
+    # A checkpoint that shares already has no indexer where uniform may want one.
+    return Resolved(pattern, f"uniform interleaving at {ratio}")
+
+
+def _looks_literal(value: str) -> bool:
+    """Whether ``value`` was meant as an F/S string, perhaps a wrong one."""
+    return not set(value) - set("FSfs \t")
+
+
+def _fits(pattern: Pattern, checkpoint: Checkpoint) -> bool:
+    try:
+        pattern.check_checkpoint(checkpoint.own)
+    except PatternError:
+        return False
+    return True
+
+
+def _shipped_folder() -> Path:
+    """``patterns/``: inside an installed package, or beside it in a source tree."""
+    package = Path(__file__).parent
+    inside = package / "patterns"
+    return inside if inside.is_dir() else package.parent / "patterns"
+
+
+def _explain(error: ValidationError) -> str:
+    def one(item: Any) -> str:
+        where = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+
+    return "; ".join(one(item) for item in error.errors())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def names(entries: Iterable[Entry]) -> str:
+    """The names of ``entries`` for a sentence."""
+    return ", ".join(entry.name for entry in entries)
