@@ -176,7 +176,9 @@ def _indexer_layer_ids(architecture: str, text: Any) -> tuple[int, ...]:
         is_kda = getattr(text, "is_kda_layer", None)
         if is_kda is not None:
             return tuple(i for i in range(layers) if not is_kda(i))
-        types = _get(text, "layer_types") or ["x" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+        types = _get(text, "layer_types") or [
+            "x" if i % 4 == 3 else "linear_attention" for i in range(layers)
+        ]
         return tuple(i for i, kind in enumerate(types) if kind != "linear_attention")
     return tuple(range(layers))
 

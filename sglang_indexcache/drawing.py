@@ -80,7 +80,10 @@ def to_image(patterns: Sequence[tuple[str, Pattern]], path: Path) -> None:
 
     longest = max(len(pattern) for _, pattern in patterns)
     figure, axes = pyplot.subplots(
-        len(patterns), 1, figsize=(max(6.0, 0.24 * longest + 0.8), 1.9 * len(patterns)), squeeze=False
+        len(patterns),
+        1,
+        figsize=(max(6.0, 0.24 * longest + 0.8), 1.9 * len(patterns)),
+        squeeze=False,
     )
     for axis, (title, pattern) in zip(axes[:, 0], patterns, strict=True):
         _draw(axis, title, pattern, longest)
@@ -99,17 +102,30 @@ def _draw(axis, title: str, pattern: Pattern, longest: int) -> None:  # type: ig
         for layer in group.layers:
             full = layer == group.source
             axis.add_patch(
-                Rectangle((layer - 0.42, 0), 0.84, 0.84, facecolor=color, alpha=1.0 if full else 0.25)
+                Rectangle(
+                    (layer - 0.42, 0), 0.84, 0.84, facecolor=color, alpha=1.0 if full else 0.25
+                )
             )
             axis.text(
-                layer, 0.42, "F" if full else "S", ha="center", va="center", fontsize=8,
-                color="white" if full else "black", fontweight="bold" if full else "normal",
+                layer,
+                0.42,
+                "F" if full else "S",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if full else "black",
+                fontweight="bold" if full else "normal",
             )
             if not full:
                 axis.add_patch(
                     FancyArrowPatch(
-                        (group.source, 0.9), (layer, 0.9), connectionstyle="arc3,rad=-0.35",
-                        arrowstyle="-|>", mutation_scale=6, linewidth=0.8, color=color,
+                        (group.source, 0.9),
+                        (layer, 0.9),
+                        connectionstyle="arc3,rad=-0.35",
+                        arrowstyle="-|>",
+                        mutation_scale=6,
+                        linewidth=0.8,
+                        color=color,
                     )
                 )
     axis.set_xlim(-1, longest)
@@ -120,4 +136,6 @@ def _draw(axis, title: str, pattern: Pattern, longest: int) -> None:  # type: ig
     for side in ("top", "left", "right"):
         axis.spines[side].set_visible(False)
     axis.set_xlabel("layer", fontsize=8)
-    axis.set_title(f"{title}: {pattern.summary()}" if title else pattern.summary(), fontsize=9, loc="left")
+    axis.set_title(
+        f"{title}: {pattern.summary()}" if title else pattern.summary(), fontsize=9, loc="left"
+    )

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each one sentence that names the cause and one that names the fix."""
+"""Errors that a user can cause; each names the cause and the fix."""
 
 
 class IndexCacheError(ValueError):

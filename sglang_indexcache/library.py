@@ -178,7 +178,7 @@ class Library:
         return found
 
     def get(self, name: str) -> Entry:
-        """The entry called ``name``; LibraryError with the nearest names if there is none."""
+        """The entry called ``name``; LibraryError with the known names if there is none."""
         if name in self.entries:
             return self.entries[name]
         known = ", ".join(self.entries) or "none"
@@ -222,9 +222,7 @@ class Library:
 
     def _by_ratio(self, value: str, ratio: Fraction, checkpoint: Checkpoint) -> Resolved:
         matching = [
-            entry
-            for entry in self.for_checkpoint(checkpoint)
-            if Fraction(entry.retention) == ratio
+            entry for entry in self.for_checkpoint(checkpoint) if Fraction(entry.retention) == ratio
         ]
         if not matching:
             raise LibraryError(
@@ -245,9 +243,11 @@ def _from_entry(entry: Entry, description: str) -> Resolved:
 def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
     match = _RATIO.fullmatch(ratio)
     if not match or match[1] != "1" or int(match[2]) < 1:
-        raise PatternError(f"uniform interleaving is written uniform:1/r, for example uniform:1/4; got uniform:{ratio}")
+        raise PatternError(
+            "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
+            f"uniform:{ratio}"
+        )
     pattern = Pattern.uniform(checkpoint.num_layers, int(match[2]))
-    # A checkpoint that shares already has no indexer where uniform may want one.
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 

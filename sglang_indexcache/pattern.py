@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 from sglang_indexcache.errors import PatternError
 
@@ -100,9 +101,7 @@ class Pattern:
     def groups(self) -> tuple[Group, ...]:
         """The pattern cut into runs that share one set of indices."""
         bounds = [*self.full_layers, len(self)]
-        return tuple(
-            Group(start, range(start, end)) for start, end in zip(bounds, bounds[1:], strict=False)
-        )
+        return tuple(Group(start, range(start, end)) for start, end in pairwise(bounds))
 
     @property
     def retention(self) -> Fraction:
@@ -125,7 +124,9 @@ class Pattern:
     def uniform(cls, num_layers: int, ratio: int) -> Pattern:
         """The paper's uniform interleaving at retention 1/``ratio``: F, then ratio-1 times S."""
         if ratio < 1:
-            raise PatternError(f"uniform interleaving keeps 1/r of the indexers, r >= 1; got {ratio}")
+            raise PatternError(
+                f"uniform interleaving keeps 1/r of the indexers, r >= 1; got {ratio}"
+            )
         return cls("".join(FULL if i % ratio == 0 else SHARED for i in range(num_layers)))
 
     @classmethod
@@ -133,7 +134,9 @@ class Pattern:
         """The pattern whose F layers are ``full_layers``."""
         kept = set(full_layers)
         if outside := sorted(kept - set(range(num_layers))):
-            raise PatternError(f"layers {_join(outside)} do not exist in a {num_layers}-layer model")
+            raise PatternError(
+                f"layers {_join(outside)} do not exist in a {num_layers}-layer model"
+            )
         return cls("".join(FULL if i in kept else SHARED for i in range(num_layers)))
 
     @classmethod

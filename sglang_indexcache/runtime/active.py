@@ -44,12 +44,21 @@ class ActivePattern:
         self.pattern = plan.pattern
         self.source = plan.source
         self.switches = 0
+        self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
 
     def position(self, layer: int) -> int:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
+
+    def count_selection(self, layer: int) -> None:
+        """The indexer of ``layer`` scored keys and selected."""
+        self.counters.selections[self.position(layer)] += 1
+
+    def count_reuse(self, layer: int) -> None:
+        """``layer`` attended to another layer's indices."""
+        self.counters.reuses[self.position(layer)] += 1
 
     def count_key_write(self, layer: int) -> None:
         """``layer`` stored index keys without scoring any."""
@@ -59,6 +68,7 @@ class ActivePattern:
         """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
         self.pattern, self.source = pattern, source
         self.switches += 1
+        self.last_rejection = ""
         self.counters = Counters.for_layers(len(pattern))
 
     def report(self) -> dict[str, Any]:
@@ -75,6 +85,7 @@ class ActivePattern:
             "retention": float(pattern.retention),
             "checkpoint_pattern": str(self.plan.own),
             "switches": self.switches,
+            "last_rejection": self.last_rejection,
             "forwards": self.counters.forwards,
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),

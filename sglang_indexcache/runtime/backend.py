@@ -27,7 +27,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
             )
         return original(runner)
     active = activate(plan)
-    live.install(active)
+    live.install()
     if platform_cpu.is_active():
         from sglang_indexcache.runtime.backend_cpu import CpuIndexCacheBackend
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.kernels.batch import PagedBatch
 from sglang_indexcache.kernels.sparse_mla import sparse_mla
 from sglang_indexcache.runtime.active import ActivePattern
@@ -89,12 +90,17 @@ class CpuIndexCacheBackend(AttentionBackend):
         Returns:
             ``[T, heads * kv_lora_rank]`` in ``q``'s dtype.
         """
-        assert q_rope is not None and k_rope is not None, "the DSA path passes split q and k"
+        assert q_rope is not None, "the DSA path passes split queries"
+        assert k_rope is not None, "the DSA path passes split keys"
         if save_kv_cache:
-            self.token_to_kv_pool.set_mla_kv_buffer(
-                layer, forward_batch.out_cache_loc, k, k_rope
-            )
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         indices = self.index_buffer.resolve(layer.layer_id, topk_indices)
+        if topk_indices is not None and topk_indices is not indices:
+            raise StaleIndexError(
+                f"SGLang carried other indices to layer {layer.layer_id} than its F layer selected"
+            )
+        if not self.index_buffer.is_full(layer.layer_id):
+            self.active.count_reuse(layer.layer_id)
         latent = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         heads = layer.tp_q_head_num
         queries = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope], dim=-1)

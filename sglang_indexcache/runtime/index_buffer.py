@@ -61,13 +61,10 @@ class IndexBuffer:
             if selected is None:
                 raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
             self._source, self._indices = self._active.position(layer), selected
-            self._active.counters.selections[self._source] += 1
             return selected
-        if self._indices is None and selected is not None:
-            self._adopt(layer, selected)
-        indices = self.shared(layer)
-        self._active.counters.reuses[self._active.position(layer)] += 1
-        return indices
+        if self.is_empty and selected is not None:
+            self.adopt(layer, selected)
+        return self.shared(layer)
 
     def shared(self, layer: int) -> torch.Tensor:
         """The indices that S layer ``layer`` shares.
@@ -84,7 +81,15 @@ class IndexBuffer:
             )
         return self._indices
 
-    def _adopt(self, layer: int, indices: torch.Tensor) -> None:
-        """The first layer of a pipeline stage is S: its F layer ran on an earlier stage."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer has written in this forward yet."""
+        return self._indices is None
+
+    def adopt(self, layer: int, indices: torch.Tensor) -> None:
+        """Take over what ``layer``'s F layer selected elsewhere.
+
+        Elsewhere is an earlier pipeline stage, or the whole batch of which this is a part.
+        """
         self._source = self.pattern.source_of(self._active.position(layer))
         self._indices = indices

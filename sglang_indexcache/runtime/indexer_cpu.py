@@ -51,6 +51,7 @@ def indexer_forward(
         # Live mode: the key is kept for the next pattern, the indices are another layer's.
         backend.active.count_key_write(layer_id)
         return backend.index_buffer.shared(layer_id)
+    backend.active.count_selection(layer_id)
     queries, scales = _queries(indexer, q_lora, positions, backend)
     return select_topk(
         queries,

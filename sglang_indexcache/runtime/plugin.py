@@ -13,6 +13,7 @@ import logging
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
@@ -27,6 +28,7 @@ from sglang_indexcache.runtime import platform_cpu, seams
 from sglang_indexcache.runtime.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
+    MODE,
     OPTIONS,
     Plan,
     Request,
@@ -41,22 +43,28 @@ _GIVEN = "_indexcache_given"
 """Attribute of ServerArgs: the flags or keywords as given. Like SGLang's own ``_launch_command``
 it is bookkeeping beside the fields, and is pickled with them."""
 _FROM_COMMAND_LINE = "_indexcache_from_command_line"
+RAISE_ERRORS = "_indexcache_raise_errors"
+"""Attribute of ServerArgs: raise bad input to the caller even if it came by command line."""
 
 
 def register() -> None:
     """Called by SGLang in every process, before it parses arguments."""
     add_attention_backend_choices([BACKEND_NAME])
-    _hook("ServerArgs.add_cli_args", _add_flags, HookType.AFTER)
-    _hook("ServerArgs.from_cli_args", _keep_flags, HookType.AROUND)
+    for target, function, kind in (
+        ("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, HookType.AFTER),
+        ("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, HookType.AROUND),
+        (
+            "sglang.srt.arg_groups.model_hook._validate_dsa_tbo_index_sharing",
+            _allow_overlap,
+            HookType.AROUND,
+        ),
+    ):
+        HookRegistry.register(target, function, kind)
     _accept_engine_keywords()
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
     _register_backend()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
-
-
-def _hook(name: str, function: Callable[..., Any], kind: HookType) -> None:
-    HookRegistry.register(f"sglang.srt.server_args.{name}", function, kind)
 
 
 def _register_backend() -> None:
@@ -124,16 +132,19 @@ def _resolve_after_model_path(server_args: Any, previous: Callable[[Any], None])
     try:
         _resolve(server_args)
     except IndexCacheError as error:
-        if getattr(server_args, _FROM_COMMAND_LINE, False):
+        if _from_command_line(server_args) and not getattr(server_args, RAISE_ERRORS, False):
             # A command line deserves a sentence, not a stack of frames.
             raise SystemExit(f"indexcache: error: {error}") from None
         raise
 
 
+def _from_command_line(server_args: Any) -> bool:
+    return bool(getattr(server_args, _FROM_COMMAND_LINE, False))
+
+
 def _resolve(server_args: Any) -> None:
     given = getattr(server_args, _GIVEN, {})
-    as_keywords = not getattr(server_args, _FROM_COMMAND_LINE, False)
-    request = Request.collect(given, as_keywords=as_keywords)
+    request = Request.collect(given, as_keywords=not _from_command_line(server_args))
     if not _is_wanted(server_args, request):
         _warn_about_ignored_overrides(server_args)
         return
@@ -143,8 +154,10 @@ def _resolve(server_args: Any) -> None:
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
     plan = make_plan(request, checkpoint, overrides, Library.default())
-    _declare(server_args, plan, overrides, config)
+    if plan.mode == "live":
+        _check_live(cfg, plan)
     platform_cpu.check_plan(server_args)
+    _declare(server_args, plan, overrides, config)
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
@@ -185,6 +198,9 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     """The model's config as shipped, with the user's overrides except those about sharing."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
+    path = Path(cfg.model_path)
+    if path.is_absolute() and not path.exists():
+        raise CheckpointError(f"there is no model at {path}")
     others = {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
     try:
         config = get_config(
@@ -201,18 +217,43 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     return deepcopy(config)
 
 
+def _check_live(cfg: Any, plan: Plan) -> None:
+    """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
+    reasons = {
+        "--speculative-algorithm": cfg.speculative_algorithm is not None,
+        "--enable-prefill-cp": cfg.enable_prefill_cp,
+        "--cuda-graph-config": cfg.cuda_graph_config is not None,
+        f"a {plan.architecture}": plan.architecture == "Glm5NextForConditionalGeneration",
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise SettingsError(
+            f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
+        )
+
+
+def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
+    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop."""
+    if Plan.from_hf_config(hf_config) is None:
+        original(server_args, hf_config)
+
+
 def _declare(server_args: Any, plan: Plan, overrides: dict[str, Any], config: Any) -> None:
     merged = {**overrides, **plan.hf_overrides()}
     if getattr(config, "text_config", None) is not None:
         merged["text_config"] = {**overrides.get("text_config", {}), **plan.hf_overrides()}
     cfg = resolving_view(server_args)
-    backends = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    if plan.mode == "live":
+        # A captured graph would replay the pattern that it was captured with.
+        fields |= dict.fromkeys(
+            ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
+        )
     declare_resolution(
         server_args,
         BACKEND_NAME,
         attention_backend="dsa",
         json_model_override_args=json.dumps(merged),
-        **backends,
+        **fields,
     )
 
 

@@ -90,8 +90,3 @@ class CpuDSATokenToKVPool(DSATokenToKVPool):
     ) -> None:
         rows = torch.cat([cache_k_nope, cache_k_rope], dim=-1).view(-1, *dst_buffer.shape[1:])
         dst_buffer.index_copy_(0, loc.long(), rows)
-
-    def index_k_bytes_per_token(self) -> int:
-        """Bytes of index keys that one token takes over all layers."""
-        slots = self.size + self.page_size
-        return sum(buffer.nbytes for buffer in self.index_key_cache.buffer) // slots

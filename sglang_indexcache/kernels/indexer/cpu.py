@@ -13,9 +13,9 @@ from sglang_indexcache.kernels.batch import PagedBatch
 from sglang_indexcache.kernels.topk import topk_ascending
 from sglang_indexcache.kernels.topk.reference import PADDING
 
-KEY_BLOCK = 2048
+KEY_BLOCK = 1024
 """Keys scored at a time; with ROW_BLOCK it keeps one block's scores inside the cache."""
-ROW_BLOCK = 64
+ROW_BLOCK = 32
 LOGITS_BYTES = 128 << 20
 """Upper bound for the float32 logits of one block of rows."""
 

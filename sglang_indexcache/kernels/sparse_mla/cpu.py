@@ -5,8 +5,8 @@ Work and memory follow ``T x k``: no mask over the context is ever made.
 
 import torch
 
-GATHER_BYTES = 32 << 20
-"""Bound of the gathered latent rows of one block of queries."""
+GATHER_BYTES = 4 << 20
+"""Bound of the gathered latent rows of one block of queries: what stays in the cache."""
 
 
 def sparse_mla(
@@ -56,8 +56,12 @@ def _attend(
     rows = rows.view(count, width, -1)
     scores = torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale)
     scores.masked_fill_((slots < 0).unsqueeze(1), float("-inf"))
-    lse = scores.logsumexp(-1)
-    probabilities = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # a row of -inf attends nowhere
+    # A query without any row must attend nowhere: with a finite peak its weights are exp(-inf).
+    peak = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (peak + total.log()).squeeze(-1)
+    weights /= total.clamp_min_(torch.finfo(scores.dtype).tiny)
     # One product with whole rows: slicing the values out first costs a strided copy.
-    output = torch.bmm(probabilities.to(rows.dtype), rows)[..., :value_dim]
+    output = torch.bmm(weights.to(rows.dtype), rows)[..., :value_dim]
     return output, lse

@@ -1,4 +1,4 @@
-"""Exact top-k with torch's own selection, made deterministic at the threshold."""
+"""Exact top-k with torch's own selection, made deterministic where values tie."""
 
 import torch
 
@@ -8,45 +8,36 @@ from sglang_indexcache.kernels.topk.reference import PADDING
 def topk_ascending(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     """Same contract as :func:`sglang_indexcache.kernels.topk.reference.topk_ascending`.
 
-    ``torch.topk`` breaks ties arbitrarily, so only its threshold is used: everything above it is
-    kept, and of the positions equal to it the smallest ones fill the row. ``logits`` is
-    overwritten with -inf outside the visible range.
+    ``torch.topk`` breaks ties arbitrarily. Asking it for one more than k tells which rows have a
+    tie at the boundary; only those take a second look. ``logits`` is overwritten with -inf
+    outside the visible range.
     """
-    rows, width = logits.shape
+    width = logits.shape[1]
     columns = torch.arange(width, device=logits.device)
-    outside = columns >= visible[:, None]
-    logits.masked_fill_(outside, float("-inf"))
-    if width <= topk:
-        kept = ~outside
-    else:
-        threshold = logits.topk(topk, dim=-1, sorted=True).values[:, -1:]
-        kept = logits >= threshold
-        kept &= ~outside
-        _drop_surplus_ties(kept, logits, threshold, topk)
-    return _positions(kept, topk)
+    first_hidden = int(visible.min()) if visible.numel() else width
+    hidden = columns[first_hidden:] >= visible[:, None]
+    logits[:, first_hidden:].masked_fill_(hidden, float("-inf"))
+    values, chosen = logits.topk(min(topk + 1, width), dim=-1)
+    if width > topk:
+        ambiguous = (values[:, topk - 1] == values[:, topk]).nonzero().squeeze(-1)
+        chosen = chosen[:, :topk]
+        if ambiguous.numel():
+            threshold = values[ambiguous, topk - 1 : topk]
+            chosen[ambiguous] = _first_ties(logits[ambiguous], threshold, topk)
+    return _ascending(chosen, visible, topk)
 
 
-def _drop_surplus_ties(
-    kept: torch.Tensor, logits: torch.Tensor, threshold: torch.Tensor, topk: int
-) -> None:
-    """Where ties at the threshold make a row too long, keep only its first ties."""
-    crowded = (kept.sum(-1) > topk).nonzero().squeeze(-1)
-    if crowded.numel() == 0:
-        return
-    row_logits, row_threshold = logits[crowded], threshold[crowded]
-    above = row_logits > row_threshold
-    ties = row_logits == row_threshold
+def _first_ties(logits: torch.Tensor, threshold: torch.Tensor, topk: int) -> torch.Tensor:
+    """Everything above the threshold and the first positions equal to it, ``[rows, topk]``."""
+    above = logits > threshold
+    ties = logits == threshold
     wanted = topk - above.sum(-1, keepdim=True)
-    ties &= ties.cumsum(-1) <= wanted
-    kept[crowded] = above | ties
+    kept = above | (ties & (ties.cumsum(-1) <= wanted))
+    return kept.nonzero()[:, 1].view(-1, topk)
 
 
-def _positions(kept: torch.Tensor, topk: int) -> torch.Tensor:
-    """Column numbers of the true entries of each row, packed to the left."""
-    result = torch.full((kept.shape[0], topk), PADDING, dtype=torch.int32, device=kept.device)
-    counts = kept.sum(-1)
-    row, column = kept.nonzero(as_tuple=True)
-    first = counts.cumsum(0) - counts
-    slot = torch.arange(row.numel(), device=kept.device) - first[row]
-    result[row, slot] = column.to(torch.int32)
-    return result
+def _ascending(chosen: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """Sort each row by position and replace what is not visible by padding."""
+    ordered = chosen.sort(-1).values
+    ordered = ordered.masked_fill_(ordered >= visible[:, None], PADDING).to(torch.int32)
+    return torch.nn.functional.pad(ordered, (0, topk - ordered.shape[1]), value=PADDING)

@@ -1,0 +1,62 @@
+"""Which SGLang features combine with IndexCache, and how that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+TESTED = "CPU test"
+CONTRACT = "source check"
+"""Our assumptions are checked against SGLang's source; running it needs a GPU."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of the engine.
+
+    Attributes:
+        name: what users call it.
+        flag: how it is switched on; "" if it is on by default.
+        static: whether static mode supports it, and with what condition.
+        live: the same for live mode.
+        evidence: how we know.
+        in_use: whether a resolved configuration uses it.
+    """
+
+    name: str
+    flag: str
+    static: str
+    live: str
+    evidence: str
+    in_use: Callable[[Any], bool]
+
+
+FEATURES = (
+    Feature("chunked prefill", "--chunked-prefill-size", "yes", "yes", TESTED,
+            lambda cfg: (cfg.chunked_prefill_size or 0) > 0),
+    Feature("radix cache", "", "yes", "yes, flushed at a switch", TESTED,
+            lambda cfg: not cfg.disable_radix_cache),
+    Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", TESTED,
+            lambda cfg: cfg.enable_mixed_chunk),
+    Feature("overlap schedule", "", "yes", "yes", TESTED,
+            lambda cfg: not cfg.disable_overlap_schedule),
+    Feature("tensor parallelism", "--tp", "yes", "yes", TESTED, lambda cfg: cfg.tp_size > 1),
+    Feature("dp_attention", "--enable-dp-attention", "yes", "yes", TESTED,
+            lambda cfg: cfg.attn_dp_size > 1),
+    Feature("pipeline parallelism", "--pp-size", "yes",
+            "patterns with F at every stage start", TESTED, lambda cfg: cfg.pp_size > 1),
+    Feature("CUDA graphs", "", "yes", "switched off", CONTRACT,
+            lambda cfg: cfg.device == "cuda"),
+    Feature("two-batch overlap", "--enable-two-batch-overlap", "yes", "yes", CONTRACT,
+            lambda cfg: cfg.enable_two_batch_overlap),
+    Feature("MTP / EAGLE", "--speculative-algorithm",
+            "yes, the draft layer keeps its own indexer", "no", CONTRACT,
+            lambda cfg: cfg.speculative_algorithm is not None),
+    Feature("prefill context parallelism", "--enable-prefill-cp", "yes", "no", CONTRACT,
+            lambda cfg: cfg.enable_prefill_cp),
+    Feature("disaggregation", "--disaggregation-mode", "yes, the same pattern on both sides",
+            "switch when idle", CONTRACT, lambda cfg: cfg.disaggregation_mode != "null"),
+    Feature("HiCache", "--enable-hierarchical-cache", "yes, one store per pattern",
+            "not across switches", CONTRACT, lambda cfg: cfg.enable_hierarchical_cache),
+)  # fmt: skip

@@ -1,0 +1,225 @@
+"""Start, talk to and stop a real SGLang server from Python: for the demo, the tests, benchmarks.
+
+The server is its own process group and dies with its parent, whatever kills that: on Linux the
+kernel sends the signal, so nothing is left behind even after kill -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from sglang_indexcache.errors import IndexCacheError
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerError(IndexCacheError):
+    """A server that did not start, or an answer that is not what was asked for."""
+
+
+class Client:
+    """The HTTP side of a running server."""
+
+    def __init__(self, url: str, timeout: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+
+    def is_ready(self) -> bool:
+        """Whether the server answers requests."""
+        try:
+            return self._http.get("/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def generate(self, **body: Any) -> Any:
+        """SGLang's native ``/generate``."""
+        return self._post("/generate", body)
+
+    def server_info(self) -> dict[str, Any]:
+        """SGLang's ``/server_info``."""
+        response = self._http.get("/server_info")
+        self._check(response)
+        return dict(response.json())
+
+    def states(self) -> list[dict[str, Any]]:
+        """What IndexCache reports, one entry per data-parallel rank.
+
+        Raises:
+            ServerError: the server does not run IndexCache.
+        """
+        internal = self.server_info()["internal_states"]
+        states = [state["indexcache"] for state in internal if "indexcache" in state]
+        if not states:
+            raise ServerError(
+                f"the server at {self.url} does not run IndexCache. Start it with "
+                "--attention-backend indexcache."
+            )
+        return states
+
+    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+        """Make ``value`` the pattern of a server in live mode; returns the new states.
+
+        Raises:
+            ServerError: with the server's reason, if it refused.
+        """
+        self.states()
+        body = {"server_args": {f"indexcache_pattern={value}": 1}}
+        accepted = self._post("/set_internal_state", body)
+        states = self.states()
+        if not all(accepted):
+            reasons = {state["last_rejection"] for state in states} - {""}
+            raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
+        return states
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        response = self._http.post(path, json=body)
+        self._check(response)
+        return response.json()
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.status_code != 200:
+            raise ServerError(
+                f"{response.request.method} {response.request.url} answered "
+                f"{response.status_code}: {response.text[:500]}"
+            )
+
+
+class Server:
+    """One ``python -m sglang.launch_server`` process; use it as a context manager."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
+        self.log = log
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *arguments,
+            *("--port", str(self.port)),
+        ]
+        self._env = {**os.environ, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = Client(f"http://127.0.0.1:{self.port}")
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process and return at once."""
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def wait_until_ready(
+        self, timeout: float = 300.0, tick: Callable[[float], None] | None = None
+    ) -> Client:
+        """Wait until the server answers.
+
+        Args:
+            timeout: seconds.
+            tick: called about twice a second with the seconds waited, for a progress display.
+
+        Raises:
+            ServerError: it died or took too long; the end of its log is in the message.
+        """
+        started = time.monotonic()
+        while (waited := time.monotonic() - started) < timeout:
+            if self._process is None or self._process.poll() is not None:
+                code = None if self._process is None else self._process.returncode
+                raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
+            if self.client.is_ready():
+                return self.client
+            if tick is not None:
+                tick(waited)
+            time.sleep(0.5)
+        self.stop()
+        raise ServerError(f"the server was not ready after {timeout:.0f} s:\n{self.log_tail()}")
+
+    def wait(self, timeout: float) -> int:
+        """Wait until the process ends by itself; returns its exit code."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.wait(timeout)
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Stop the whole process group; safe to call twice."""
+        if self._process is None:
+            return
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+            if number == signal.SIGTERM:
+                # Children of a server that ended politely may still be on their way out.
+                _kill_group(self._process.pid)
+            break
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the server's log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that is free now, with room above it for the ports that SGLang derives from it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    return port if port < 60000 else port - 20000
