@@ -172,15 +172,21 @@ def _indexer_layer_ids(architecture: str, text: Any) -> tuple[int, ...]:
     layers = _get(text, "num_hidden_layers") or _get(text, "num_layers")
     if architecture == "LongcatFlashForCausalLM":  # two attentions per block, numbered through
         return tuple(range(2 * (_get(text, "num_layers") or layers)))
-    if architecture == "Glm5NextForConditionalGeneration":  # KDA layers have no indexer
-        is_kda = getattr(text, "is_kda_layer", None)
-        if is_kda is not None:
-            return tuple(i for i in range(layers) if not is_kda(i))
-        types = _get(text, "layer_types") or [
-            "x" if i % 4 == 3 else "linear_attention" for i in range(layers)
-        ]
-        return tuple(i for i, kind in enumerate(types) if kind != "linear_attention")
+    if architecture == "Glm5NextForConditionalGeneration":
+        without_indexer = _linear_attention_layers(text, layers)
+        return tuple(i for i in range(layers) if i not in without_indexer)
     return tuple(range(layers))
+
+
+def _linear_attention_layers(text: Any, layers: int) -> set[int]:
+    """The KDA layers of a GLM-5-Next model, which have no indexer."""
+    linear = _get(text, "linear_attn_config")
+    if linear is not None:
+        return set(_get(linear, "kda_layers") or ())
+    types = _get(text, "layer_types")
+    if types is not None:
+        return {i for i, kind in enumerate(types) if kind == "linear_attention"}
+    return {i for i in range(layers) if i % 4 != 3}
 
 
 def _check_dsa(architecture: str, text: Any, where: str) -> None:
@@ -207,7 +213,7 @@ def _architecture(config: Any, where: str) -> str:
 def _text_config(config: Any) -> Any:
     """The language model's part of a multimodal config, or the config itself."""
     text = _get(config, "text_config")
-    return config if text is None or _has(config, "index_topk") else text
+    return config if text is None else text
 
 
 def _get(config: Any, name: str) -> Any:

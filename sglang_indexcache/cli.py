@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 patterns_app = typer.Typer(help="The pattern library.", no_args_is_help=True)
-live_app = typer.Typer(help="Look at a running server and switch its pattern.", no_args_is_help=True)
+live_app = typer.Typer(
+    help="Look at a running server and switch its pattern.", no_args_is_help=True
+)
 app.add_typer(patterns_app, name="patterns")
 app.add_typer(live_app, name="live")
 
@@ -79,7 +82,8 @@ def list_patterns(
     entries = list(library.entries.values())
     if model is not None:
         entries = library.for_checkpoint(read_checkpoint(model))
-    table = Table("name", "model", "layers", "F", "retention", "found by")
+    table = Table("name", "model", "layers", "F", "retention", "found by", box=SIMPLE)
+    table.columns[0].no_wrap = True
     for entry in entries:
         table.add_row(
             entry.name,
@@ -94,7 +98,9 @@ def list_patterns(
 
 @patterns_app.command("show")
 @_reporting
-def show_pattern(name: Annotated[str, typer.Argument(help="A library name or a YAML file.")]) -> None:
+def show_pattern(
+    name: Annotated[str, typer.Argument(help="A library name or a YAML file.")],
+) -> None:
     """Show a pattern with its provenance and what is known of its quality."""
     entry = _entry(name)
     out.print(_drawing(entry.parsed, f"{entry.name}: {entry.model.name}"))
@@ -141,9 +147,7 @@ def validate_patterns(
 @patterns_app.command("draw")
 @_reporting
 def draw_patterns(
-    values: Annotated[
-        list[str], typer.Argument(help="F/S strings, library names or YAML files.")
-    ],
+    values: Annotated[list[str], typer.Argument(help="F/S strings, library names or YAML files.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A .png or .svg file to write.")
     ] = None,
@@ -168,7 +172,9 @@ def _drawing(pattern: Pattern, title: str) -> Any:
 
 
 def _entry(name: str) -> Entry:
-    return load_entry(Path(name)) if name.endswith((".yaml", ".yml")) else Library.default().get(name)
+    return (
+        load_entry(Path(name)) if name.endswith((".yaml", ".yml")) else Library.default().get(name)
+    )
 
 
 def _literal_or_entry(value: str) -> Pattern:
@@ -259,9 +265,7 @@ def _parse_field(text: str) -> tuple[str, Any]:
         return name, value
 
 
-@app.command(
-    "doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @_reporting
 def doctor_command(context: typer.Context) -> None:
     """Say what a server started with these flags would do, without loading weights.

@@ -45,13 +45,11 @@ class Client:
 
     def generate(self, **body: Any) -> Any:
         """SGLang's native ``/generate``."""
-        return self._post("/generate", body)
+        return self._request("POST", "/generate", body)
 
     def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``."""
-        response = self._http.get("/server_info")
-        self._check(response)
-        return dict(response.json())
+        return dict(self._request("GET", "/server_info"))
 
     def states(self) -> list[dict[str, Any]]:
         """What IndexCache reports, one entry per data-parallel rank.
@@ -76,24 +74,23 @@ class Client:
         """
         self.states()
         body = {"server_args": {f"indexcache_pattern={value}": 1}}
-        accepted = self._post("/set_internal_state", body)
+        accepted = self._request("POST", "/set_internal_state", body)
         states = self.states()
         if not all(accepted):
             reasons = {state["last_rejection"] for state in states} - {""}
             raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        response = self._http.post(path, json=body)
-        self._check(response)
-        return response.json()
-
-    def _check(self, response: httpx.Response) -> None:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ServerError(f"cannot reach the server at {self.url}: {error}") from error
         if response.status_code != 200:
             raise ServerError(
-                f"{response.request.method} {response.request.url} answered "
-                f"{response.status_code}: {response.text[:500]}"
+                f"{method} {self.url}{path} answered {response.status_code}: {response.text[:500]}"
             )
+        return response.json()
 
 
 class Server:

@@ -237,10 +237,19 @@ def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: A
         original(server_args, hf_config)
 
 
-def _declare(server_args: Any, plan: Plan, overrides: dict[str, Any], config: Any) -> None:
+def merged_overrides(plan: Plan, overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The user's config overrides with the plan's in place of any about sharing.
+
+    A multimodal model's layers may be built from its text config, so that gets them too.
+    """
     merged = {**overrides, **plan.hf_overrides()}
     if getattr(config, "text_config", None) is not None:
         merged["text_config"] = {**overrides.get("text_config", {}), **plan.hf_overrides()}
+    return merged
+
+
+def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config: Any) -> None:
+    merged = merged_overrides(plan, overrides, config)
     cfg = resolving_view(server_args)
     fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
     if plan.mode == "live":

@@ -50,10 +50,15 @@ _POOL = "sglang.srt.mem_cache.memory_pool"
 _KEYS = "sglang.srt.mem_cache.index_key_cache"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state"
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_MESSAGES = "sglang.srt.managers.io_struct"
+_HOOKS = "sglang.srt.plugins.hook_registry"
 _DEEPSEEK = "sglang.srt.models.deepseek_v2"
 _MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 
 LAUNCH_SEAMS = (
+    Seam(_HOOKS, "HookRegistry.register", "wrap a function", ("target", "hook", "hook_type")),
+    Seam(_HOOKS, "HookRegistry.apply_hooks", "wrap once a worker knows its plan"),
+    Seam(_HOOKS, "HookRegistry._patched", "wrap only once"),
     Seam(_SERVER_ARGS, "ServerArgs.add_cli_args", "add the flags", ("parser",)),
     Seam(_SERVER_ARGS, "ServerArgs.from_cli_args", "keep the flags' values", ("cls", "args")),
     Seam(_SERVER_ARGS, "ServerArgs.__reduce__", "our bookkeeping travels to child processes"),
@@ -144,11 +149,13 @@ WORKER_SEAMS = (
     ),
     Seam(
         _STATE,
-        "SchedulerInternalStateController._update_handlers",
+        "SchedulerInternalStateController.set_internal_state",
         "accept a new pattern over /set_internal_state",
+        ("recv_req",),
     ),
-    Seam(_STATE, "_UpdateHandler", "one accepted update"),
-    Seam(_STATE, "UpdateRejected", "refuse a pattern that does not fit"),
+    Seam(_MESSAGES, "SetInternalStateReqOutput.updated", "the answer to a switch"),
+    Seam(_MESSAGES, "PauseGenerationReqInput.mode", "retract running requests before a switch"),
+    Seam(_MESSAGES, "ContinueGenerationReqInput.torch_empty_cache", "resume after a switch"),
     Seam(
         _SCHEDULER,
         "Scheduler.pause_generation",

@@ -52,7 +52,9 @@ def _attend(
     """One block of queries; ``scratch`` receives the gathered rows."""
     count, width = slots.shape
     rows = scratch[: count * width]
-    torch.index_select(latent, 0, slots.clamp_min(0).reshape(-1), out=rows)
+    # Padding repeats the row's first choice: even with weight 0 an unchosen row must not be read.
+    readable = torch.where(slots < 0, slots[:, :1], slots).clamp_min_(0)
+    torch.index_select(latent, 0, readable.reshape(-1), out=rows)
     rows = rows.view(count, width, -1)
     scores = torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale)
     scores.masked_fill_((slots < 0).unsqueeze(1), float("-inf"))
@@ -64,4 +66,4 @@ def _attend(
     weights /= total.clamp_min_(torch.finfo(scores.dtype).tiny)
     # One product with whole rows: slicing the values out first costs a strided copy.
     output = torch.bmm(weights.to(rows.dtype), rows)[..., :value_dim]
-    return output, lse
+    return output.masked_fill_(slots[:, :1, None] < 0, 0.0), lse

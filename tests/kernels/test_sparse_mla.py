@@ -1,0 +1,82 @@
+"""Sparse MLA: the reference against dense attention, the blocked path against the reference."""
+
+import pytest
+import torch
+
+from sglang_indexcache.kernels.sparse_mla import sparse_mla
+from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla as reference
+
+
+def selection(tokens: int, topk: int, slots: int, generator: torch.Generator) -> torch.Tensor:
+    """Random lists of 0 to ``topk`` slots, padded at the end."""
+    rows = torch.full((tokens, topk), -1, dtype=torch.int32)
+    for t in range(tokens):
+        count = int(torch.randint(0, min(topk, slots) + 1, (1,), generator=generator))
+        rows[t, :count] = torch.randperm(slots, generator=generator)[:count].to(torch.int32)
+    return rows
+
+
+def test_reference_is_masked_dense_attention(generator: torch.Generator) -> None:
+    q = torch.randn(6, 3, 40, generator=generator, dtype=torch.float64)
+    latent = torch.randn(50, 40, generator=generator, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(50, generator=generator)[:9] for _ in range(6)])
+    mask = torch.full((6, 1, 50), float("-inf"), dtype=torch.float64)
+    mask.scatter_(2, chosen.unsqueeze(1), 0.0)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.unsqueeze(1).transpose(1, 2),
+        latent.expand(6, 3, 50, 40),
+        latent[:, :24].expand(6, 3, 50, 24),
+        attn_mask=mask.unsqueeze(1),
+        scale=0.3,
+    ).squeeze(2)
+    output, lse = reference(q, latent, chosen, 0.3, 24)
+    torch.testing.assert_close(output, dense, rtol=1e-10, atol=1e-10)
+    scores = torch.einsum("thd,sd->ths", q, latent) * 0.3 + mask
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 20, 128])
+@pytest.mark.parametrize("gather_bytes", [1, 30_000, 4 << 20])
+def test_blocked_path_equals_reference(
+    generator: torch.Generator, heads: int, gather_bytes: int
+) -> None:
+    q = torch.randn(23, heads, 40, generator=generator)
+    latent = torch.randn(300, 40, generator=generator)
+    slots = selection(23, 33, 300, generator)
+    slots[5] = -1
+    output, lse = sparse_mla(q, latent, slots, 0.2, 24, gather_bytes=gather_bytes)
+    expected_output, expected_lse = reference(q, latent, slots, 0.2, 24)
+    torch.testing.assert_close(output, expected_output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert (output[5] == 0).all()
+    assert (lse[5] == float("-inf")).all()
+
+
+def test_bfloat16(generator: torch.Generator) -> None:
+    q = torch.randn(40, 8, 192, generator=generator).bfloat16()
+    latent = torch.randn(500, 192, generator=generator).bfloat16()
+    slots = selection(40, 64, 500, generator)
+    output, lse = sparse_mla(q, latent, slots, 192**-0.5, 128)
+    expected_output, expected_lse = reference(q, latent, slots, 192**-0.5, 128)
+    # Scores and weights are rounded to bfloat16 (2^-9 relative) before and after the softmax.
+    torch.testing.assert_close(output, expected_output, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=2**-7, atol=2**-6)
+
+
+def test_never_reads_what_is_not_selected(generator: torch.Generator) -> None:
+    latent = torch.full((100, 16), float("nan"))
+    latent[10:15] = torch.randn(5, 16, generator=generator)
+    slots = torch.full((4, 6), -1, dtype=torch.int32)
+    slots[:3, :5] = torch.arange(10, 15, dtype=torch.int32)
+    output, lse = sparse_mla(torch.randn(4, 2, 16, generator=generator), latent, slots, 1.0, 8)
+    assert torch.isfinite(output).all()
+    assert torch.isfinite(lse[:3]).all()
+    assert (output[3] == 0).all()
+
+
+def test_no_tokens() -> None:
+    output, lse = sparse_mla(
+        torch.empty(0, 2, 16), torch.zeros(4, 16), torch.empty(0, 3, dtype=torch.int32), 1.0, 8
+    )
+    assert output.shape == (0, 2, 8)
+    assert lse.shape == (0, 2)

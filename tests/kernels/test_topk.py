@@ -1,0 +1,66 @@
+"""Exact top-k: the reference against torch.topk, the fast path against the reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_indexcache.kernels.topk import topk_ascending
+from sglang_indexcache.kernels.topk.reference import topk_ascending as reference
+
+# Few distinct values make ties, also at the threshold and with -inf.
+values = st.sampled_from([float("-inf"), -1.0, 0.0, 0.0, 1.0, 2.5, 1e30])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
+    width = draw(st.integers(1, 24))
+    rows = draw(st.lists(st.lists(values, min_size=width, max_size=width), min_size=1, max_size=5))
+    visible = draw(st.lists(st.integers(0, width), min_size=len(rows), max_size=len(rows)))
+    return torch.tensor(rows), torch.tensor(visible), draw(st.integers(1, 26))
+
+
+@given(problems())
+def test_reference_selects_torchs_values(
+    problem: tuple[torch.Tensor, torch.Tensor, int],
+) -> None:
+    logits, visible, topk = problem
+    for row, limit, chosen in zip(logits, visible, reference(logits, visible, topk), strict=True):
+        kept = chosen[chosen >= 0].long()
+        count = min(topk, int(limit))
+        assert len(kept) == count
+        assert torch.equal(kept, kept.unique(sorted=True))
+        expected = row[:limit].topk(count).values
+        assert torch.equal(row[kept].sort(descending=True).values, expected)
+        if count:  # of equal values at the threshold the first positions are taken
+            ties = (row[:limit] == expected[-1]).nonzero().squeeze(-1)
+            taken = kept[row[kept] == expected[-1]]
+            assert torch.equal(taken, ties[: len(taken)])
+
+
+@settings(max_examples=300)
+@given(problems())
+def test_fast_path_equals_reference(problem: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+    logits, visible, topk = problem
+    assert torch.equal(
+        topk_ascending(logits.clone(), visible, topk), reference(logits, visible, topk)
+    )
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 700, 4099])
+@pytest.mark.parametrize("topk", [1, 64, 512])
+def test_random_rows(generator: torch.Generator, width: int, topk: int) -> None:
+    logits = torch.randn(9, width, generator=generator)
+    logits[3] = 0.0  # all equal
+    logits[4] = logits[4].relu()  # many zeros
+    visible = torch.randint(0, width + 1, (9,), generator=generator)
+    expected = reference(logits, visible, topk)
+    got = topk_ascending(logits.clone(), visible, topk)
+    assert torch.equal(got, expected)
+    assert torch.equal(topk_ascending(logits.clone(), visible, topk), got)
+
+
+def test_no_rows() -> None:
+    empty = torch.empty(0, 5)
+    assert topk_ascending(empty, torch.empty(0, dtype=torch.int64), 3).shape == (0, 3)
+    assert reference(empty, torch.empty(0, dtype=torch.int64), 3).shape == (0, 3)
