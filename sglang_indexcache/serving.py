@@ -81,7 +81,16 @@ class Client:
             raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 
+    def flush_cache(self) -> None:
+        """Empty the radix cache of an idle server."""
+        self._send("POST", "/flush_cache")
+
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self._send(method, path, body).json()
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
         try:
             response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -90,7 +99,7 @@ class Client:
             raise ServerError(
                 f"{method} {self.url}{path} answered {response.status_code}: {response.text[:500]}"
             )
-        return response.json()
+        return response
 
 
 class Server:

@@ -98,6 +98,10 @@ def _platform_class() -> type:
 def _apply_defaults(server_args: Any) -> None:
     server_args.device = "cpu"
     server_args.sampling_backend = "pytorch"
+    if server_args.attn_dp_size == 1:
+        # An idle scheduler spins on a core that others need. Under dp_attention it must not
+        # sleep: its peers cannot run a batch without it.
+        server_args.sleep_on_idle = True
     for name, value in (
         ("max_total_tokens", MAX_TOTAL_TOKENS),
         ("max_running_requests", MAX_RUNNING_REQUESTS),

@@ -1,0 +1,101 @@
+"""Real SGLang servers over HTTP. A start takes half a minute, so servers are shared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.demo_model import ModelSpec, make_model
+from sglang_indexcache.serving import Client, Server
+
+if torch.accelerator.is_available():
+    pytest.skip("these tests serve on the CPU platform", allow_module_level=True)
+
+VOCAB = 512
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens."""
+    base = tmp_path_factory.mktemp("checkpoints")
+    folders = {preset: base / preset for preset in ("glm-5", "deepseek-v3.2")}
+    for preset, folder in folders.items():
+        make_model(ModelSpec(preset=preset, size="tiny", vocab_size=VOCAB), folder)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def glm(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["glm-5"]
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """``with serve(model, "--flag", ...) as client``: a server for the block's duration."""
+    logs = tmp_path_factory.mktemp("logs")
+    count = iter(range(1000))
+
+    @contextmanager
+    def start(model: Path, *arguments: str, **environment: str) -> Iterator[Client]:
+        command = ["--model-path", str(model), "--attention-backend", "indexcache", *arguments]
+        log = logs / f"{next(count)}.log"
+        with Server(command, log, env=environment) as server:
+            client = server.wait_until_ready()
+            client.server = server  # type: ignore[attr-defined]
+            try:
+                yield client
+            except BaseException:
+                print(server.log_tail(60))
+                raise
+
+    return start
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """A reproducible random prompt of token ids, without the special tokens."""
+    generator = random.Random(f"{length}/{seed}")
+    return [generator.randrange(10, VOCAB) for _ in range(length)]
+
+
+def logprobs(client: Client, ids: list[int], **options: Any) -> torch.Tensor:
+    """Teacher-forced log-probabilities of every token but the first."""
+    return batch_logprobs(client, [ids], **options)[0]
+
+
+def batch_logprobs(client: Client, prompts: list[list[int]], **options: Any) -> list[torch.Tensor]:
+    """The same for several prompts sent as one request."""
+    replies = client.generate(
+        input_ids=prompts,
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+        return_logprob=True,
+        logprob_start_len=0,
+        **options,
+    )
+    return [
+        torch.tensor([entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]])
+        for reply in replies
+    ]
+
+
+def greedy(client: Client, ids: list[int], count: int) -> list[int]:
+    """``count`` greedy tokens."""
+    reply = client.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
+    )
+    return list(reply["output_ids"])

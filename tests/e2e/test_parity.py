@@ -1,0 +1,101 @@
+"""Parity with transformers: the same checkpoint, the same ``indexer_types``.
+
+Prompts reach several times index_topk (64), so that selection matters in most rows. A top-k whose
+boundary scores differ by less than float rounding is a coin toss in any implementation, so the
+float32 prompts are ones for which the oracle itself sees no such tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import Client
+from tests.e2e.conftest import Serve, batch_logprobs, greedy, logprobs, prompt
+from tests.oracle import Oracle
+
+PATTERNS = ["FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS"]  # full, 1/2, 1/4, and one that is none of them
+LENGTHS = [1, 2, 63, 64, 65, 130, 333]
+ROUNDING = 1e-6
+"""Relative gap of index scores below which float32 rounding can decide a selection."""
+
+
+def decided_prompt(oracle: Oracle, length: int, pattern: Pattern) -> list[int]:
+    """A prompt in which no selection hangs on rounding."""
+    for seed in range(40):
+        ids = prompt(length, seed)
+        if oracle.answer(ids, pattern).margin > ROUNDING:
+            return ids
+    raise AssertionError(f"every prompt of {length} tokens has a near-tie")
+
+
+@pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
+def served(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path], serve: Serve
+) -> Iterator[tuple[Client, Oracle]]:
+    folder = checkpoints[request.param]
+    oracle = Oracle(folder, torch.float32)
+    with serve(folder, "--dtype", "float32", "--indexcache-mode", "live") as client:
+        yield client, oracle
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_float32_logprobs(served: tuple[Client, Oracle], text: str) -> None:
+    client, oracle = served
+    pattern = Pattern(text)
+    client.switch_pattern(text)
+    for length in LENGTHS:
+        ids = decided_prompt(oracle, length, pattern)
+        expected = oracle.answer(ids, pattern).logprobs
+        torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_float32_batch_of_unequal_lengths(served: tuple[Client, Oracle], text: str) -> None:
+    client, oracle = served
+    pattern = Pattern(text)
+    client.switch_pattern(text)
+    client.flush_cache()
+    prompts = [decided_prompt(oracle, length, pattern) for length in (200, 3, 70, 1, 129)]
+    for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
+        expected = oracle.answer(ids, pattern).logprobs
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_float32_greedy_tokens(served: tuple[Client, Oracle], text: str) -> None:
+    client, oracle = served
+    pattern = Pattern(text)
+    client.switch_pattern(text)
+    checked = 0
+    for seed in range(60):
+        ids = prompt(150, 1000 + seed)
+        expected, gap = oracle.greedy(ids, 64, pattern)
+        if gap > ROUNDING:
+            assert greedy(client, ids, 64) == expected
+            checked += 1
+            if checked == 2:
+                return
+    raise AssertionError("no prompt without a near-tie")
+
+
+@pytest.fixture(scope="module")
+def bfloat16_server(glm: Path, serve: Serve) -> Iterator[Client]:
+    with serve(glm, "--dtype", "bfloat16", "--indexcache-mode", "live") as client:
+        yield client
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_bfloat16_logprobs(bfloat16_server: Client, glm: Path, text: str) -> None:
+    """Rounded differently in every product, the two still agree on average."""
+    pattern = Pattern(text)
+    oracle = Oracle(glm, torch.bfloat16)
+    bfloat16_server.switch_pattern(text)
+    for length in LENGTHS[1:]:
+        ids = prompt(length, 7)
+        difference = logprobs(bfloat16_server, ids) - oracle.answer(ids, pattern).logprobs
+        assert difference.abs().mean() < 0.02, f"{length} tokens"
