@@ -51,9 +51,10 @@ def install() -> None:
 def _report(output: Any, controller: Any, _request: Any) -> None:
     active = current()
     if active is not None:
-        report = active.report()
-        report["index_k_bytes_per_token"] = _index_k_bytes_per_token(controller.scheduler)
-        output.internal_state["indexcache"] = report
+        output.internal_state["indexcache"] = active.report() | {
+            "index_k_bytes_per_token": _index_k_bytes_per_token(controller.scheduler),
+            "indexer_weight_bytes": _indexer_weight_bytes(controller.scheduler),
+        }
 
 
 def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
@@ -62,6 +63,17 @@ def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
     pool = getattr(pool, "full_kv_pool", pool)
     slots = pool.index_buf_size + pool.page_size
     return round(sum(buffer.nbytes for buffer in pool.index_key_cache.buffer) / slots)
+
+
+def _indexer_weight_bytes(scheduler: Scheduler) -> dict[str, int]:
+    """Bytes of indexer weights by layer, of the layers of this process that have any."""
+    found: dict[str, int] = {}
+    for name, parameter in scheduler.tp_worker.model_runner.model.named_parameters():
+        layer, inside, _ = name.partition(".self_attn.indexer.")
+        if inside:
+            number = layer.rpartition(".")[2]
+            found[number] = found.get(number, 0) + parameter.nbytes
+    return found
 
 
 def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:

@@ -72,19 +72,20 @@ def prompt(length: int, seed: int) -> list[int]:
     return [generator.randrange(10, VOCAB) for _ in range(length)]
 
 
-def logprobs(client: Client, ids: list[int], **options: Any) -> torch.Tensor:
+def logprobs(client: Client, ids: list[int]) -> torch.Tensor:
     """Teacher-forced log-probabilities of every token but the first."""
-    return batch_logprobs(client, [ids], **options)[0]
+    return batch_logprobs(client, [ids])[0]
 
 
-def batch_logprobs(client: Client, prompts: list[list[int]], **options: Any) -> list[torch.Tensor]:
-    """The same for several prompts sent as one request."""
+def batch_logprobs(
+    client: Client, prompts: list[list[int]], start: int = 0
+) -> list[torch.Tensor]:
+    """The same for several prompts sent as one request, for the tokens behind ``start``."""
     replies = client.generate(
         input_ids=prompts,
         sampling_params={"max_new_tokens": 1, "temperature": 0.0},
         return_logprob=True,
-        logprob_start_len=0,
-        **options,
+        logprob_start_len=start,
     )
     return [
         torch.tensor([entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]])

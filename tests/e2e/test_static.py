@@ -1,0 +1,227 @@
+"""Static mode: what is not built cannot run, and scheduling changes nothing.
+
+One server with a small KV pool, small prefill chunks, mixed batches and pages of 64 tokens, so
+that chunking, radix hits and retraction all happen with prompts of a few hundred tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import Client
+from tests.e2e.conftest import Serve, batch_logprobs, greedy, logprobs, prompt
+from tests.oracle import Oracle
+
+PATTERN = Pattern("FSSFSS")
+POOL = 2048
+
+
+@pytest.fixture(scope="module")
+def client(glm: Path, serve: Serve) -> Iterator[Client]:
+    arguments = [
+        *("--dtype", "float32", "--indexcache-pattern", str(PATTERN)),
+        *("--chunked-prefill-size", "128", "--enable-mixed-chunk", "--page-size", "64"),
+        *("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1"),
+    ]
+    with serve(glm, *arguments) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def oracle(glm: Path) -> Oracle:
+    return Oracle(glm, torch.float32)
+
+
+def fresh(client: Client) -> None:
+    client.flush_cache()
+
+
+def test_reports_what_it_does(client: Client) -> None:
+    [state] = client.states()
+    assert state["pattern"] == str(PATTERN)
+    assert state["mode"] == "static"
+    assert (state["full_layers"], state["shared_layers"]) == (2, 4)
+    assert state["source"] == "--indexcache-pattern FSSFSS (given literally)"
+
+
+def test_shared_layers_do_no_indexer_work(client: Client) -> None:
+    fresh(client)
+    before = client.states()[0]
+    greedy(client, prompt(300, 1), 8)
+    after = client.states()[0]
+    forwards = after["forwards"] - before["forwards"]
+    assert forwards >= 10  # three chunks and the generated tokens
+    for layer in range(6):
+        selections = after["indexer_selections"][layer] - before["indexer_selections"][layer]
+        reuses = after["index_reuses"][layer] - before["index_reuses"][layer]
+        assert (selections, reuses) == ((forwards, 0) if PATTERN.is_full(layer) else (0, forwards))
+    assert after["index_key_writes"] == [0] * 6
+
+
+def test_shared_layers_have_no_index_key_memory(client: Client) -> None:
+    # float32 keys of 128 entries in two of six layers
+    assert client.states()[0]["index_k_bytes_per_token"] == 2 * 128 * 4
+
+
+def test_shared_layers_have_no_indexer_weights(client: Client) -> None:
+    weights = client.states()[0]["indexer_weight_bytes"]
+    assert tuple(map(int, weights)) == PATTERN.full_layers
+    assert all(size > 0 for size in weights.values())
+
+
+def decided(oracle: Oracle, length: int, start: int = 0) -> list[int]:
+    for seed in range(start, start + 40):
+        ids = prompt(length, seed)
+        if oracle.answer(ids, PATTERN).margin > 1e-6:
+            return ids
+    raise AssertionError("every prompt has a near-tie")
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 400])
+def test_chunked_prefill_changes_nothing(client: Client, oracle: Oracle, length: int) -> None:
+    fresh(client)
+    ids = decided(oracle, length)
+    expected = oracle.answer(ids, PATTERN).logprobs
+    torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
+
+
+def test_radix_hit_changes_nothing(client: Client, oracle: Oracle) -> None:
+    fresh(client)
+    ids = decided(oracle, 300)
+    first = greedy(client, ids, 16)
+    reply = client.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True},
+    )
+    assert reply["meta_info"]["cached_tokens"] >= 256
+    assert reply["output_ids"] == first == oracle.greedy(ids, 16, PATTERN)[0]
+
+
+def test_shared_prefix_of_different_prompts(client: Client, oracle: Oracle) -> None:
+    fresh(client)
+    for seed in range(60):
+        prefix = prompt(192, 3)
+        prompts = [prefix + prompt(50 + 30 * i, seed + i) for i in range(3)]
+        answers = [oracle.answer(ids, PATTERN) for ids in prompts]
+        if min(answer.margin for answer in answers) > 1e-6:
+            break
+    logprobs(client, prompts[0])
+    replies = batch_logprobs(client, prompts[1:], start=200)
+    for got, answer in zip(replies, answers[1:], strict=True):
+        torch.testing.assert_close(got, answer.logprobs[-len(got) :], rtol=0, atol=1e-3)
+
+
+def test_retraction_recovers(client: Client, oracle: Oracle) -> None:
+    """More tokens than the pool holds: running requests are retracted and come back unharmed."""
+    fresh(client)
+    prompts = [prompt(130, 100 + i) for i in range(10)]
+    expected = [oracle.greedy(ids, 160, PATTERN) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = list(pool.map(lambda ids: _generate(client, ids, 160), prompts))
+    assert sum(reply["meta_info"]["num_retractions"] for reply in replies) > 0
+    compared = 0
+    for reply, (tokens, gap) in zip(replies, expected, strict=True):
+        assert len(reply["output_ids"]) == 160
+        if gap > 1e-6:
+            assert reply["output_ids"] == tokens
+            compared += 1
+    assert compared >= 2
+
+
+def _generate(client: Client, ids: list[int], count: int) -> Any:
+    return client.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
+    )
+
+
+def test_mixed_batches_of_prefill_and_decode(client: Client, oracle: Oracle) -> None:
+    fresh(client)
+    prompts = [prompt(length, 200 + length) for length in (90, 300, 10, 170)]
+    expected = [oracle.greedy(ids, 24, PATTERN) for ids in prompts]
+
+    def later(item: tuple[int, list[int]]) -> list[int]:
+        time.sleep(0.15 * item[0])
+        return list(_generate(client, item[1], 24)["output_ids"])
+
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(later, enumerate(prompts)))
+    for tokens, (truth, gap) in zip(replies, expected, strict=True):
+        assert gap < 1e-6 or tokens == truth
+
+
+def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
+    fresh(client)
+    body = {
+        "input_ids": prompt(300, 9),
+        "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True},
+        "stream": True,
+    }
+    with (
+        httpx.Client(timeout=60, trust_env=False) as http,
+        http.stream("POST", f"{client.url}/generate", json=body) as stream,
+    ):
+        next(stream.iter_lines())
+    ids = decided(oracle, 150)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:  # the disconnect reaches the scheduler in its own time
+        if greedy(client, ids, 4) == oracle.greedy(ids, 4, PATTERN)[0]:
+            return
+    raise AssertionError("the answers after an abort are wrong")
+
+
+def test_switching_is_refused(client: Client) -> None:
+    from sglang_indexcache.serving import ServerError
+
+    with pytest.raises(ServerError, match="started in static mode.*--indexcache-mode live"):
+        client.switch_pattern("FFFFFF")
+    assert client.states()[0]["pattern"] == str(PATTERN)
+
+
+def test_static_and_live_agree_exactly(client: Client, glm: Path, serve: Serve) -> None:
+    """The same kernels on the same inputs: not one bit may differ."""
+    prompts = [prompt(length, 50) for length in (70, 130, 350)]
+
+    def answers(server: Client) -> list[torch.Tensor]:
+        fresh(server)
+        return [logprobs(server, ids) for ids in prompts]
+
+    static = answers(client)
+    arguments = ["--dtype", "float32", "--chunked-prefill-size", "128", "--page-size", "64"]
+    with serve(glm, *arguments, "--indexcache-mode", "live") as live:
+        live.switch_pattern(str(PATTERN))
+        for mine, theirs in zip(static, answers(live), strict=True):
+            assert torch.equal(mine, theirs)
+        [state] = live.states()
+        assert state["indexer_selections"][1] == 0
+        assert state["index_key_writes"][1] > 0  # live mode keeps the keys for other patterns
+        assert state["index_k_bytes_per_token"] == 6 * 128 * 4
+        assert len(state["indexer_weight_bytes"]) == 6
+
+
+def test_readers_do_not_disturb(client: Client) -> None:
+    """Reading the state while requests run."""
+    stop = threading.Event()
+
+    def read() -> int:
+        count = 0
+        while not stop.is_set():
+            client.states()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(2) as pool:
+        reads = pool.submit(read)
+        assert len(greedy(client, prompt(100, 4), 20)) == 20
+        stop.set()
+        assert reads.result() > 0
