@@ -7,7 +7,7 @@ shared layers' indexers are made to return what the full layer before them retur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,19 @@ class Answer:
 class Oracle:
     """One checkpoint in transformers, eager attention, any pattern."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, *, fp8_indexer: bool = False) -> None:
         self.config = AutoConfig.from_pretrained(folder)
         self.layers = self.config.num_hidden_layers
-        self._folder, self._dtype = folder, dtype
+        self.folder, self._dtype = folder, dtype
         self._glm = self.config.model_type == "glm_moe_dsa"
+        self._fp8 = fp8_indexer
         self._models: dict[str, Any] = {}
 
     def answer(self, ids: list[int], pattern: Pattern) -> Answer:
         """Run one sequence."""
         model = self._model(pattern)
         margins: list[float] = []
-        with torch.no_grad(), _recorded_margins(self.config.index_topk, margins):
+        with torch.no_grad(), self._watched(margins):
             logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
         logprobs = logits.log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], dtype=torch.int64)[:, None]
@@ -64,7 +65,7 @@ class Oracle:
         The gap is the index margin or the relative lead of the best over the second-best token.
         """
         margins: list[float] = []
-        with torch.no_grad(), _recorded_margins(self.config.index_topk, margins):
+        with torch.no_grad(), self._watched(margins):
             output = self._model(pattern).generate(
                 torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
@@ -79,12 +80,20 @@ class Oracle:
         leads = (best - second) / best.abs().clamp_min(1.0)
         return output.sequences[0, len(ids) :].tolist(), min([*margins, float(leads.min())])
 
+    @contextmanager
+    def _watched(self, margins: list[float]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(_recorded_margins(self.config.index_topk, margins))
+            if self._fp8:
+                stack.enter_context(_fp8_scores(rotated=not self._glm))
+            yield
+
     def _model(self, pattern: Pattern) -> Any:
         if str(pattern) not in self._models:
             if self._glm:
                 self.config.indexer_types = pattern.to_indexer_types()
             model = AutoModelForCausalLM.from_pretrained(
-                self._folder, config=self.config, dtype=self._dtype, attn_implementation="eager"
+                self.folder, config=self.config, dtype=self._dtype, attn_implementation="eager"
             ).eval()
             if not self._glm:
                 _share(model, pattern)
@@ -128,3 +137,37 @@ def _recorded_margins(topk: int, margins: list[float]) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.topk = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _fp8_scores(rotated: bool) -> Iterator[None]:
+    """Quantise what the indexers multiply as a GPU does: e4m3, a power-of-two scale per vector.
+
+    transformers leaves out both this and the Hadamard rotation before it.
+    """
+    original = torch.matmul
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_score = a.dim() == 4 and b.dim() == 4 and b.shape[1] == 1 and a.shape[-1] == 128
+        if is_score:  # [B, S, H, D] @ [B, 1, D, T], in the indexers only
+            a, b = _as_e4m3(a, rotated), _as_e4m3(b.mT, rotated).mT
+        return original(a, b, *args, **kwargs)
+
+    torch.matmul = watched  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.matmul = original
+
+
+def _as_e4m3(x: torch.Tensor, rotated: bool) -> torch.Tensor:
+    """``x`` ``[..., D]`` as it comes back from e4m3 storage, float32."""
+    if rotated:
+        order = torch.arange(x.shape[-1])
+        # Sylvester's Hadamard matrix: the sign is the parity of the common bits of i and j.
+        common = order[:, None] & order
+        parity = sum((common >> bit) & 1 for bit in range(7)) % 2
+        x = x.float() @ (1.0 - 2.0 * parity) / x.shape[-1] ** 0.5
+    amax = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-4)
+    scale = 2.0 ** torch.ceil(torch.log2(amax / 448.0))
+    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale

@@ -68,7 +68,6 @@ class ActivePattern:
         """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
         self.pattern, self.source = pattern, source
         self.switches += 1
-        self.last_rejection = ""
         self.counters = Counters.for_layers(len(pattern))
 
     def report(self) -> dict[str, Any]:

@@ -116,8 +116,10 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
         )
     resolved = Library.default().resolve(value, plan.checkpoint())
     resolved.pattern.check_stages(_stage_starts(plan.layer_ids))
-    if resolved.pattern != active.pattern:
-        _clear_cached_kv(scheduler)
+    active.last_rejection = ""
+    if resolved.pattern == active.pattern:
+        return
+    _clear_cached_kv(scheduler)
     active.replace(resolved.pattern, f"/set_internal_state {value} ({resolved.description})")
     logger.info("IndexCache: now %s", resolved.pattern.summary())
 

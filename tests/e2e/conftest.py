@@ -14,16 +14,17 @@ import torch
 from sglang_indexcache.demo_model import ModelSpec, make_model
 from sglang_indexcache.serving import Client, Server
 
-if torch.accelerator.is_available():
-    pytest.skip("these tests serve on the CPU platform", allow_module_level=True)
-
 VOCAB = 512
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = pytest.mark.skipif(
+        torch.accelerator.is_available(), reason="these serve on the CPU platform: no GPU wanted"
+    )
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            item.add_marker(on_gpu)
 
 
 @pytest.fixture(scope="session")

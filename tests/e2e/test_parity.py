@@ -99,3 +99,33 @@ def test_bfloat16_logprobs(bfloat16_server: Client, glm: Path, text: str) -> Non
         ids = prompt(length, 7)
         difference = logprobs(bfloat16_server, ids) - oracle.answer(ids, pattern).logprobs
         assert difference.abs().mean() < 0.02, f"{length} tokens"
+
+
+@pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
+def served_fp8(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path], serve: Serve
+) -> Iterator[tuple[Client, Oracle]]:
+    folder = checkpoints[request.param]
+    arguments = ["--dtype", "float32", "--indexcache-index-k-dtype", "fp8_e4m3"]
+    with serve(folder, *arguments, "--indexcache-pattern", "FFSSFS") as client:
+        yield client, Oracle(folder, torch.float32, fp8_indexer=True)
+
+
+def test_fp8_index_keys(served_fp8: tuple[Client, Oracle]) -> None:
+    """The GPU's quantisation decides other selections than float32, and the same as the oracle's.
+
+    e4m3 puts many scores on few values, so prompts whose boundary is a tie are common.
+    """
+    client, oracle = served_fp8
+    pattern = Pattern("FFSSFS")
+    assert client.states()[0]["index_k_bytes_per_token"] == 3 * (128 + 4)
+    unquantised = Oracle(oracle.folder, torch.float32)
+    ids = decided_prompt(oracle, 200, pattern)
+    answer = logprobs(client, ids)
+    expected = oracle.answer(ids, pattern).logprobs
+    torch.testing.assert_close(answer, expected, rtol=0, atol=1e-3)
+    assert (answer - unquantised.answer(ids, pattern).logprobs).abs().max() > 1e-3
+    for length in (1, 64, 65, 130):
+        ids = decided_prompt(oracle, length, pattern)
+        expected = oracle.answer(ids, pattern).logprobs
+        torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)

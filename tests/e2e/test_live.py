@@ -1,0 +1,142 @@
+"""Live mode under load: the pattern is replaced a hundred times while requests run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import Client, ServerError
+from tests.e2e.conftest import Serve, greedy, logprobs, prompt
+from tests.oracle import Oracle
+
+PATTERNS = [Pattern(text) for text in ("FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS", "FSSSSS")]
+SWITCHES = 100
+
+
+@pytest.fixture(scope="module")
+def client(glm: Path, serve: Serve) -> Iterator[Client]:
+    arguments = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "16384"]
+    with serve(glm, *arguments) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def oracle(glm: Path) -> Oracle:
+    return Oracle(glm, torch.float32)
+
+
+def decided_under_all(oracle: Oracle, length: int) -> list[int]:
+    """A prompt without near-ties under any pattern."""
+    for seed in range(60):
+        ids = prompt(length, 400 + seed)
+        if all(oracle.answer(ids, pattern).margin > 1e-6 for pattern in PATTERNS):
+            return ids
+    raise AssertionError("every prompt has a near-tie")
+
+
+def test_a_switch_takes_effect_at_once(client: Client, oracle: Oracle) -> None:
+    ids = decided_under_all(oracle, 200)
+    for pattern in PATTERNS:
+        client.switch_pattern(str(pattern))
+        expected = oracle.answer(ids, pattern).logprobs
+        torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
+
+
+def test_cached_kv_of_another_pattern_is_never_reused(client: Client, oracle: Oracle) -> None:
+    ids = decided_under_all(oracle, 300)
+    for pattern in (PATTERNS[0], PATTERNS[2]):
+        client.switch_pattern(str(pattern))
+        reply = client.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
+        assert reply["meta_info"]["cached_tokens"] == 0
+        expected, gap = oracle.greedy(ids, 8, pattern)
+        assert gap < 1e-6 or greedy(client, ids, 8) == expected
+
+
+def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
+    """Every answer is that of exactly one pattern, whatever is switched meanwhile."""
+    prompts = [decided_under_all(oracle, length) for length in (66, 150, 260)]
+    references = [[oracle.answer(ids, p).logprobs for p in PATTERNS] for ids in prompts]
+    for answers in references:  # the patterns can be told apart
+        for one, other in itertools.combinations(answers, 2):
+            assert (one - other).abs().max() > 0.02
+    done = threading.Event()
+    seen: Counter[int] = Counter()
+
+    def prefill(worker: int) -> int:
+        count = 0
+        while not done.is_set():
+            choice = (worker + count) % len(prompts)
+            got = logprobs(client, prompts[choice])
+            errors = [float((got - answer).abs().max()) for answer in references[choice]]
+            assert min(errors) < 1e-3, f"no pattern gives this answer: {errors}"
+            seen[errors.index(min(errors))] += 1
+            count += 1
+        return count
+
+    def decode(worker: int) -> int:
+        count = 0
+        while not done.is_set():
+            assert len(greedy(client, prompt(100 + 17 * worker + count % 50, worker), 24)) == 24
+            count += 1
+        return count
+
+    def switch() -> None:
+        try:
+            for number in range(SWITCHES):
+                pattern = PATTERNS[(number * 3 + 1) % len(PATTERNS)]
+                [state] = client.switch_pattern(str(pattern))
+                assert state["pattern"] == str(pattern)
+        finally:
+            done.set()
+
+    before = client.states()[0]["switches"]
+    with ThreadPoolExecutor(8) as pool:
+        workers = [pool.submit(prefill, i) for i in range(3)]
+        workers += [pool.submit(decode, i) for i in range(3)]
+        pool.submit(switch).result()
+        counts = [worker.result() for worker in workers]
+    assert min(counts) >= 1
+    assert len(seen) == len(PATTERNS), f"only these patterns answered: {seen}"
+    assert client.states()[0]["switches"] - before == SWITCHES
+    # A stale read would have raised StaleIndexError and ended the server.
+    test_a_switch_takes_effect_at_once(client, oracle)
+
+
+def test_the_same_pattern_again_is_no_switch(client: Client) -> None:
+    client.switch_pattern("FFFFFF")
+    before = client.states()[0]
+    ids = prompt(100, 1)
+    greedy(client, ids, 2)
+    client.switch_pattern("full")
+    after = client.states()[0]
+    assert after["switches"] == before["switches"]
+    assert client.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})["meta_info"][
+        "cached_tokens"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("FFFSS", "5 characters.*6"),
+        ("SFFFFF", "first layer"),
+        ("FFFFSs", "Use capital letters"),
+        ("nobody", "nobody"),
+        ("1/4", "uniform:1/4"),
+    ],
+)
+def test_a_bad_pattern_is_refused_and_nothing_changes(
+    client: Client, value: str, reason: str
+) -> None:
+    client.switch_pattern("FSFSFS")
+    with pytest.raises(ServerError, match=reason):
+        client.switch_pattern(value)
+    assert client.states()[0]["pattern"] == "FSFSFS"
