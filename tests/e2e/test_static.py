@@ -185,7 +185,7 @@ def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
 def test_switching_is_refused(client: Client) -> None:
     from sglang_indexcache.serving import ServerError
 
-    with pytest.raises(ServerError, match="started in static mode.*--indexcache-mode live"):
+    with pytest.raises(ServerError, match=r"started in static mode.*--indexcache-mode live"):
         client.switch_pattern("FFFFFF")
     assert client.states()[0]["pattern"] == str(PATTERN)
 

@@ -1,0 +1,144 @@
+"""Bad input through the real command line: one clear error before weights load.
+
+Each case starts ``python -m sglang.launch_server`` and asserts on what a person would see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GLM_CASES = [
+    # (arguments, what the one error says)
+    (["--indexcache-pattern", "no-such-name"], "no-such-name"),
+    (["--indexcache-pattern", "broken.yaml"], "broken.yaml"),
+    (["--indexcache-pattern", "FsSFSS"], "Use capital letters"),
+    (["--indexcache-pattern", "FSS FSS"], "Remove the white space"),
+    (["--indexcache-pattern", ""], "empty"),
+    (["--indexcache-pattern", "FSSFS"], "1 too short"),
+    (["--indexcache-pattern", "FSSFSSS"], "1 too long"),
+    (["--indexcache-pattern", "SFSFSF"], "starts with S"),
+    (["--indexcache-pattern", "FSXFSS"], "'X'"),
+    (["--indexcache-pattern", "1/4"], "uniform:1/4"),
+    (["--indexcache-pattern", "uniform:1/0"], "uniform"),
+    (
+        [
+            *("--indexcache-pattern", "FSSFSS"),
+            *("--json-model-override-args", '{"index_topk_pattern": "FSFSFS"}'),
+        ],
+        "Give only one",
+    ),
+    (["--json-model-override-args", '{"index_topk_pattern": "FSFSF"}'], "1 too short"),
+    (["--indexcache-pattern", "FSSFSS", "--prefill-attention-backend", "triton"], "triton"),
+]
+
+
+def launch(
+    model: Path, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    if "--attention-backend" not in arguments:
+        command += ["--attention-backend", "indexcache"]
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def assert_one_error(result: subprocess.CompletedProcess[str], reason: str) -> None:
+    output = result.stdout + result.stderr
+    assert result.returncode != 0, output
+    errors = [line for line in output.splitlines() if line.startswith("indexcache: error:")]
+    assert len(errors) == 1, output
+    assert reason in errors[0], errors[0]
+    assert "Traceback" not in output, output
+    assert "Load weight" not in output, output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "broken.yaml").write_text("name: [unclosed\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config_only(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint without its weights: an error that needed them would come too late."""
+    target = tmp_path_factory.mktemp("config-only")
+    for path in glm.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, target)
+    return target
+
+
+@pytest.mark.parametrize(("arguments", "reason"), GLM_CASES, ids=lambda value: str(value)[-40:])
+def test_bad_pattern(config_only: Path, folder: Path, arguments: list[str], reason: str) -> None:
+    assert_one_error(launch(config_only, *arguments, cwd=folder), reason)
+
+
+def edited(source: Path, target: Path, **fields: Any) -> Path:
+    shutil.copytree(source, target)
+    path = target / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return target
+
+
+def test_flag_and_environment_disagree(config_only: Path, folder: Path) -> None:
+    result = launch(
+        config_only,
+        *("--indexcache-pattern", "FSSFSS"),
+        cwd=folder,
+        env={"SGLANG_INDEXCACHE_PATTERN": "FSFSFS"},
+    )
+    assert_one_error(result, "Give only one")
+
+
+def test_llama(folder: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
+    assert_one_error(launch(tmp_path, cwd=folder), "LlamaForCausalLM")
+
+
+def test_mla_without_an_indexer(config_only: Path, folder: Path, tmp_path: Path) -> None:
+    """A DeepSeek-V3 that was never turned into a DSA model."""
+    fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    model = edited(config_only, tmp_path / "model", **fields, index_topk=None)
+    assert_one_error(launch(model, cwd=folder), "DSA")
+
+
+def test_full_where_the_checkpoint_shares(config_only: Path, folder: Path, tmp_path: Path) -> None:
+    types = ["full", "shared", "shared"] * 2
+    model = edited(config_only, tmp_path / "model", indexer_types=types)
+    result = launch(model, "--indexcache-pattern", "FFSFSS", cwd=folder)
+    assert_one_error(result, "ships no indexer weights there")
+
+
+def test_no_such_model(folder: Path) -> None:
+    assert_one_error(launch(folder / "nowhere", cwd=folder), "there is no model at")
+
+
+def test_another_version_of_sglang(config_only: Path, folder: Path, tmp_path: Path) -> None:
+    """The installed metadata says otherwise, as after an upgrade behind our back."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\n"
+        "original = m.version\n"
+        "m.version = lambda name: '0.6.0' if name == 'sglang' else original(name)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    result = launch(config_only, cwd=folder, env={"PYTHONPATH": path})
+    assert_one_error(result, "0.6.0")

@@ -1,0 +1,116 @@
+"""What clients use: the OpenAI-compatible API, and the Engine in one's own process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from sglang_indexcache.serving import Client
+from tests.e2e.conftest import Serve
+
+TEXT = "def mean(values):\n    return sum(values) / len(values)\n" * 8
+
+
+@pytest.fixture(scope="module")
+def client(glm: Path, serve: Serve) -> Iterator[Client]:
+    """Everything at its default but the memory, the pattern given by SGLang's own override."""
+    override = json.dumps({"index_topk_freq": 3, "index_skip_topk_offset": 1})
+    arguments = ["--json-model-override-args", override, "--max-total-tokens", "8192"]
+    with serve(glm, *arguments) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def openai(client: Client) -> OpenAI:
+    return OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
+
+
+def test_upstream_override_really_skips(client: Client) -> None:
+    [state] = client.states()
+    assert state["pattern"] == "FSSFSS"
+    assert "index_topk_freq" in state["source"]
+
+
+def test_chat(openai: OpenAI) -> None:
+    reply = openai.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": TEXT}],
+        max_tokens=12,
+        temperature=0.0,
+        logprobs=True,
+        extra_body={"ignore_eos": True},
+    )
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 12
+    assert reply.usage.prompt_tokens > 64
+    assert reply.choices[0].message.content
+
+
+def test_streamed_chat_says_the_same(openai: OpenAI) -> None:
+    request = {
+        "model": "default",
+        "messages": [{"role": "user", "content": TEXT}],
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = openai.chat.completions.create(**request).choices[0].message.content
+    chunks = list(openai.chat.completions.create(**request, stream=True))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert sum(map(bool, pieces)) > 1
+    assert "".join(pieces) == whole
+
+
+def test_completions_of_several_prompts(openai: OpenAI) -> None:
+    prompts = ["import os\n", TEXT, "x"]
+    together = openai.completions.create(
+        model="default", prompt=prompts, max_tokens=4, temperature=0.0
+    )
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+
+
+ENGINE = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], attention_backend="indexcache", indexcache_pattern=sys.argv[2],
+        max_total_tokens=4096, dtype="float32", log_level="error",
+    )
+    state = engine.get_server_info()["internal_states"][0]["indexcache"]
+    out = engine.generate(input_ids=list(range(20, 120)),
+                          sampling_params={"max_new_tokens": 4, "temperature": 0.0})
+    print("RESULT", json.dumps([state["pattern"], state["source"], out["output_ids"]]))
+    engine.shutdown()
+"""
+
+
+def run_engine(tmp_path: Path, model: Path, pattern: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    command = [sys.executable, str(script), str(model), pattern]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_engine_keyword(tmp_path: Path, glm: Path) -> None:
+    result = run_engine(tmp_path, glm, "FSSFSS")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, result.stdout + result.stderr
+    pattern, source, tokens = json.loads(lines[0].removeprefix("RESULT"))
+    assert pattern == "FSSFSS"
+    assert source == "Engine(indexcache_pattern=...) FSSFSS (given literally)"
+    assert len(tokens) == 4
+
+
+def test_engine_raises_to_its_caller(tmp_path: Path, glm: Path) -> None:
+    result = run_engine(tmp_path, glm, "FSS")
+    assert result.returncode != 0
+    assert "PatternError: Engine(indexcache_pattern=...) FSS" in result.stderr
+    assert "3 too short" in result.stderr

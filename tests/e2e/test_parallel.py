@@ -1,0 +1,119 @@
+"""Several ranks on one machine: tensor, data-parallel attention and pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import Client, ServerError
+from tests.e2e.conftest import Serve, batch_logprobs, greedy, logprobs, prompt
+from tests.oracle import Oracle
+
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+PATTERN = Pattern("FFSSFS")
+SMALL_POOL = ("--dtype", "float32", "--max-total-tokens", "8192")
+
+
+@pytest.fixture(scope="module")
+def oracle(glm: Path) -> Oracle:
+    return Oracle(glm, torch.float32)
+
+
+def decided(oracle: Oracle, length: int, pattern: Pattern) -> list[int]:
+    for seed in range(60):
+        ids = prompt(length, 700 + seed)
+        if oracle.answer(ids, pattern).margin > 1e-6:
+            return ids
+    raise AssertionError("every prompt has a near-tie")
+
+
+def check(client: Client, oracle: Oracle, pattern: Pattern, lengths: tuple[int, ...]) -> None:
+    """Prompts one by one, all at once, and greedy tokens, against the oracle."""
+    prompts = [decided(oracle, length, pattern) for length in lengths]
+    expected = [oracle.answer(ids, pattern).logprobs for ids in prompts]
+    for ids, answer in zip(prompts, expected, strict=True):
+        torch.testing.assert_close(logprobs(client, ids), answer, rtol=0, atol=1e-3)
+    client.flush_cache()
+    for got, answer in zip(batch_logprobs(client, prompts), expected, strict=True):
+        torch.testing.assert_close(got, answer, rtol=0, atol=1e-3)
+    truth = [oracle.greedy(ids, 16, pattern) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = list(pool.map(lambda ids: greedy(client, ids, 16), prompts))
+    for tokens, (wanted, gap) in zip(replies, truth, strict=True):
+        assert gap < 1e-6 or tokens == wanted
+
+
+@pytest.fixture(scope="module")
+def dp_attention(glm: Path, serve: Serve) -> Iterator[Client]:
+    arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--indexcache-mode", "live"]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        yield client
+
+
+@pytest.mark.parametrize("text", ["FFFFFF", "FFSSFS", "FSSSFS"])
+def test_dp_attention(dp_attention: Client, oracle: Oracle, text: str) -> None:
+    """One prompt leaves the other rank idle; four of unequal lengths give unequal batches."""
+    for state in dp_attention.switch_pattern(text):
+        assert state["pattern"] == text
+    check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
+
+
+def test_dp_attention_ranks_count_their_own_work(dp_attention: Client) -> None:
+    dp_attention.switch_pattern("FFFFFF")
+    dp_attention.switch_pattern(str(PATTERN))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda seed: greedy(dp_attention, prompt(90, seed), 8), range(4)))
+    states = dp_attention.states()
+    assert len(states) == 2
+    for state in states:
+        assert max(state["indexer_selections"]) > 0
+        for layer in PATTERN.shared_layers:
+            assert state["indexer_selections"][layer] == 0
+
+
+def test_dp_attention_switches_all_ranks_or_none(dp_attention: Client) -> None:
+    dp_attention.switch_pattern("FSFSFS")
+    with pytest.raises(ServerError, match="5 characters"):
+        dp_attention.switch_pattern("FSSSS")
+    assert [state["pattern"] for state in dp_attention.states()] == ["FSFSFS"] * 2
+
+
+def test_dp_attention_static(glm: Path, serve: Serve, oracle: Oracle) -> None:
+    arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
+    arguments += ["--indexcache-pattern", str(PATTERN), "--chunked-prefill-size", "128"]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        check(client, oracle, PATTERN, (1, 300, 66, 129))
+        assert [state["index_k_bytes_per_token"] for state in client.states()] == [3 * 512] * 2
+
+
+def test_tensor_parallel(glm: Path, serve: Serve, oracle: Oracle) -> None:
+    arguments = ["--tp", "2", "--indexcache-pattern", str(PATTERN)]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        check(client, oracle, PATTERN, (1, 300, 66))
+
+
+def test_pipeline_whose_second_stage_starts_on_a_shared_layer(
+    glm: Path, serve: Serve, oracle: Oracle
+) -> None:
+    assert not PATTERN.is_full(3)  # six layers, three a stage
+    arguments = ["--pp-size", "2", "--indexcache-pattern", str(PATTERN)]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        check(client, oracle, PATTERN, (1, 300, 66))
+
+
+def test_pipeline_in_live_mode_wants_full_layers_at_stage_starts(
+    glm: Path, serve: Serve, oracle: Oracle
+) -> None:
+    """Built with every indexer, SGLang ships no indices from stage to stage."""
+    arguments = ["--pp-size", "2", "--indexcache-mode", "live"]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        with pytest.raises(ServerError, match="pipeline stages start at layers 3, which are S"):
+            client.switch_pattern(str(PATTERN))
+        allowed = Pattern("FSSFSS")
+        client.switch_pattern(str(allowed))
+        check(client, oracle, allowed, (1, 300, 66))
