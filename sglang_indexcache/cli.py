@@ -113,14 +113,15 @@ def show_pattern(
     if entry.quality:
         table = Table("benchmark", "this pattern", "all F", "uniform", "source", title="quality")
         for row in entry.quality:
-            cells = (row.score, row.all_full, row.uniform)
-            table.add_row(row.benchmark, *("" if c is None else f"{c:g}" for c in cells), row.where)
+            scores = (row.score, row.all_full, row.uniform)
+            shown = ["" if score is None else f"{score:g}" for score in scores]
+            table.add_row(row.benchmark, *shown, row.where)
         out.print(table)
     if entry.latency:
         table = Table("metric", "context", "this pattern", "all F", "source", title="latency")
         for speed in entry.latency:
-            cells = (speed.value, speed.all_full)
-            shown = ("" if c is None else f"{c:g} {speed.unit}" for c in cells)
+            speeds = (speed.value, speed.all_full)
+            shown = ["" if value is None else f"{value:g} {speed.unit}" for value in speeds]
             table.add_row(speed.metric, speed.context, *shown, speed.where)
         out.print(table)
 

@@ -62,11 +62,11 @@ def test_cached_kv_of_another_pattern_is_never_reused(client: Client, oracle: Or
 
 def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
     """Every answer is that of exactly one pattern, whatever is switched meanwhile."""
-    prompts = [decided_under_all(oracle, length) for length in (66, 150, 260)]
+    prompts = [decided_under_all(oracle, length) for length in (150, 220, 300)]
     references = [[oracle.answer(ids, p).logprobs for p in PATTERNS] for ids in prompts]
     for answers in references:  # the patterns can be told apart
         for one, other in itertools.combinations(answers, 2):
-            assert (one - other).abs().max() > 0.02
+            assert (one - other).abs().max() > 5e-3
     done = threading.Event()
     seen: Counter[int] = Counter()
 
@@ -127,7 +127,7 @@ def test_the_same_pattern_again_is_no_switch(client: Client) -> None:
     ("value", "reason"),
     [
         ("FFFSS", "5 characters.*6"),
-        ("SFFFFF", "first layer"),
+        ("SFFFFF", "starts with S"),
         ("FFFFSs", "Use capital letters"),
         ("nobody", "nobody"),
         ("1/4", "uniform:1/4"),
