@@ -25,20 +25,28 @@ class Answer:
     Attributes:
         logprobs: ``[n - 1]`` log-probability of every token but the first.
         next_logits: ``[vocab]`` after the last token.
-        margin: smallest relative gap between the k-th and the (k+1)-th index score over all
-            layers and rows; below float rounding a selection is a coin toss.
+        margins: ``[n]`` for every row the smallest relative gap between the k-th and the
+            (k+1)-th index score in any layer, infinite where nothing has to be left out; below
+            rounding a selection is a coin toss.
     """
 
     logprobs: torch.Tensor
     next_logits: torch.Tensor
-    margin: float
+    margins: torch.Tensor
+
+    @property
+    def margin(self) -> float:
+        """The smallest margin of any row."""
+        return float(self.margins.min())
 
 
 class Oracle:
     """One checkpoint in transformers, eager attention, any pattern."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, *, fp8_indexer: bool = False) -> None:
-        self.config = AutoConfig.from_pretrained(folder)
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, *, fp8_indexer: bool = False, **config: Any
+    ) -> None:
+        self.config = AutoConfig.from_pretrained(folder, **config)
         self.layers = self.config.num_hidden_layers
         self.folder, self._dtype = folder, dtype
         self._glm = self.config.model_type == "glm_moe_dsa"
@@ -48,7 +56,7 @@ class Oracle:
     def answer(self, ids: list[int], pattern: Pattern) -> Answer:
         """Run one sequence."""
         model = self._model(pattern)
-        margins: list[float] = []
+        margins = [torch.full((len(ids),), torch.inf)]
         with torch.no_grad(), self._watched(margins):
             logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
         logprobs = logits.log_softmax(-1)[:-1]
@@ -56,7 +64,7 @@ class Oracle:
         return Answer(
             logprobs=logprobs.gather(1, targets).squeeze(1),
             next_logits=logits[-1],
-            margin=min(margins, default=float("inf")),
+            margins=torch.stack(margins).amin(0),
         )
 
     def greedy(self, ids: list[int], count: int, pattern: Pattern) -> tuple[list[int], float]:
@@ -64,7 +72,7 @@ class Oracle:
 
         The gap is the index margin or the relative lead of the best over the second-best token.
         """
-        margins: list[float] = []
+        margins: list[torch.Tensor] = []
         with torch.no_grad(), self._watched(margins):
             output = self._model(pattern).generate(
                 torch.tensor([ids]),
@@ -78,10 +86,12 @@ class Oracle:
             )
         best, second = torch.cat(output.logits).float().topk(2).values.unbind(-1)
         leads = (best - second) / best.abs().clamp_min(1.0)
-        return output.sequences[0, len(ids) :].tolist(), min([*margins, float(leads.min())])
+        return output.sequences[0, len(ids) :].tolist(), min(
+            [float(gaps.min()) for gaps in [*margins, leads]]
+        )
 
     @contextmanager
-    def _watched(self, margins: list[float]) -> Iterator[None]:
+    def _watched(self, margins: list[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_recorded_margins(self.config.index_topk, margins))
             if self._fp8:
@@ -119,7 +129,7 @@ def _share(model: Any, pattern: Pattern) -> None:
 
 
 @contextmanager
-def _recorded_margins(topk: int, margins: list[float]) -> Iterator[None]:
+def _recorded_margins(topk: int, margins: list[torch.Tensor]) -> Iterator[None]:
     """Watch the indexers' top-k calls for the gap at the boundary."""
     original = torch.Tensor.topk
 
@@ -128,8 +138,7 @@ def _recorded_margins(topk: int, margins: list[float]) -> Iterator[None]:
             values = original(self, k + 1, -1).values
             decided = values[..., k] > -1e30  # masked positions are not candidates
             gap = (values[..., k - 1] - values[..., k]) / values[..., 0].abs().clamp_min(1e-30)
-            if decided.any():
-                margins.append(float(gap[decided].min()))
+            margins.append(gap.float().masked_fill(~decided, torch.inf)[0])
         return original(self, k, *args, **kwargs)
 
     torch.Tensor.topk = watched  # type: ignore[method-assign, assignment]

@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 
 from sglang_indexcache.kernels.indexer.cpu import select_topk
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
+from sglang_indexcache.kernels.topk.reference import PADDING
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -41,6 +42,10 @@ def indexer_forward(
     Returns:
         ``[T, index_topk]`` int32 request-local positions, -1 padded.
     """
+    if forward_batch.forward_mode.is_idle():
+        # A rank without requests keeps step with the others. Its rows, if any, are padding that
+        # no layer attends with, so nothing is stored, read or counted.
+        return _nothing(indexer, x)
     backend: CpuIndexCacheBackend = get_attn_backend()
     backend.index_keys.store(
         layer_id, forward_batch.out_cache_loc, _keys(indexer, x, positions, backend)
@@ -60,6 +65,11 @@ def indexer_forward(
         backend.batch,
         indexer.index_topk,
     )
+
+
+def _nothing(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
+    """``[T, index_topk]`` indices that select no token."""
+    return torch.full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32, device=x.device)
 
 
 def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,9 @@ MAX_TOTAL_TOKENS = 65536
 """KV pool when --max-total-tokens is not given; SGLang's own rule would take most of the RAM."""
 MAX_RUNNING_REQUESTS = 64
 CHUNKED_PREFILL_SIZE = 2048
+
+IDLE_NAP = 0.005
+"""Seconds that an idle scheduler which must stay awake rests between two looks."""
 
 
 def activate() -> str | None:
@@ -91,6 +96,7 @@ def _platform_class() -> type:
             from sglang_indexcache.runtime.indexer_cpu import indexer_forward
 
             BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
+            _rest_when_idle()
 
     return CpuReferencePlatform
 
@@ -100,7 +106,7 @@ def _apply_defaults(server_args: Any) -> None:
     server_args.sampling_backend = "pytorch"
     if server_args.attn_dp_size == 1:
         # An idle scheduler spins on a core that others need. Under dp_attention it must not
-        # sleep: its peers cannot run a batch without it.
+        # sleep until a request comes (its peers cannot run a batch without it), but may nap.
         server_args.sleep_on_idle = True
     for name, value in (
         ("max_total_tokens", MAX_TOTAL_TOKENS),
@@ -112,6 +118,21 @@ def _apply_defaults(server_args: Any) -> None:
     _bind_cores(server_args)
     # Without a GPU there is no core dump to wait a minute for after a crash.
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+
+
+def _rest_when_idle() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle"
+    if target not in HookRegistry._patched:
+        HookRegistry.register(target, _nap, HookType.AFTER)
+        HookRegistry.apply_hooks()
+
+
+def _nap(_result: None, scheduler: Any) -> None:
+    """All ranks of dp_attention are idle together or not at all, so all nap alike."""
+    if scheduler.idle_sleeper is None:
+        time.sleep(IDLE_NAP)
 
 
 def _bind_cores(server_args: Any) -> None:
@@ -172,6 +193,24 @@ def adapt_engine() -> None:
         HookType.AROUND,
     )
     _take_cpu_branches()
+    _rest_in_controller()
+
+
+def _rest_in_controller() -> None:
+    """The process that deals requests to data-parallel ranks polls without a pause.
+
+    Its module is only patched where it is loaded: in that process, and in the launcher.
+    """
+    module: Any = sys.modules.get("sglang.srt.managers.data_parallel_controller")
+    if module is None:
+        return
+    receive = module.sock_recv
+
+    def wait_and_receive(socket: Any, flags: int = 0) -> Any:
+        socket.poll(IDLE_NAP * 1000)  # milliseconds; returns at once when a message is there
+        return receive(socket, flags=flags)
+
+    module.sock_recv = wait_and_receive
 
 
 def _take_cpu_branches() -> None:

@@ -295,6 +295,16 @@ CPU_SEAMS = (
     Seam("sglang.srt.model_executor.forward_batch_info", "_is_cpu", "no pinned memory"),
     Seam("sglang.srt.layers.dp_attention", "memcpy_func", "no Triton copy under dp_attention"),
     Seam("sglang.srt.layers.dp_attention", "memcpy_cpu", "the copy to use instead"),
+    Seam(
+        "sglang.srt.managers.data_parallel_controller",
+        "sock_recv",
+        "let the idle controller of dp_attention rest",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.maybe_sleep_on_idle",
+        "let an idle scheduler rest under dp_attention too",
+    ),
     Seam("sglang.srt.utils.numa_utils", "init_threads_binding", "reads the core binding we set"),
 )
 """What the CPU platform needs."""
@@ -384,6 +394,8 @@ def _defines(node: ast.AST, name: str) -> bool:
         return any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
     if isinstance(node, ast.AnnAssign):
         return isinstance(node.target, ast.Name) and node.target.id == name
+    if isinstance(node, ast.ImportFrom):  # replaced where it is used, not where it is from
+        return any((alias.asname or alias.name) == name for alias in node.names)
     return False
 
 

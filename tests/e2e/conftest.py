@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from sglang_indexcache.demo_model import ModelSpec, make_model
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import Client, Server
+from tests.oracle import Oracle
 
 VOCAB = 512
+
+torch.set_num_threads(1)  # the oracle is small; the cores are the servers'
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,6 +75,19 @@ def prompt(length: int, seed: int) -> list[int]:
     """A reproducible random prompt of token ids, without the special tokens."""
     generator = random.Random(f"{length}/{seed}")
     return [generator.randrange(10, VOCAB) for _ in range(length)]
+
+
+ROUNDING = 1e-6
+"""Relative gap of index scores below which float32 rounding can decide a selection."""
+
+
+def decided_prompt(oracle: Oracle, length: int, *patterns: Pattern, seed: int = 0) -> list[int]:
+    """A prompt in which no selection hangs on rounding, under any of ``patterns``."""
+    for candidate in range(seed, seed + 60):
+        ids = prompt(length, candidate)
+        if all(oracle.answer(ids, pattern).margin > ROUNDING for pattern in patterns):
+            return ids
+    raise AssertionError(f"every prompt of {length} tokens has a near-tie")
 
 
 def logprobs(client: Client, ids: list[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import Client, ServerError
-from tests.e2e.conftest import Serve, greedy, logprobs, prompt
+from tests.e2e.conftest import Serve, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 
 PATTERNS = [Pattern(text) for text in ("FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS", "FSSSSS")]
@@ -33,17 +33,8 @@ def oracle(glm: Path) -> Oracle:
     return Oracle(glm, torch.float32)
 
 
-def decided_under_all(oracle: Oracle, length: int) -> list[int]:
-    """A prompt without near-ties under any pattern."""
-    for seed in range(60):
-        ids = prompt(length, 400 + seed)
-        if all(oracle.answer(ids, pattern).margin > 1e-6 for pattern in PATTERNS):
-            return ids
-    raise AssertionError("every prompt has a near-tie")
-
-
 def test_a_switch_takes_effect_at_once(client: Client, oracle: Oracle) -> None:
-    ids = decided_under_all(oracle, 200)
+    ids = decided_prompt(oracle, 200, *PATTERNS, seed=400)
     for pattern in PATTERNS:
         client.switch_pattern(str(pattern))
         expected = oracle.answer(ids, pattern).logprobs
@@ -51,7 +42,7 @@ def test_a_switch_takes_effect_at_once(client: Client, oracle: Oracle) -> None:
 
 
 def test_cached_kv_of_another_pattern_is_never_reused(client: Client, oracle: Oracle) -> None:
-    ids = decided_under_all(oracle, 300)
+    ids = decided_prompt(oracle, 300, *PATTERNS, seed=400)
     for pattern in (PATTERNS[0], PATTERNS[2]):
         client.switch_pattern(str(pattern))
         reply = client.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
@@ -62,7 +53,7 @@ def test_cached_kv_of_another_pattern_is_never_reused(client: Client, oracle: Or
 
 def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
     """Every answer is that of exactly one pattern, whatever is switched meanwhile."""
-    prompts = [decided_under_all(oracle, length) for length in (150, 220, 300)]
+    prompts = [decided_prompt(oracle, length, *PATTERNS, seed=400) for length in (150, 220, 300)]
     references = [[oracle.answer(ids, p).logprobs for p in PATTERNS] for ids in prompts]
     for answers in references:  # the patterns can be told apart
         for one, other in itertools.combinations(answers, 2):

@@ -11,7 +11,7 @@ import torch
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import Client, ServerError
-from tests.e2e.conftest import Serve, batch_logprobs, greedy, logprobs, prompt
+from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -24,17 +24,9 @@ def oracle(glm: Path) -> Oracle:
     return Oracle(glm, torch.float32)
 
 
-def decided(oracle: Oracle, length: int, pattern: Pattern) -> list[int]:
-    for seed in range(60):
-        ids = prompt(length, 700 + seed)
-        if oracle.answer(ids, pattern).margin > 1e-6:
-            return ids
-    raise AssertionError("every prompt has a near-tie")
-
-
 def check(client: Client, oracle: Oracle, pattern: Pattern, lengths: tuple[int, ...]) -> None:
     """Prompts one by one, all at once, and greedy tokens, against the oracle."""
-    prompts = [decided(oracle, length, pattern) for length in lengths]
+    prompts = [decided_prompt(oracle, length, pattern, seed=700) for length in lengths]
     expected = [oracle.answer(ids, pattern).logprobs for ids in prompts]
     for ids, answer in zip(prompts, expected, strict=True):
         torch.testing.assert_close(logprobs(client, ids), answer, rtol=0, atol=1e-3)

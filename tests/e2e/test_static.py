@@ -19,7 +19,7 @@ import torch
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import Client
-from tests.e2e.conftest import Serve, batch_logprobs, greedy, logprobs, prompt
+from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 
 PATTERN = Pattern("FSSFSS")
@@ -53,6 +53,7 @@ def test_reports_what_it_does(client: Client) -> None:
     assert state["pattern"] == str(PATTERN)
     assert state["mode"] == "static"
     assert (state["full_layers"], state["shared_layers"]) == (2, 4)
+    assert client.server_info()["disable_overlap_schedule"] is False
     assert state["source"] == "--indexcache-pattern FSSFSS (given literally)"
 
 
@@ -81,25 +82,17 @@ def test_shared_layers_have_no_indexer_weights(client: Client) -> None:
     assert all(size > 0 for size in weights.values())
 
 
-def decided(oracle: Oracle, length: int, start: int = 0) -> list[int]:
-    for seed in range(start, start + 40):
-        ids = prompt(length, seed)
-        if oracle.answer(ids, PATTERN).margin > 1e-6:
-            return ids
-    raise AssertionError("every prompt has a near-tie")
-
-
 @pytest.mark.parametrize("length", [127, 128, 129, 400])
 def test_chunked_prefill_changes_nothing(client: Client, oracle: Oracle, length: int) -> None:
     fresh(client)
-    ids = decided(oracle, length)
+    ids = decided_prompt(oracle, length, PATTERN)
     expected = oracle.answer(ids, PATTERN).logprobs
     torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
 
 
 def test_radix_hit_changes_nothing(client: Client, oracle: Oracle) -> None:
     fresh(client)
-    ids = decided(oracle, 300)
+    ids = decided_prompt(oracle, 300, PATTERN)
     first = greedy(client, ids, 16)
     reply = client.generate(
         input_ids=ids,
@@ -174,7 +167,7 @@ def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
         http.stream("POST", f"{client.url}/generate", json=body) as stream,
     ):
         next(stream.iter_lines())
-    ids = decided(oracle, 150)
+    ids = decided_prompt(oracle, 150, PATTERN)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:  # the disconnect reaches the scheduler in its own time
         if greedy(client, ids, 4) == oracle.greedy(ids, 4, PATTERN)[0]:
