@@ -157,7 +157,7 @@ class Server:
             )
 
     def wait_until_ready(
-        self, timeout: float = 300.0, tick: Callable[[float], None] | None = None
+        self, timeout: float = 600.0, tick: Callable[[float], None] | None = None
     ) -> Client:
         """Wait until the server answers.
 
@@ -206,9 +206,9 @@ class Server:
             break
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the server's log."""
+        """The last lines of the server's log, the very long ones (its arguments) cut short."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(line[:500] for line in text.splitlines()[-lines:])
 
 
 def _kill_group(group: int) -> None:
