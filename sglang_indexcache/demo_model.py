@@ -165,7 +165,9 @@ def _make_weights(spec: ModelSpec, fields: dict[str, Any], folder: Path) -> int:
         GlmMoeDsaConfig,
         GlmMoeDsaForCausalLM,
     )
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would break the caller's own
     torch.manual_seed(spec.seed)
     if spec.preset == "glm-5":
         model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**fields))
