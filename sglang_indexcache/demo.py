@@ -63,14 +63,15 @@ def _serve(pattern: str, model: Path, folder: Path, console: Console) -> Measure
         *("--model-path", str(model)),
         *("--attention-backend", "indexcache", "--indexcache-pattern", pattern),
     ]
-    console.print(f"\n[bold]python -m sglang.launch_server {' '.join(arguments)}[/bold]")
+    command = f"python -m sglang.launch_server {' '.join(arguments)}"
+    console.print(f"\n[bold]{command}[/bold]", soft_wrap=True)
     server = Server(arguments, folder / f"server-{pattern.replace('/', '-')}.log")
     with server, console.status("starting the server ...") as status:
         server.wait_until_ready(tick=lambda s: status.update(f"starting the server ... {s:.0f} s"))
         status.stop()
         for line in server.log.read_text(errors="replace").splitlines():
             if "IndexCache (" in line:
-                console.print(f"[dim]{line}[/dim]")
+                console.print(line, style="dim", markup=False, soft_wrap=True)
         return _measure(server, console)
 
 
