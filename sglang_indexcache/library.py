@@ -253,7 +253,7 @@ def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
 
 def _looks_literal(value: str) -> bool:
     """Whether ``value`` was meant as an F/S string, perhaps a wrong one."""
-    return not set(value) - set("FSfs \t")
+    return not set(value) - set("FSfs \t") or (value.isalpha() and value.isupper())
 
 
 def _fits(pattern: Pattern, checkpoint: Checkpoint) -> bool:

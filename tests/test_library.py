@@ -103,6 +103,7 @@ def test_full_means_all_that_the_checkpoint_ships(library: Library) -> None:
         ("FSSS", PatternError, "74 too short"),
         ("fsss", PatternError, "capital letters"),
         ("F SS", PatternError, "white space"),
+        ("FSXS", PatternError, "contains 'X'"),
         ("", PatternError, "empty"),
         ("SFFF", PatternError, "starts with S"),
         ("/no/such/file.yaml", LibraryError, "cannot read pattern file"),

@@ -118,7 +118,7 @@ def test_mla_without_an_indexer(config_only: Path, folder: Path, tmp_path: Path)
     """A DeepSeek-V3 that was never turned into a DSA model."""
     fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     model = edited(config_only, tmp_path / "model", **fields, index_topk=None)
-    assert_one_error(launch(model, cwd=folder), "DSA")
+    assert_one_error(launch(model, cwd=folder), "without a lightning indexer")
 
 
 def test_full_where_the_checkpoint_shares(config_only: Path, folder: Path, tmp_path: Path) -> None:
