@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped, stage_starts
@@ -41,7 +42,7 @@ def greedy(
     limit = step.loss * (1 + targets.loss_budget) if targets.loss_budget is not None else None
     while len(pattern.full_layers) > targets.fewest:
         before = pattern
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             inside = [
                 layer
                 for layer in constraints.candidates(pattern)
@@ -87,7 +88,7 @@ def evaluations(constraints: Constraints, targets: Targets, blocks: int = 1) -> 
             start <= layer < stop and (layer != start or blocks == 1)
             for layer in constraints.candidates(pattern)
         )
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
     flips = len(pattern.full_layers) - targets.fewest
     while flips > 0 and any(left):

@@ -77,7 +77,9 @@ def logprobs(client: Client, ids: list[int]) -> torch.Tensor:
     return batch_logprobs(client, [ids])[0]
 
 
-def batch_logprobs(client: Client, prompts: list[list[int]], start: int = 0) -> list[torch.Tensor]:
+def batch_logprobs(
+    client: Client, prompts: list[list[int]], start: int = 0
+) -> list[torch.Tensor]:
     """The same for several prompts sent as one request, for the tokens behind ``start``."""
     replies = client.generate(
         input_ids=prompts,

@@ -165,7 +165,8 @@ class TransformersEvaluator:
         inputs = torch.tensor([ids], device=self._model.device)
         if len(ids) not in self._arguments:
             self._arguments = {len(ids): self._watch(inputs)}  # one length a calibration set
-        return model.embed_tokens(inputs)  # type: ignore[no-any-return]
+        hidden: torch.Tensor = model.embed_tokens(inputs)
+        return hidden
 
     def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
         """The keyword arguments with which transformers calls layer 0: mask, positions, ..."""
@@ -190,7 +191,8 @@ class TransformersEvaluator:
         if self._layers[number].self_attn.indexer is None:
             arguments["prev_topk_indices"] = self._held
         output = self._layers[number](hidden, **arguments)
-        return output[0] if isinstance(output, tuple) else output
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
     def _keep(self, kept: list[_Run], run: _Run) -> None:
         """Keep the newest runs of the most recently used sequences, within the memory."""
