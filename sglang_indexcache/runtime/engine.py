@@ -1,4 +1,4 @@
-"""An in-process SGLang engine in live mode, with the calls that ``serving.Client`` has over HTTP."""
+"""An in-process SGLang engine in live mode, with the calls that ``serving.Client`` has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_indexcache.runtime.settings import BACKEND_NAME
 from sglang_indexcache.serving import ServerError
 
 
-class LiveEngine:
+class InProcessEngine:
     """``sglang.Engine`` whose pattern can be replaced; use it as a context manager.
 
     Args:
@@ -29,7 +29,7 @@ class LiveEngine:
             }
         )
 
-    def __enter__(self) -> LiveEngine:
+    def __enter__(self) -> InProcessEngine:
         return self
 
     def __exit__(

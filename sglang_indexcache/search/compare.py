@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy import stats
@@ -123,8 +124,7 @@ def _compare(
         difference=Difference.of(by_batch),
         edges=tuple(int(edge) for edge in edges),
         curve=tuple(
-            Difference.of(tokens[:, start:stop].mean(axis=1))
-            for start, stop in zip(edges[:-1], edges[1:], strict=True)
+            Difference.of(tokens[:, start:stop].mean(axis=1)) for start, stop in pairwise(edges)
         ),
         trend=Difference.of(tokens[:, -quarter:].mean(axis=1) - tokens[:, :quarter].mean(axis=1)),
     )

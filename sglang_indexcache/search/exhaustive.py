@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped, stage_starts
-from sglang_indexcache.search.evaluator import standard_error
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step
+from sglang_indexcache.search.path import Step, make_step
 from sglang_indexcache.search.targets import Targets
 
 
@@ -38,7 +37,7 @@ def greedy(
     starts = stage_starts(ledger.num_layers, blocks)
     bounds = [*starts, ledger.num_layers]
     pattern = constraints.start
-    yield (step := _step(ledger, pattern, None, 1))
+    yield (step := _step(ledger, pattern, pattern, None, 1))
     limit = step.loss * (1 + targets.loss_budget) if targets.loss_budget is not None else None
     while len(pattern.full_layers) > targets.fewest:
         before = pattern
@@ -51,7 +50,7 @@ def greedy(
             if not inside or len(pattern.full_layers) == targets.fewest:
                 continue
             layer = best_flip(ledger, pattern, inside)
-            step = _step(ledger, flipped(pattern, layer), layer, len(inside))
+            step = _step(ledger, constraints.start, flipped(pattern, layer), layer, len(inside))
             if limit is not None and step.loss > limit:
                 return
             pattern = step.pattern
@@ -66,17 +65,11 @@ def best_flip(ledger: Ledger, pattern: Pattern, layers: Sequence[int]) -> int:
     return layers[int(means.argmin())]
 
 
-def _step(ledger: Ledger, pattern: Pattern, layer: int | None, candidates: int) -> Step:
-    losses = ledger.losses(pattern)
-    return Step(
-        pattern=pattern,
-        layer=layer,
-        loss=float(losses.mean()),
-        standard_error=standard_error(losses),
-        batches=len(losses),
-        candidates=candidates,
-        spent=ledger.spent,
-    )
+def _step(
+    ledger: Ledger, start: Pattern, pattern: Pattern, layer: int | None, candidates: int
+) -> Step:
+    count = len(ledger.all_batches)
+    return make_step(ledger, start, pattern, layer, batches=count, candidates=candidates)
 
 
 def evaluations(constraints: Constraints, targets: Targets, blocks: int = 1) -> int:

@@ -28,7 +28,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped
 from sglang_indexcache.search.evaluator import standard_error
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step
+from sglang_indexcache.search.path import Step, make_step
 from sglang_indexcache.search.race import race
 from sglang_indexcache.search.targets import Targets
 
@@ -142,14 +142,12 @@ class FastGreedy:
         return self._ledger.mean(pattern) - self._ledger.mean(start) > limit
 
     def _step(self, layer: int | None, batches: int, candidates: int, *, decided: bool) -> Step:
-        losses = self._ledger.losses(self._pattern, self._ledger.all_batches[:batches])
-        return Step(
-            pattern=self._pattern,
-            layer=layer,
-            loss=float(losses.mean()),
-            standard_error=standard_error(losses),
+        return make_step(
+            self._ledger,
+            self._constraints.start,
+            self._pattern,
+            layer,
             batches=batches,
             candidates=candidates,
-            spent=self._ledger.spent,
             decided=decided,
         )

@@ -23,7 +23,7 @@ class Ledger:
     Args:
         evaluator: measures.
         journal: makes finished evaluations durable; None keeps them in memory only.
-        on_measured: called after each evaluation, for a progress display.
+        on_measured: called after each evaluation, from whichever thread, for a progress display.
         batches_per_call: most batches in one call of the evaluator, the unit that an
             interruption can lose.
 
@@ -49,18 +49,24 @@ class Ledger:
         self.measured = 0
         self.layer_tokens = 0
         self.seconds = 0.0
-        self._journal, self._on_measured = journal, on_measured
+        self._journal, self.on_measured = journal, on_measured
         self._per_call = batches_per_call
         self._known: dict[tuple[str, int], float] = {}
         self._asked: set[tuple[str, int]] = set()
         for record in journal.records if journal else ():
             for batch, value in zip(record.batches, record.losses, strict=True):
                 self._known[record.pattern, batch] = value
+        self._known_tokens = sum(self.batch_tokens[batch] for _, batch in self._known)
 
     @property
     def full_evaluation(self) -> int:
         """Tokens of one pattern on every batch."""
         return sum(self.batch_tokens)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of everything measured, by this process or an earlier one."""
+        return self._known_tokens
 
     def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
         """``[batches]`` float64 losses of one pattern; all batches by default."""
@@ -109,11 +115,13 @@ class Ledger:
             self._journal.append(str(pattern), batches, values, found.layer_tokens, seconds)
         for batch, value in zip(batches, values, strict=True):
             self._known[str(pattern), batch] = value
-        self.measured += sum(self.batch_tokens[batch] for batch in batches)
+        tokens = sum(self.batch_tokens[batch] for batch in batches)
+        self.measured += tokens
+        self._known_tokens += tokens
         self.layer_tokens += found.layer_tokens
         self.seconds += seconds
-        if self._on_measured is not None:
-            self._on_measured(self)
+        if self.on_measured is not None:
+            self.on_measured(self)
 
     def _count(self, pattern: Pattern, batches: Sequence[int]) -> None:
         for batch in batches:

@@ -15,7 +15,7 @@ from sglang_indexcache.search.evaluator import Floats, standard_error
 from sglang_indexcache.search.exhaustive import evaluations, greedy
 from sglang_indexcache.search.fast import FastGreedy
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step
+from sglang_indexcache.search.path import Step, make_step
 from sglang_indexcache.search.refine import refine_exhaustively, refine_screened
 from sglang_indexcache.search.similarity import most_similar
 from sglang_indexcache.search.targets import Mark, Targets
@@ -181,11 +181,8 @@ class Search:
         elif self.options.method == "greedy":
             yield from greedy(self.ledger, self.constraints, self.targets, self.options.blocks)
         else:
-            start = self.constraints.start
-            losses = self.ledger.losses(start)
-            error = standard_error(losses)
-            mean = float(losses.mean())
-            yield Step(start, None, mean, error, len(losses), 1, self.ledger.spent)
+            start, count = self.constraints.start, len(self.ledger.all_batches)
+            yield make_step(self.ledger, start, start, None, batches=count, candidates=1)
 
     def _most_similar(self) -> Iterator[Found]:
         evaluator = self.ledger.evaluator

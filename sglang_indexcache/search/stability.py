@@ -1,4 +1,4 @@
-"""Does another calibration set give the same answer? (paper, "Properties of the greedy solution")"""
+"""Whether another calibration set gives the same answer (paper, "Properties of the greedy ...")."""
 
 from __future__ import annotations
 
