@@ -38,9 +38,29 @@ _QUANTILE = 0.9
 """Share of those that the margin covers."""
 
 
-def first_subset(batches: int) -> int:
-    """Batches of a candidate's first look: a sixteenth, two at least where there are two."""
+_LOOKS_PER_STEP = 4
+"""Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
+_LOOKING_SHARE = 0.5
+"""Share of the budget that first looks may take; the rest is for racing."""
+
+
+def least_subset(batches: int) -> int:
+    """The fewest batches of a look: a sixteenth, two at least where there are two."""
     return min(batches, max(2, batches // 16))
+
+
+def first_subset(batches: int, candidates: int, flips: int, evaluations: float) -> int:
+    """Batches of a candidate's first look in a descent.
+
+    Args:
+        batches: all there are.
+        candidates: that the first step looks at.
+        flips: steps.
+        evaluations: the descent's budget in full evaluations.
+    """
+    looks = candidates + _LOOKS_PER_STEP * flips
+    affordable = int(_LOOKING_SHARE * evaluations * batches / max(looks, 1))
+    return min(batches, max(least_subset(batches), affordable))
 
 
 class FastGreedy:
@@ -68,7 +88,12 @@ class FastGreedy:
         self._end = ledger.spent + budget
         self._pattern = constraints.start
         count = len(ledger.all_batches)
-        self._first = count if exact else first_subset(count)
+        self._first = count
+        if not exact:
+            candidates = len(constraints.candidates(constraints.start))
+            flips = len(constraints.start.full_layers) - targets.fewest
+            evaluations = budget / ledger.full_evaluation
+            self._first = first_subset(count, candidates, flips, evaluations)
         self._subset = ledger.all_batches[: self._first]
         self._cost: dict[int, float] = {}  # nats that flipping a layer adds, when last measured
         self._age: dict[int, int] = {}  # step of that measurement
@@ -83,7 +108,7 @@ class FastGreedy:
         flips = len(self._pattern.full_layers) - self._targets.fewest
         for number in range(flips):
             fresh = self._refresh(number)
-            allowance = max(0, self._end - self._ledger.spent) // (flips - number)
+            allowance = self._allowance()
             contenders = [flipped(self._pattern, layer) for layer in fresh]
             finish = race(self._ledger, contenders, self._first, allowance)
             if limit is not None and self._exceeds(finish.winner, finish.batches, limit):
@@ -91,6 +116,18 @@ class FastGreedy:
             [layer] = self._pattern.diff(finish.winner).became_shared
             self._commit(layer)
             yield self._step(layer, finish.batches, len(fresh), decided=finish.decided)
+
+    def _allowance(self) -> int:
+        """Tokens for this step's race: the nearer a mark, the more.
+
+        A layer flipped too early is flipped later anyway; only what a mark leaves out counts.
+        """
+        full = len(self._pattern.full_layers)
+        weights = [
+            1 / (count - max(m.full_layers for m in self._targets.marks if m.full_layers < count))
+            for count in range(full, self._targets.fewest, -1)
+        ]
+        return int(max(0, self._end - self._ledger.spent) * weights[0] / sum(weights))
 
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""

@@ -16,7 +16,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluator import Floats
 from sglang_indexcache.search.ledger import Ledger
 
-CONFIDENCE = 0.99
+CONFIDENCE = 0.95
 """One-sided confidence with which a contender must be worse than the leader to be dropped."""
 
 _PRIOR_FREEDOM = 4

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, exchanged, flipped
-from sglang_indexcache.search.fast import first_subset
+from sglang_indexcache.search.fast import least_subset
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.race import race
 
@@ -59,7 +59,8 @@ def refine_screened(
 
     A round measures on a few batches what each F layer is worth and what each S layer would gain
     as F; the exchanges with the best sum, and every shift of an F layer by one, race against the
-    pattern as it is. An exchange is made only if the mean over all batches is lower.
+    pattern as it is. An exchange is made only if the mean over all batches is lower. A round that
+    found nothing is repeated on twice as many batches.
 
     Args:
         ledger: measures and remembers.
@@ -69,23 +70,35 @@ def refine_screened(
     """
     start = ledger.mean(pattern)
     exchanges, end = 0, ledger.spent + budget
-    subset = ledger.all_batches[: first_subset(len(ledger.all_batches))]
+    first = least_subset(len(ledger.all_batches))
     while True:
-        screening = [flipped(pattern, layer) for layer in _movable(pattern, constraints)]
-        room = ledger.cost(screening, subset) + 2 * ledger.full_evaluation
-        if not screening or ledger.spent + room > end:
+        winner = _round(ledger, pattern, constraints, first, end)
+        if winner is None:
             break
-        contenders = [pattern, *_promising(ledger, pattern, constraints, subset)]
-        looks = ledger.cost(contenders, subset)
-        allowance = end - ledger.spent - looks - ledger.full_evaluation
-        if allowance < 0:
+        if ledger.mean(winner) < ledger.mean(pattern):
+            pattern, exchanges = winner, exchanges + 1
+        elif first < len(ledger.all_batches):
+            first = min(2 * first, len(ledger.all_batches))
+        else:
             break
-        winner = race(ledger, contenders, len(subset), allowance).winner
-        if ledger.mean(winner) >= ledger.mean(pattern):
-            break
-        pattern, exchanges = winner, exchanges + 1
     loss = ledger.mean(pattern)
     return Refined(pattern, loss, start - loss, exchanges, is_optimum=False)
+
+
+def _round(
+    ledger: Ledger, pattern: Pattern, constraints: Constraints, first: int, end: int
+) -> Pattern | None:
+    """The winner of one round that looks at ``first`` batches; None if it may spend too much."""
+    subset = ledger.all_batches[:first]
+    screening = [flipped(pattern, layer) for layer in _movable(pattern, constraints)]
+    needed = ledger.cost(screening, subset)
+    if not screening or ledger.spent + needed + ledger.full_evaluation > end:
+        return None
+    contenders = [pattern, *_promising(ledger, pattern, constraints, subset)]
+    needed = ledger.cost(contenders, subset) + ledger.full_evaluation
+    if ledger.spent + needed > end:
+        return None
+    return race(ledger, contenders, first, end - ledger.spent - needed).winner
 
 
 def _movable(pattern: Pattern, constraints: Constraints) -> list[int]:
