@@ -13,9 +13,9 @@ source), and a few batches tell a bad candidate from a good one. So a step here
 What is guaranteed: the same answer when started again; racing never spends beyond the budget (only
 the first looks do, where the budget does not even cover those); and with ``exact=True`` the answer
 of exhaustive greedy, flip by flip, at its full cost. What is not: that each step commits exhaustive
-greedy's flip. Where old measurements prove unreliable the margin grows until every candidate is
-measured again in every step, which is the fallback; where the budget ends before the data has
-decided, the step says ``decided=False``.
+greedy's flip. The fallback is gradual: where old measurements prove unreliable the margin grows and
+more candidates, up to all, are measured again in every step; where the budget ends before the data
+has decided, the step says ``decided=False``.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_racing_stays_within_the_budget() -> None:
     assert looks < larger.spent <= budget
 
 
-def test_falls_back_to_measuring_everything_where_old_measurements_mislead() -> None:
+def test_measures_more_again_where_old_measurements_mislead() -> None:
     """Losses without any structure: what was measured before says nothing about now."""
 
     class Chaos(SyntheticEvaluator):
@@ -75,8 +75,7 @@ def test_falls_back_to_measuring_everything_where_old_measurements_mislead() -> 
         looked = [s.candidates / len(b.pattern.full_layers[1:]) for b, s in zip(steps, steps[1:])]
         return sum(looked[5:]) / len(looked[5:])
 
-    assert share(steps) > 0.8
-    assert share(tame) < 0.5
+    assert share(steps) > 1.5 * share(tame)
 
 
 def test_says_where_the_budget_left_it_undecided() -> None:

@@ -35,9 +35,7 @@ def test_is_the_best_of_those_that_the_constraints_allow(seed: int, full: int) -
     own = Pattern("FFFSFFFFF")
     rules = Constraints.make(own, keep_full=[5], force_shared=[2])
     allowed = [
-        text
-        for text in every_pattern(9, full)
-        if text[5] == "F" and text[2] == text[3] == "S"
+        text for text in every_pattern(9, full) if text[5] == "F" and text[2] == text[3] == "S"
     ]
     found = most_similar(matrix, full, rules)
     assert str(found) in allowed
