@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def test_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.DataObject)
     steps = list(greedy(ledger, free(count), targets(count, str(full))))
     expected = algorithm_1(count, lambda text: other.mean(Pattern(text)), count - full)
     assert [str(step.pattern) for step in steps[1:]] == expected
-    for before, step in zip(steps, steps[1:], strict=False):
+    for before, step in itertools.pairwise(steps):
         assert before.pattern.diff(step.pattern).became_shared == (step.layer,)
         assert step.loss == other.mean(step.pattern)
 
@@ -29,7 +31,7 @@ def test_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.DataObject)
 def test_blocks_commit_one_after_the_other(count: int, blocks: int, seed: int) -> None:
     ledger, other = landscape(count, seed), landscape(count, seed)
     starts = [*stage_starts(count, blocks), count]
-    cut = [list(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
+    cut = [list(range(a, b)) for a, b in itertools.pairwise(starts)]
     steps = list(greedy(ledger, free(count), targets(count, str(blocks)), blocks))
     expected = algorithm_1_in_blocks(cut, lambda text: other.mean(Pattern(text)), count)
     assert [str(step.pattern) for step in steps[1:]] == expected

@@ -41,7 +41,7 @@ def test_survives_a_cut_at_every_byte(tmp_path: Path) -> None:
             assert len(journal.records) == finished
             journal.append("FSF", [0], [1.0], 15, 0.1)
         with Journal(path, IDENTITY) as journal:
-            assert [r.pattern for r in journal.records] == ["FFS", "FSS"][:finished] + ["FSF"]
+            assert [r.pattern for r in journal.records] == [*["FFS", "FSS"][:finished], "FSF"]
         path.unlink()
 
 

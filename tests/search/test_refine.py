@@ -47,7 +47,7 @@ def test_screened_is_never_worse_and_stays_in_its_budget(
 
 
 def test_finds_what_greedy_misses() -> None:
-    """On some of these landscapes greedy is not the best of all patterns; refinement gets closer."""
+    """On some landscapes greedy is not the best of all patterns; refinement gets closer."""
     gained = 0
     for seed in range(20):
         ledger = landscape(10, seed)
