@@ -262,10 +262,11 @@ def compare_command(
     with open_source(source, _start_engine) as setup, out.status("measuring ..."):
         parsed = [setup.resolve(value) for value in patterns]
         found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets)
-    named = list(zip(patterns[1:], found, strict=True))
+    reference, *others = [_label(value) for value in patterns]
+    named = list(zip(others, found, strict=True))
     for title, comparison in named:
-        out.print(f"{title} against {patterns[0]}: {comparison.verdict}", highlight=False)
-    write_json(output / "compare.json", comparison_data(named, patterns[0], setup))
+        out.print(f"{title} against {reference}: {comparison.verdict}", highlight=False)
+    write_json(output / "compare.json", comparison_data(named, reference, setup))
     draw_comparison(named, output / "compare.png")
     draw_comparison(named, output / "compare.svg")
     out.print(f"numbers and figure are in {output}")
@@ -403,6 +404,11 @@ def cost_command(
             *hours,
         )
     out.print(table)
+
+
+def _label(value: str) -> str:
+    """What a user wrote, short enough for a legend: a file's name without its folder."""
+    return Path(value).stem if value.endswith((".yaml", ".yml")) else value
 
 
 def _figure(value: float | None) -> str:

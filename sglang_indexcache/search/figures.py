@@ -76,13 +76,16 @@ def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> 
     for group in pattern.groups if pattern else ():
         corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
         side = len(group.layers)
-        axis.add_patch(Rectangle(corner, side, side, fill=False, edgecolor="#ff4d3d", lw=1.6))
+        box = Rectangle(corner, side, side, fill=False, edgecolor="#ff4d3d", lw=1.6, clip_on=False)
+        axis.add_patch(box)
     every = 1 if count <= 16 else 5
     axis.set_xticks(range(0, count, every))
     axis.set_yticks(range(0, count, every))
     axis.tick_params(labelsize=8)
     axis.set_xlabel("layer")
     axis.set_ylabel("layer")
+    if pattern is not None:
+        axis.set_title("boxes: layers that share one selection", fontsize=9, loc="left")
     _save(figure, path)
 
 

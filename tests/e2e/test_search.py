@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +86,43 @@ def test_a_static_server_is_refused(glm: Path, live: Client) -> None:
 
     with pytest.raises(SearchError, match="--indexcache-mode live"):
         ServedEvaluator(Static(), Calibration(((1, 2),), 1, "test"))  # type: ignore[arg-type]
+
+
+def test_an_engine_in_this_process(glm: Path) -> None:
+    """Without a server: the same losses, and the engine's own reason when it refuses."""
+    script = f"""
+from pathlib import Path
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.runtime.engine import InProcessEngine
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.evaluators.served import ServedEvaluator
+from sglang_indexcache.serving import ServerError
+from tests.e2e.conftest import prompt
+
+if __name__ == "__main__":  # the engine starts its scheduler by spawning
+    data = Calibration((tuple(prompt(60, 1)), tuple(prompt(60, 2))), 1, "test")
+    expected = TransformersEvaluator(Path({str(glm)!r}), data).loss(Pattern("FSFSFS"), [0, 1])
+    with InProcessEngine(model_path={str(glm)!r}, dtype="float32") as engine:
+        found = ServedEvaluator(engine, data).loss(Pattern("FSFSFS"), [0, 1])
+        assert abs(found.values - expected.values).max() < 1e-3, (found, expected)
+        assert engine.states()[0]["pattern"] == "FSFSFS"
+        try:
+            engine.switch_pattern("FF")
+        except ServerError as error:
+            assert "2 characters and the model has 6" in str(error)
+        else:
+            raise AssertionError("a wrong pattern was accepted")
+    print("passed")
+"""
+    path = glm.parent / "engine_script.py"
+    path.write_text(script)
+    result = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert result.stdout.endswith("passed\n"), result.stderr[-3000:]
