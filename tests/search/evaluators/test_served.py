@@ -82,7 +82,7 @@ def test_a_rank_that_did_not_switch() -> None:
 def test_cached_state_is_refused() -> None:
     engine = Cardboard()
     engine.cached = 2
-    with pytest.raises(SearchError, match="from its cache .2 tokens.*--disable-radix-cache"):
+    with pytest.raises(SearchError, match=r"from its cache .2 tokens.*--disable-radix-cache"):
         ServedEvaluator(engine, DATA).loss(Pattern("FFFF"), [0])
 
 
