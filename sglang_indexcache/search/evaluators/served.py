@@ -107,7 +107,10 @@ def _losses(reply: Any, ids: list[int]) -> Floats:
             "another pattern's. Start it with --disable-radix-cache."
         )
     entries = info["input_token_logprobs"][1:]
-    if [entry[1] for entry in entries] != ids[1:]:
+    # SGLang reports the vocabulary's last entry as 0, to keep image placeholders from its tokenizer.
+    if len(entries) != len(ids) - 1 or any(
+        entry[1] not in (token, 0) for entry, token in zip(entries, ids[1:], strict=True)
+    ):
         raise SearchError(
             f"the engine scored {len(entries)} tokens of a {len(ids)}-token sequence, or others. "
             "Is the context longer than its --context-length?"

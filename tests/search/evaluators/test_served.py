@@ -93,6 +93,18 @@ def test_a_cut_answer_is_refused() -> None:
         ServedEvaluator(engine, DATA).loss(Pattern("FFFF"), [0])
 
 
+def test_the_last_token_of_the_vocabulary_is_reported_as_0() -> None:
+    class Clipping(Cardboard):
+        def _reply(self, ids: list[int], shared: int) -> dict[str, Any]:
+            reply = super()._reply(ids, shared)
+            for entry in reply["meta_info"]["input_token_logprobs"]:
+                entry[1] = 0 if entry[1] == 9 else entry[1]
+            return reply
+
+    found = ServedEvaluator(Clipping(), DATA).loss(Pattern("FFFF"), [1])
+    assert found.mean == pytest.approx((0.8 + 0.9 + 0.2 + 0.1) / 4)
+
+
 def test_somebody_else_at_the_switch() -> None:
     engine = Cardboard()
     engine.meddle = True
