@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -143,6 +144,8 @@ def run_search(
     from sglang_indexcache.search.journal import Journal
     from sglang_indexcache.search.output import OutputFolder
 
+    # A batch system ends a job with SIGTERM: the same as Ctrl-C here.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Journal(output / "journal.jsonl", setup.identity) as journal, _progress() as progress:
         ledger = Ledger(setup.evaluator, journal)
         search = Search(ledger, constraints, targets, options)

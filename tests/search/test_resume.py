@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from sglang_indexcache.library import load_entry
 
 KILLS = 20
@@ -73,11 +75,12 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     assert sorted(found) == sorted(evaluations(undisturbed))
 
 
-def test_ctrl_c_leaves_a_usable_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_search_leaves_a_usable_result(tmp_path: Path, number: int) -> None:
     process = start(tmp_path)
     while size(tmp_path / "journal.jsonl") < 4000 and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 130
     state = json.loads((tmp_path / "search.json").read_text())

@@ -107,7 +107,7 @@ def _losses(reply: Any, ids: list[int]) -> Floats:
             "another pattern's. Start it with --disable-radix-cache."
         )
     entries = info["input_token_logprobs"][1:]
-    # SGLang reports the vocabulary's last entry as 0, to keep image placeholders from its tokenizer.
+    # SGLang reports the vocabulary's last entry as 0 (it keeps image placeholders out that way).
     if len(entries) != len(ids) - 1 or any(
         entry[1] not in (token, 0) for entry, token in zip(entries, ids[1:], strict=True)
     ):
