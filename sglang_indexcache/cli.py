@@ -18,6 +18,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError
 from sglang_indexcache.library import Entry, Library, load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.cli import COMMANDS
 
 app = typer.Typer(
     help="IndexCache for SGLang: let most DSA layers reuse the indices of an earlier layer.",
@@ -290,3 +291,13 @@ def demo_command(
 
     folder.mkdir(parents=True, exist_ok=True)
     run(folder, out)
+
+
+# -- pattern search ----------------------------------------------------------------------------
+
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_reporting(_command))
+
+
+if __name__ == "__main__":
+    app()

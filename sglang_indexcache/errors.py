@@ -21,6 +21,10 @@ class SettingsError(IndexCacheError):
     """Flags, environment and config that contradict each other."""
 
 
+class SearchError(IndexCacheError):
+    """A pattern search that cannot start or go on: data, targets, constraints or journal."""
+
+
 class UnsupportedEngineError(IndexCacheError):
     """The installed SGLang is not one that this package knows how to extend."""
 

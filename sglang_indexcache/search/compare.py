@@ -1,0 +1,130 @@
+"""Do two patterns differ on this data? Paired over batches, and along the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from scipy import stats
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluator import Floats, TokenEvaluator, standard_error
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference (other minus reference) with its confidence interval, in nats."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, differences: Floats) -> Difference:
+        """From ``[n]`` paired differences; Student's t at :data:`CONFIDENCE`.
+
+        Raises:
+            SearchError: fewer than two pairs, which say nothing about spread.
+        """
+        if len(differences) < 2:
+            raise SearchError("a confidence interval needs at least two batches; give more")
+        mean = float(differences.mean())
+        t = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
+        half = t * standard_error(differences)
+        return cls(mean, mean - half, mean + half)
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pattern against the reference pattern.
+
+    Attributes:
+        reference: what it is compared with.
+        pattern: what is compared.
+        reference_loss: nats per token.
+        loss: nats per token.
+        difference: ``loss - reference_loss``, paired over batches.
+        edges: ``[buckets + 1]`` positions that bound the buckets of the curve.
+        curve: the difference in each bucket of positions, paired over sequences.
+        trend: the last quarter of the context minus the first, paired over sequences: above zero
+            means that sharing hurts more at long range.
+    """
+
+    reference: Pattern
+    pattern: Pattern
+    reference_loss: float
+    loss: float
+    difference: Difference
+    edges: tuple[int, ...]
+    curve: tuple[Difference, ...]
+    trend: Difference
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        relative = 100 * self.difference.mean / self.reference_loss
+        interval = f"95 % interval {self.difference.low:+.5f} to {self.difference.high:+.5f}"
+        if not self.difference.is_significant:
+            first = f"No difference shown: {self.difference.mean:+.5f} nats per token ({interval})"
+        else:
+            word = "higher" if self.difference.mean > 0 else "lower"
+            first = (
+                f"The loss is {word} by {abs(self.difference.mean):.5f} nats per token "
+                f"({relative:+.3f} %, {interval})"
+            )
+        if not self.trend.is_significant:
+            return f"{first}; no trend along the context shown."
+        word = "more" if self.trend.mean > 0 else "less"
+        return f"{first}; sharing costs {word} late in the context ({self.trend.mean:+.5f})."
+
+
+def compare(
+    evaluator: TokenEvaluator, reference: Pattern, others: Sequence[Pattern], buckets: int = 8
+) -> list[Comparison]:
+    """Measure ``others`` against ``reference`` on every batch of ``evaluator``.
+
+    Raises:
+        SearchError: fewer than two batches, or sequences shorter than four tokens.
+    """
+    base = _measure(evaluator, reference)
+    return [_compare(reference, base, p, _measure(evaluator, p), buckets) for p in others]
+
+
+def _measure(evaluator: TokenEvaluator, pattern: Pattern) -> list[Floats]:
+    """For each batch ``[sequences, length - 1]`` losses."""
+    batches = range(len(evaluator.batch_tokens))
+    return [np.stack(sequences) for sequences in evaluator.token_losses(pattern, batches)]
+
+
+def _compare(
+    reference: Pattern, base: list[Floats], pattern: Pattern, mine: list[Floats], buckets: int
+) -> Comparison:
+    by_batch = np.array([b.mean() - a.mean() for a, b in zip(base, mine, strict=True)])
+    tokens = np.concatenate(mine) - np.concatenate(base)  # [sequences, length - 1]
+    length = tokens.shape[1]
+    if length < 4:
+        raise SearchError("the context is too short for a curve; take at least 5 tokens")
+    edges = np.linspace(0, length, min(buckets, length) + 1).astype(int)
+    quarter = length // 4
+    return Comparison(
+        reference=reference,
+        pattern=pattern,
+        reference_loss=float(np.mean([a.mean() for a in base])),
+        loss=float(np.mean([b.mean() for b in mine])),
+        difference=Difference.of(by_batch),
+        edges=tuple(int(edge) for edge in edges),
+        curve=tuple(
+            Difference.of(tokens[:, start:stop].mean(axis=1)) for start, stop in pairwise(edges)
+        ),
+        trend=Difference.of(tokens[:, -quarter:].mean(axis=1) - tokens[:, :quarter].mean(axis=1)),
+    )

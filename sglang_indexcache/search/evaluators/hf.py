@@ -1,0 +1,271 @@
+"""The reference evaluator: the checkpoint in transformers, one process, CPU or one GPU.
+
+Every layer keeps its indexer; a switch in front of it decides per forward whether it runs or hands
+on what the layer before used. Layers below the first difference to an earlier run of the same
+sequence are not run again: their outputs are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluator import BatchLosses, Floats
+
+_KEPT_RUNS = 3
+"""Runs of a sequence whose layer outputs are kept; they share what they have in common."""
+
+
+@dataclass
+class _Run:
+    """Layer outputs of one forward.
+
+    Attributes:
+        pattern: under which it ran.
+        hidden: entry l is the input of layer l, ``[1, length, hidden]``; the last is the output.
+        indices: entry l is what layer l attended to, ``[1, length, k]`` int.
+    """
+
+    pattern: Pattern
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    indices: list[torch.Tensor] = field(default_factory=list)
+
+
+class TransformersEvaluator:
+    """Teacher-forced losses by transformers.
+
+    Args:
+        folder: the checkpoint.
+        calibration: what to measure on.
+        dtype: a torch dtype's name.
+        reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
+
+    Raises:
+        SearchError: transformers cannot load it as a DSA model with one indexer a layer.
+    """
+
+    in_flight = 1
+
+    def __init__(
+        self,
+        folder: Path,
+        calibration: Calibration,
+        dtype: str = "float32",
+        reuse_bytes: int = 4 << 30,
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder)
+        checkpoint = Checkpoint.from_config(config, str(folder))
+        self.own = checkpoint.own
+        self.num_layers = checkpoint.num_layers
+        self.topk = int(config.index_topk)
+        self.calibration = calibration
+        self.batch_tokens = calibration.batch_tokens
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+        self._layers = self._model.model.layers
+        if checkpoint.layer_ids != tuple(range(len(self._layers))):
+            raise SearchError(f"{folder} has layers without DSA, which this evaluator cannot run")
+        self._reuse_bytes = reuse_bytes
+        self._layer_tokens = 0
+        self._kept: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
+        self._arguments: dict[int, dict[str, Any]] = {}
+        self._pattern = self.own
+        self._held = torch.empty(0)
+        for number, layer in enumerate(self._layers):
+            if layer.self_attn.indexer is not None:
+                self._put_switch_before(number, layer.self_attn.indexer)
+
+    def _put_switch_before(self, number: int, indexer: Any) -> None:
+        select = indexer.forward
+
+        def switched(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._pattern.is_full(number):
+                self._held = select(*args, **kwargs)
+            return self._held
+
+        indexer.forward = switched
+
+    # -- losses -------------------------------------------------------------------------------
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
+        before = self._layer_tokens
+        means = [
+            float(np.concatenate(sequences).mean())
+            for sequences in self.token_losses(pattern, batches)
+        ]
+        return BatchLosses(np.array(means), self._layer_tokens - before)
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""
+        pattern.check_checkpoint(self.own)
+        cut = self.calibration.batches
+        return [[self._sequence(pattern, ids) for ids in cut[batch]] for batch in batches]
+
+    def _sequence(self, pattern: Pattern, ids: tuple[int, ...]) -> Floats:
+        hidden = self.run(pattern, ids).hidden[-1]
+        with torch.no_grad():
+            logits = self._model.lm_head(self._model.model.norm(hidden))[0, :-1].float()
+            targets = torch.tensor(ids[1:], device=logits.device)
+            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        return losses.double().cpu().numpy()
+
+    # -- one forward --------------------------------------------------------------------------
+
+    def run(self, pattern: Pattern, ids: tuple[int, ...]) -> _Run:
+        """Every layer's input and indices under ``pattern``, for one sequence."""
+        kept = self._kept.setdefault(ids, [])
+        self._kept.move_to_end(ids)
+        nearest = max(kept, key=lambda run: _common(run.pattern, pattern), default=None)
+        start = 0 if nearest is None else _common(nearest.pattern, pattern)
+        if nearest is not None and start == self.num_layers:
+            return nearest
+        run = _Run(pattern)
+        with torch.no_grad(), self._obeying(pattern):
+            if nearest is None:
+                hidden = self._begin(ids)
+            else:
+                run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
+                hidden = nearest.hidden[start]
+                self._held = run.indices[-1]
+            for number in range(start, self.num_layers):
+                run.hidden.append(hidden)
+                hidden = self._layer(number, hidden, len(ids))
+                run.indices.append(self._held)
+            run.hidden.append(hidden)
+        self._layer_tokens += len(ids) * (self.num_layers - start)
+        self._keep(kept, run)
+        return run
+
+    @contextmanager
+    def _obeying(self, pattern: Pattern) -> Iterator[None]:
+        self._pattern = pattern
+        try:
+            yield
+        finally:
+            self._held = torch.empty(0)
+
+    def _begin(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """Layer 0's input; learns what else the model passes to its layers at this length."""
+        model = self._model.model
+        inputs = torch.tensor([ids], device=self._model.device)
+        if len(ids) not in self._arguments:
+            self._arguments = {len(ids): self._watch(inputs)}  # one length a calibration set
+        hidden: torch.Tensor = model.embed_tokens(inputs)
+        return hidden
+
+    def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
+        """The keyword arguments with which transformers calls layer 0: mask, positions, ..."""
+        seen: dict[str, Any] = {}
+
+        def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            seen.update(kwargs)
+            raise _SeenError
+
+        handle = self._layers[0].register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self._model(inputs, use_cache=False)
+        except _SeenError:
+            pass
+        finally:
+            handle.remove()
+        seen.pop("prev_topk_indices", None)
+        return seen
+
+    def _layer(self, number: int, hidden: torch.Tensor, length: int) -> torch.Tensor:
+        arguments = dict(self._arguments[length])
+        if self._layers[number].self_attn.indexer is None:
+            arguments["prev_topk_indices"] = self._held
+        output = self._layers[number](hidden, **arguments)
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def _keep(self, kept: list[_Run], run: _Run) -> None:
+        """Keep the newest runs of the most recently used sequences, within the memory."""
+        size = run.hidden[0].nbytes + run.indices[0].nbytes
+        if self._reuse_bytes < size * (self.num_layers + 1) * (_KEPT_RUNS + 1):
+            return
+        kept.insert(0, run)
+        del kept[_KEPT_RUNS:]
+        held = self.num_layers + 1  # upper bound: as if runs had no layers in common
+        while len(self._kept) * held * _KEPT_RUNS * size > self._reuse_bytes:
+            self._kept.popitem(last=False)
+
+    # -- what layers attend to ----------------------------------------------------------------
+
+    def indices(self, pattern: Pattern, batch: int) -> Iterator[list[torch.Tensor]]:
+        """For each sequence, each layer's own selection ``[length, k]`` in a run of ``pattern``."""
+        for ids in self.calibration.batches[batch]:
+            yield [selected[0] for selected in self.run(pattern, ids).indices]
+
+    def similarity(self, batches: Sequence[int]) -> Floats:
+        """The matrix of the paper's appendix "Similarity-based Pattern Search".
+
+        Returns:
+            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer
+            i's core attention output (before the output projection) with its own indices and with
+            layer j's, over all queries. 1 on the diagonal, 0 above it.
+        """
+        total = np.eye(self.num_layers)
+        queries = 0
+        for batch in batches:
+            for ids in self.calibration.batches[batch]:
+                total += np.tril(self._similarity_of(ids), -1) * len(ids)
+                queries += len(ids)
+        return np.tril(total, -1) / queries + np.eye(self.num_layers)
+
+    def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
+        run = self.run(self.own, ids)
+        found = np.eye(self.num_layers)
+        with torch.no_grad():
+            for layer in range(1, self.num_layers):
+                outputs = [
+                    self._core_output(layer, run.hidden[layer], run.indices[j], len(ids))
+                    for j in range(layer + 1)
+                ]
+                own = outputs.pop()
+                for j, other in enumerate(outputs):
+                    found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
+        return found
+
+    def _core_output(
+        self, number: int, hidden: torch.Tensor, indices: torch.Tensor, length: int
+    ) -> torch.Tensor:
+        """``[length, heads * v_head_dim]`` of layer ``number`` over given indices, in float32."""
+        seen: list[torch.Tensor] = []
+        layer = self._layers[number]
+        handle = layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _module, args: seen.append(args[0][0].float())
+        )
+        barred = Pattern.from_layers(self.num_layers, [0])
+        try:
+            with self._obeying(barred):  # the switch hands on what is held instead of selecting
+                self._held = indices
+                self._layer(number, hidden, length)
+        finally:
+            handle.remove()
+        return seen[0]
+
+
+class _SeenError(Exception):
+    """Ends a forward whose arguments have been noted."""
+
+
+def _common(first: Pattern, second: Pattern) -> int:
+    """Layers up to which two patterns are the same."""
+    pairs = zip(first.text, second.text, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))

@@ -1,0 +1,92 @@
+"""The paper's greedy layer selection: Algorithm 1, and its pipeline-block variant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.constraints import Constraints, flipped, stage_starts
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.path import Step, make_step
+from sglang_indexcache.search.targets import Targets
+
+
+def greedy(
+    ledger: Ledger, constraints: Constraints, targets: Targets, blocks: int = 1
+) -> Iterator[Step]:
+    """Flip F layers to S one by one, each time the flip that leaves the lowest loss.
+
+    With one block this is the paper's Algorithm 1; ties go to the lowest layer. With P blocks it
+    is the variant of section "Layer Selection Algorithm", paragraph "Complexity": the layers are
+    cut into P blocks, each block's first layer stays F, and in each round the best flip of a block
+    is committed before the next block is searched.
+
+    Args:
+        ledger: measures and remembers.
+        constraints: which layers may be flipped.
+        targets: where to end.
+        blocks: P.
+
+    Yields:
+        The start, then every committed flip.
+
+    Raises:
+        SearchError: more blocks than layers.
+    """
+    starts = stage_starts(ledger.num_layers, blocks)
+    bounds = [*starts, ledger.num_layers]
+    pattern = constraints.start
+    yield (step := _step(ledger, pattern, pattern, None, 1))
+    limit = step.loss * (1 + targets.loss_budget) if targets.loss_budget is not None else None
+    while len(pattern.full_layers) > targets.fewest:
+        before = pattern
+        for start, stop in pairwise(bounds):
+            inside = [
+                layer
+                for layer in constraints.candidates(pattern)
+                if start <= layer < stop and (layer != start or blocks == 1)
+            ]
+            if not inside or len(pattern.full_layers) == targets.fewest:
+                continue
+            layer = best_flip(ledger, pattern, inside)
+            step = _step(ledger, constraints.start, flipped(pattern, layer), layer, len(inside))
+            if limit is not None and step.loss > limit:
+                return
+            pattern = step.pattern
+            yield step
+        if pattern == before:
+            return
+
+
+def best_flip(ledger: Ledger, pattern: Pattern, layers: Sequence[int]) -> int:
+    """The layer whose flip to S leaves the lowest mean loss (Algorithm 1, line 4)."""
+    means = ledger.many([flipped(pattern, layer) for layer in layers]).mean(axis=1)
+    return layers[int(means.argmin())]
+
+
+def _step(
+    ledger: Ledger, start: Pattern, pattern: Pattern, layer: int | None, candidates: int
+) -> Step:
+    count = len(ledger.all_batches)
+    return make_step(ledger, start, pattern, layer, batches=count, candidates=candidates)
+
+
+def evaluations(constraints: Constraints, targets: Targets, blocks: int = 1) -> int:
+    """Full evaluations that :func:`greedy` asks for at most, the start included."""
+    bounds = [*stage_starts(len(constraints.start), blocks), len(constraints.start)]
+    pattern, total = constraints.start, 1
+    left = [
+        sum(
+            start <= layer < stop and (layer != start or blocks == 1)
+            for layer in constraints.candidates(pattern)
+        )
+        for start, stop in pairwise(bounds)
+    ]
+    flips = len(pattern.full_layers) - targets.fewest
+    while flips > 0 and any(left):
+        for block, count in enumerate(left):
+            if count and flips > 0:
+                total, flips = total + count, flips - 1
+                left[block] -= 1
+    return total

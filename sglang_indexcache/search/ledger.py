@@ -1,0 +1,130 @@
+"""Between an algorithm and its evaluator: remembers, counts, journals, measures what is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluator import Evaluator, Floats
+from sglang_indexcache.search.journal import Journal
+
+
+class Ledger:
+    """Every loss that a search has asked for.
+
+    What an algorithm asks is counted once for each pattern and batch (``spent``), whether it was
+    measured now or read from the journal: an algorithm that decides by its budget must decide the
+    same after a restart.
+
+    Args:
+        evaluator: measures.
+        journal: makes finished evaluations durable; None keeps them in memory only.
+        on_measured: called after each evaluation, from whichever thread, for a progress display.
+        batches_per_call: most batches in one call of the evaluator, the unit that an
+            interruption can lose.
+
+    Attributes:
+        spent: tokens of all distinct (pattern, batch) pairs that were asked for.
+        measured: tokens that this process forwarded.
+        layer_tokens: layers times tokens that this process forwarded.
+        seconds: time that this process spent in the evaluator.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        journal: Journal | None = None,
+        on_measured: Callable[[Ledger], None] | None = None,
+        batches_per_call: int = 64,
+    ) -> None:
+        self.evaluator = evaluator
+        self.num_layers = evaluator.num_layers
+        self.batch_tokens = evaluator.batch_tokens
+        self.all_batches = tuple(range(len(evaluator.batch_tokens)))
+        self.spent = 0
+        self.measured = 0
+        self.layer_tokens = 0
+        self.seconds = 0.0
+        self._journal, self.on_measured = journal, on_measured
+        self._per_call = batches_per_call
+        self._known: dict[tuple[str, int], float] = {}
+        self._asked: set[tuple[str, int]] = set()
+        for record in journal.records if journal else ():
+            for batch, value in zip(record.batches, record.losses, strict=True):
+                self._known[record.pattern, batch] = value
+        self._known_tokens = sum(self.batch_tokens[batch] for _, batch in self._known)
+
+    @property
+    def full_evaluation(self) -> int:
+        """Tokens of one pattern on every batch."""
+        return sum(self.batch_tokens)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of everything measured, by this process or an earlier one."""
+        return self._known_tokens
+
+    def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
+        """``[batches]`` float64 losses of one pattern; all batches by default."""
+        return np.asarray(self.many([pattern], batches)[0])
+
+    def mean(self, pattern: Pattern) -> float:
+        """Mean loss over all batches, nats per token."""
+        return float(self.losses(pattern).mean())
+
+    def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
+        """``[patterns, batches]`` float64 losses, as many patterns at a time as possible."""
+        wanted = self.all_batches if batches is None else tuple(batches)
+        jobs = [job for pattern in dict.fromkeys(patterns) for job in self._jobs(pattern, wanted)]
+        if self.evaluator.in_flight > 1 and len(jobs) > 1:
+            with ThreadPoolExecutor(self.evaluator.in_flight) as pool:
+                list(pool.map(lambda job: self._measure(*job), jobs))
+        else:
+            for job in jobs:
+                self._measure(*job)
+        for pattern in patterns:
+            self._count(pattern, wanted)
+        return np.array([[self._known[str(p), b] for b in wanted] for p in patterns])
+
+    def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
+        """Tokens by which asking for this would raise ``spent``."""
+        return sum(
+            self.batch_tokens[batch]
+            for pattern in dict.fromkeys(patterns)
+            for batch in batches
+            if (str(pattern), batch) not in self._asked
+        )
+
+    def _jobs(
+        self, pattern: Pattern, wanted: Sequence[int]
+    ) -> list[tuple[Pattern, tuple[int, ...]]]:
+        missing = [batch for batch in wanted if (str(pattern), batch) not in self._known]
+        groups = range(0, len(missing), self._per_call)
+        return [(pattern, tuple(missing[i : i + self._per_call])) for i in groups]
+
+    def _measure(self, pattern: Pattern, batches: tuple[int, ...]) -> None:
+        started = time.perf_counter()
+        found = self.evaluator.loss(pattern, batches)
+        seconds = time.perf_counter() - started
+        values = [float(value) for value in found.values]
+        if self._journal is not None:
+            self._journal.append(str(pattern), batches, values, found.layer_tokens, seconds)
+        for batch, value in zip(batches, values, strict=True):
+            self._known[str(pattern), batch] = value
+        tokens = sum(self.batch_tokens[batch] for batch in batches)
+        self.measured += tokens
+        self._known_tokens += tokens
+        self.layer_tokens += found.layer_tokens
+        self.seconds += seconds
+        if self.on_measured is not None:
+            self.on_measured(self)
+
+    def _count(self, pattern: Pattern, batches: Sequence[int]) -> None:
+        for batch in batches:
+            if (str(pattern), batch) not in self._asked:
+                self._asked.add((str(pattern), batch))
+                self.spent += self.batch_tokens[batch]

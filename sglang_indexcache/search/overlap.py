@@ -1,0 +1,127 @@
+"""How much of their selection two layers have in common (paper, appendix "Top-k Index Overlap")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluator import Floats
+
+_MASK_BYTES = 256 << 20
+"""Memory for the selection masks of the queries that are counted at a time."""
+
+
+class OverlapCounter:
+    """Adds up ``|T_i ∩ T_j| / k`` sample by sample; holds one N x N matrix and nothing else.
+
+    Queries that see k tokens or fewer select all of them in every layer, so they are left out.
+
+    Args:
+        num_layers: N.
+        topk: k, tokens that a query selects.
+    """
+
+    def __init__(self, num_layers: int, topk: int) -> None:
+        self._total = np.zeros((num_layers, num_layers))
+        self._topk = topk
+        self.queries = 0
+
+    def add(self, selected: NDArray[np.integer]) -> None:
+        """Add one sample.
+
+        Args:
+            selected: ``[N, length, k]`` positions that layer n's query t selects, in any order;
+                entries below 0 are padding. Query t sees tokens 0..t.
+        """
+        layers, length, _ = selected.shape
+        step = max(1, _MASK_BYTES // (4 * layers * length))
+        for start in range(self._topk, length, step):
+            self._add_queries(selected[:, start : start + step], length)
+
+    def _add_queries(self, selected: NDArray[np.integer], length: int) -> None:
+        layers, queries, _ = selected.shape
+        mask = np.zeros((queries, layers, length + 1), dtype=np.float32)
+        places = np.where(selected < 0, length, selected).transpose(1, 0, 2)
+        np.put_along_axis(mask, places.astype(np.int64), 1.0, axis=2)
+        mask = mask[:, :, :length]  # the last column collected the padding
+        common = np.matmul(mask, mask.transpose(0, 2, 1))
+        self._total += common.sum(axis=0, dtype=np.float64) / self._topk
+        self.queries += queries
+
+    def matrix(self) -> Floats:
+        """``[N, N]`` float64: the mean over all queries counted.
+
+        Raises:
+            SearchError: no query saw more than k tokens.
+        """
+        if not self.queries:
+            raise SearchError(
+                f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
+                "everything. Use a longer context."
+            )
+        return self._total / self.queries
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an overlap matrix says.
+
+    Attributes:
+        clusters: runs of layers whose overlap with each other is all at least ``threshold``.
+        threshold: the mean overlap of adjacent layers.
+        worst_boundary: adjacent layers with the least overlap.
+        adjacent: smallest and largest overlap of adjacent layers.
+        ends: overlap of the first and the last layer.
+    """
+
+    clusters: tuple[range, ...]
+    threshold: float
+    worst_boundary: tuple[int, int]
+    adjacent: tuple[float, float]
+    ends: float
+
+    def in_words(self) -> str:
+        """A few sentences."""
+        several = [c for c in self.clusters if len(c) > 1]
+        names = ", ".join(f"{c[0]}-{c[-1]}" for c in several) or "none"
+        first, second = self.worst_boundary
+        low, high = self.adjacent
+        return (
+            f"Adjacent layers have {low:.2f} to {high:.2f} of their selection in common. "
+            f"Clusters with at least {self.threshold:.2f} between all their layers: {names}. "
+            f"The sharpest boundary is between layers {first} and {second} ({low:.2f}). "
+            f"The first and the last layer have {self.ends:.2f} in common."
+        )
+
+
+def read(matrix: Floats) -> Reading:
+    """Find clusters and boundaries in an ``[N, N]`` overlap matrix, N >= 2."""
+    adjacent = np.diagonal(matrix, 1)
+    threshold = float(adjacent.mean())
+    worst = int(adjacent.argmin())
+    clusters: list[range] = []
+    start = 0
+    for layer in range(1, len(matrix) + 1):
+        if layer == len(matrix) or matrix[start:layer, layer].min() < threshold:
+            clusters.append(range(start, layer))
+            start = layer
+    return Reading(
+        clusters=tuple(clusters),
+        threshold=threshold,
+        worst_boundary=(worst, worst + 1),
+        adjacent=(float(adjacent.min()), float(adjacent.max())),
+        ends=float(matrix[0, -1]),
+    )
+
+
+def served_overlap(matrix: Floats, pattern: Pattern) -> float:
+    """Mean overlap of the S layers' own selection with that of the F layer that serves them.
+
+    NaN for a pattern without S layers.
+    """
+    pairs = [matrix[layer, pattern.sources[layer]] for layer in pattern.shared_layers]
+    return float(np.mean(pairs)) if pairs else float("nan")

@@ -1,0 +1,98 @@
+"""Compare patterns on growing subsets of the batches and drop the losers early.
+
+All contenders see the same batches, so what is compared is the paired difference to the leader:
+the large differences between batches cancel, and a few batches often decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluator import Floats
+from sglang_indexcache.search.ledger import Ledger
+
+CONFIDENCE = 0.95
+"""One-sided confidence with which a contender must be worse than the leader to be dropped."""
+
+_PRIOR_FREEDOM = 4
+"""Weight of the spread pooled over all contenders, in degrees of freedom: two batches of one
+contender say little about its spread, those of all contenders together say enough."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a race ended.
+
+    Attributes:
+        winner: the pattern with the lowest mean on what was measured.
+        batches: how many batches it was measured on.
+        decided: every other contender was dropped for being worse with confidence, or all
+            batches were measured. False: the allowance ended first.
+    """
+
+    winner: Pattern
+    batches: int
+    decided: bool
+
+
+def race(ledger: Ledger, contenders: Sequence[Pattern], first: int, allowance: int) -> Finish:
+    """Find the contender with the lowest loss.
+
+    The subset of batches doubles from ``first``. After each doubling, contenders that are worse
+    than the leader with confidence :data:`CONFIDENCE` leave. Where the allowance cannot take all
+    of the others further, the best ones that it can take go on.
+
+    Args:
+        ledger: measures and remembers.
+        contenders: at least one.
+        first: batches of the first subset. It is measured whatever the allowance says.
+        allowance: tokens that may be asked for beyond the first subset.
+    """
+    alive = list(dict.fromkeys(contenders))
+    count, decided = min(first, len(ledger.all_batches)), True
+    losses = ledger.many(alive, ledger.all_batches[:count])
+    while True:
+        alive = [alive[i] for i in _not_worse(losses)]
+        if len(alive) == 1 or count == len(ledger.all_batches):
+            return Finish(alive[0], count, decided)
+        count = min(2 * count, len(ledger.all_batches))
+        affordable = _affordable(ledger, alive, count, allowance)
+        if len(affordable) < 2:
+            return Finish(alive[0], count // 2, decided=False)
+        decided = decided and len(affordable) == len(alive)
+        alive = affordable
+        allowance -= ledger.cost(alive, ledger.all_batches[:count])
+        losses = ledger.many(alive, ledger.all_batches[:count])
+
+
+def _affordable(
+    ledger: Ledger, alive: Sequence[Pattern], count: int, allowance: int
+) -> list[Pattern]:
+    """The longest head of ``alive`` that the allowance takes to ``count`` batches."""
+    batches = ledger.all_batches[:count]
+    kept = list(alive)
+    while kept and ledger.cost(kept, batches) > allowance:
+        kept.pop()
+    return kept
+
+
+def _not_worse(losses: Floats) -> list[int]:
+    """Rows of ``[contenders, batches]`` not worse than the best with confidence, best first."""
+    order = np.argsort(losses.mean(axis=1), kind="stable")
+    count = losses.shape[1]
+    difference = losses[order] - losses[order[0]]
+    if count < 2:
+        return [int(i) for i in order]
+    own = difference.var(axis=1, ddof=1)
+    pooled = own[1:].mean() if len(order) > 1 else 0.0
+    freedom = count - 1 + _PRIOR_FREEDOM
+    variance = ((count - 1) * own + _PRIOR_FREEDOM * pooled) / freedom
+    bound = stats.t.ppf(CONFIDENCE, freedom) * np.sqrt(variance / count)
+    keep = difference.mean(axis=1) <= bound
+    keep[0] = True
+    return [int(i) for i in order[keep]]

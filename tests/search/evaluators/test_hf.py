@@ -1,0 +1,100 @@
+"""The reference evaluator against the tests' own oracle."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_indexcache.demo_model import ModelSpec, make_model
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from tests.oracle import Oracle
+
+LENGTH = 120
+ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
+
+
+@pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    make_model(ModelSpec(request.param, "tiny", vocab_size=512, dtype="float32"), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data() -> Calibration:
+    random = np.random.default_rng(0)
+    sequences = random.integers(10, 512, (4, LENGTH)).tolist()
+    return Calibration(tuple(map(tuple, sequences)), 2, "test")
+
+
+def truth(oracle: Oracle, data: Calibration, text: str) -> list[float]:
+    return [
+        float(torch.cat([oracle.answer(list(s), Pattern(text)).logprobs for s in batch]).mean())
+        for batch in data.batches
+    ]
+
+
+def test_losses_are_the_oracles_with_and_without_reuse(folder: Path, data: Calibration) -> None:
+    oracle = Oracle(folder, torch.float32)
+    reusing = TransformersEvaluator(folder, data)
+    plain = TransformersEvaluator(folder, data, reuse_bytes=0)
+    saved = 0
+    for text in ORDER:
+        mine, other = reusing.loss(Pattern(text), [0, 1]), plain.loss(Pattern(text), [0, 1])
+        assert np.array_equal(mine.values, other.values)
+        assert -mine.values == pytest.approx(truth(oracle, data, text), abs=1e-6)
+        assert other.layer_tokens == 4 * LENGTH * 6
+        saved += other.layer_tokens - mine.layer_tokens
+    assert saved > 0
+
+
+def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibration) -> None:
+    evaluator = TransformersEvaluator(folder, data)
+    assert evaluator.loss(Pattern("FFFFFF"), [0]).layer_tokens == 2 * LENGTH * 6
+    assert evaluator.loss(Pattern("FFFFSF"), [0]).layer_tokens == 2 * LENGTH * 2
+    assert evaluator.loss(Pattern("FFFFSF"), [0]).layer_tokens == 0
+    assert evaluator.loss(Pattern("FFFSSF"), [1]).layer_tokens == 2 * LENGTH * 6
+
+
+def test_the_similarity_of_an_output_with_itself_is_one(folder: Path, data: Calibration) -> None:
+    matrix = TransformersEvaluator(folder, data).similarity([0])
+    assert np.array_equal(np.diag(matrix), np.ones(6))
+    below = matrix[np.tril_indices(6, -1)]
+    assert ((below > 0) & (below < 1)).all()
+    assert not matrix[np.triu_indices(6, 1)].any()
+
+
+def test_similarity_is_one_where_everything_is_selected(folder: Path) -> None:
+    """64 tokens, index_topk 64: every layer selects all of them."""
+    short = Calibration((tuple(range(10, 74)),), 1, "test")
+    matrix = TransformersEvaluator(folder, short).similarity([0])
+    assert matrix[np.tril_indices(6)] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
+    [first, second] = TransformersEvaluator(folder, data).indices(Pattern("FFFFFF"), 0)
+    assert len(first) == len(second) == 6
+    for selected in first:
+        assert selected.shape == (LENGTH, 64)
+        assert len(set(selected[-1].tolist())) == 64
+    assert any(not torch.equal(a, b) for a, b in itertools.pairwise(first))
+
+
+def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:
+    types = Pattern("FFSFFS").to_indexer_types()
+    make_model(ModelSpec("glm-5", "tiny", 0, 512, "float32", {"indexer_types": types}), tmp_path)
+    evaluator = TransformersEvaluator(tmp_path, data)
+    assert evaluator.own == Pattern("FFSFFS")
+    oracle = Oracle(tmp_path, torch.float32)
+    for text in ("FFSFFS", "FFSFSS", "FSSFFS"):
+        found = evaluator.loss(Pattern(text), [0, 1]).values
+        assert -found == pytest.approx(truth(oracle, data, text), abs=1e-6)
+    with pytest.raises(PatternError, match="ships no indexer weights"):
+        evaluator.loss(Pattern("FFFFFF"), [0])

@@ -1,0 +1,139 @@
+"""What the evaluator does with an engine's answers, with an engine of cardboard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators.pool import EvaluatorPool
+from sglang_indexcache.search.evaluators.served import ServedEvaluator
+
+DATA = Calibration(((1, 2, 3), (4, 5, 6), (7, 8, 9), (3, 2, 1)), 2, "test")
+
+
+class Cardboard:
+    """Token t costs t/10 nats, and one nat more for each S layer."""
+
+    def __init__(self, ranks: int = 2, mode: str = "live") -> None:
+        state = {"pattern": "FFFF", "mode": mode, "checkpoint_pattern": "FFFF", "switches": 0}
+        self.ranks = [dict(state) for _ in range(ranks)]
+        self.cached, self.lost, self.meddle = 0, 0, False
+        self.requests: list[dict[str, Any]] = []
+
+    def states(self) -> list[dict[str, Any]]:
+        return [dict(rank) for rank in self.ranks]
+
+    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+        for rank in self.ranks:
+            rank |= {"pattern": value, "switches": rank["switches"] + 1}
+        return self.states()
+
+    def generate(self, **body: Any) -> Any:
+        self.requests.append(body)
+        shared = self.ranks[0]["pattern"].count("S")
+        replies = [self._reply(ids, shared) for ids in body["input_ids"]]
+        if self.meddle:
+            self.switch_pattern("FSSS")
+        return replies
+
+    def _reply(self, ids: list[int], shared: int) -> dict[str, Any]:
+        entries = [[-(t / 10 + shared), t, None] for t in ids]
+        entries[0][0] = None
+        count = len(entries) - self.lost
+        return {
+            "meta_info": {"input_token_logprobs": entries[:count], "cached_tokens": self.cached}
+        }
+
+
+def test_means_per_batch_in_the_order_asked() -> None:
+    engine = Cardboard()
+    evaluator = ServedEvaluator(engine, DATA)
+    found = evaluator.loss(Pattern("FSFS"), [1, 0])
+    assert found.values == pytest.approx([(0.8 + 0.9 + 0.2 + 0.1) / 4 + 2, (0.5 + 1.1) / 4 + 2])
+    assert found.layer_tokens == 4 * 12
+    [request] = engine.requests
+    assert request["logprob_start_len"] == 0
+    assert len(request["input_ids"]) == 4  # one request, so that ranks share the work
+    tokens = evaluator.token_losses(Pattern("FFFF"), [0])
+    assert [list(np.round(t, 9)) for t in tokens[0]] == [[0.2, 0.3], [0.5, 0.6]]
+
+
+def test_switches_only_when_needed() -> None:
+    engine = Cardboard()
+    evaluator = ServedEvaluator(engine, DATA)
+    for _ in range(2):
+        evaluator.loss(Pattern("FSFS"), [0])
+    assert engine.ranks[0]["switches"] == 1
+
+
+def test_a_rank_that_did_not_switch() -> None:
+    engine = Cardboard()
+    evaluator = ServedEvaluator(engine, DATA)
+    engine.switch_pattern = lambda value: engine.states()  # type: ignore[method-assign]
+    with pytest.raises(SearchError, match="did not switch to FSFS on every rank"):
+        evaluator.loss(Pattern("FSFS"), [0])
+
+
+def test_cached_state_is_refused() -> None:
+    engine = Cardboard()
+    engine.cached = 2
+    with pytest.raises(SearchError, match=r"from its cache .2 tokens.*--disable-radix-cache"):
+        ServedEvaluator(engine, DATA).loss(Pattern("FFFF"), [0])
+
+
+def test_a_cut_answer_is_refused() -> None:
+    engine = Cardboard()
+    engine.lost = 1
+    with pytest.raises(SearchError, match="scored 1 tokens of a 3-token sequence"):
+        ServedEvaluator(engine, DATA).loss(Pattern("FFFF"), [0])
+
+
+def test_the_last_token_of_the_vocabulary_is_reported_as_0() -> None:
+    class Clipping(Cardboard):
+        def _reply(self, ids: list[int], shared: int) -> dict[str, Any]:
+            reply = super()._reply(ids, shared)
+            for entry in reply["meta_info"]["input_token_logprobs"]:
+                entry[1] = 0 if entry[1] == 9 else entry[1]
+            return reply
+
+    found = ServedEvaluator(Clipping(), DATA).loss(Pattern("FFFF"), [1])
+    assert found.mean == pytest.approx((0.8 + 0.9 + 0.2 + 0.1) / 4)
+
+
+def test_somebody_else_at_the_switch() -> None:
+    engine = Cardboard()
+    engine.meddle = True
+    with pytest.raises(SearchError, match="somebody else switched"):
+        ServedEvaluator(engine, DATA).loss(Pattern("FFFF"), [0])
+
+
+def test_a_static_engine() -> None:
+    with pytest.raises(SearchError, match="--indexcache-mode live"):
+        ServedEvaluator(Cardboard(mode="static"), DATA)
+
+
+def test_a_pool_shares_out_candidates() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    engines = [Cardboard(), Cardboard()]
+    pool = EvaluatorPool([ServedEvaluator(engine, DATA) for engine in engines])
+    assert pool.in_flight == 2
+    patterns = [Pattern("F" + "S" * n + "F" * (3 - n)) for n in range(4)] * 5
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda p: pool.loss(p, [0]).mean, patterns))
+    assert found == pytest.approx([0.4 + len(p.shared_layers) for p in patterns])
+    assert sum(len(engine.requests) for engine in engines) == 20
+
+
+def test_pools_that_make_no_sense() -> None:
+    with pytest.raises(SearchError, match="at least one"):
+        EvaluatorPool([])
+    other = Calibration(((1, 2),), 1, "test")
+    members = [ServedEvaluator(Cardboard(), DATA), ServedEvaluator(Cardboard(), other)]
+    with pytest.raises(SearchError, match="same checkpoint and data"):
+        EvaluatorPool(members)

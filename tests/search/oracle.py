@@ -1,0 +1,65 @@
+"""Independent transcriptions of the paper's algorithms: plain loops over plain strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+
+Loss = Callable[[str], float]
+
+
+def algorithm_1(count: int, loss: Loss, flips: int) -> list[str]:
+    """Algorithm 1 line by line (layers from 0): the pattern after every step."""
+    c = ["F"] * count
+    r = set(range(1, count))
+    trace = []
+    for _ in range(flips):
+        best_layer, best_loss = None, float("inf")
+        for layer in sorted(r):
+            tried = c.copy()
+            tried[layer] = "S"
+            value = loss("".join(tried))
+            if value < best_loss:
+                best_layer, best_loss = layer, value
+        assert best_layer is not None
+        c[best_layer] = "S"
+        r.remove(best_layer)
+        trace.append("".join(c))
+    return trace
+
+
+def algorithm_1_in_blocks(blocks: list[list[int]], loss: Loss, rounds: int) -> list[str]:
+    """The pipeline variant: in a round each block in turn commits its best flip."""
+    count = sum(len(block) for block in blocks)
+    c = ["F"] * count
+    trace = []
+    for _ in range(rounds):
+        for block in blocks:
+            left = [layer for layer in block[1:] if c[layer] == "F"]
+            if not left:
+                continue
+
+            def value(layer: int) -> float:
+                tried = c.copy()
+                tried[layer] = "S"
+                return loss("".join(tried))
+
+            c[min(left, key=value)] = "S"
+            trace.append("".join(c))
+    return trace
+
+
+def every_pattern(count: int, full: int) -> list[str]:
+    """All patterns of ``count`` layers with ``full`` F, layer 0 among them."""
+    found = []
+    for others in combinations(range(1, count), full - 1):
+        kept = {0, *others}
+        found.append("".join("F" if i in kept else "S" for i in range(count)))
+    return found
+
+
+def source(pattern: str, layer: int) -> int:
+    """``max{j < l : c_j = F}``, or the layer itself where it is F."""
+    while pattern[layer] == "S":
+        layer -= 1
+    return layer

@@ -1,0 +1,105 @@
+"""Fast greedy against exhaustive greedy, on landscapes that it has not been tuned on."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+from sglang_indexcache.search.exhaustive import greedy
+from sglang_indexcache.search.fast import FastGreedy, first_subset, least_subset
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.run import Options, Search
+from tests.search.helpers import free, landscape, targets
+
+LAYERS = 47
+MARKS = ("1/2", "1/4", "1/8")
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("noise", [0.1, 0.2])
+def test_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float) -> None:
+    evaluator = SyntheticEvaluator(LAYERS, 32, seed, noise=noise)
+    goal = targets(LAYERS, *MARKS)
+    exhaustive = Ledger(evaluator)
+    path = {len(s.pattern.full_layers): s for s in greedy(exhaustive, free(LAYERS), goal)}
+    search = Search(Ledger(evaluator), free(LAYERS), goal, Options())
+    for _ in search.run():
+        pass
+    assert search.search_tokens <= exhaustive.spent / 10
+    assert list(search.found) == [24, 12, 6]
+    for count, found in search.found.items():
+        assert found.loss == exhaustive.mean(found.pattern)
+        assert found.loss <= path[count].loss
+
+
+@settings(deadline=None, max_examples=20)
+@given(count=st.integers(2, 12), seed=st.integers(0, 10**6), data=st.data())
+def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
+    goal = targets(count, str(data.draw(st.integers(1, count))))
+    expected = [s.pattern for s in greedy(landscape(count, seed), free(count), goal)]
+    fast = FastGreedy(landscape(count, seed), free(count), goal, 0, exact=True)
+    assert [step.pattern for step in fast.steps()] == expected
+
+
+def test_racing_stays_within_the_budget() -> None:
+    """Beyond what the first looks need, which a tiny budget does not cover."""
+    goal = targets(LAYERS, "1/8")
+    ledger = landscape(LAYERS, 1, batches=32)
+    tiny = list(FastGreedy(ledger, free(LAYERS), goal, 0).steps())
+    looks = ledger.spent
+    assert len(tiny) == 42
+    larger = landscape(LAYERS, 1, batches=32)
+    budget = 2 * looks
+    list(FastGreedy(larger, free(LAYERS), goal, budget).steps())
+    assert looks < larger.spent <= budget
+
+
+def test_measures_more_again_where_old_measurements_mislead() -> None:
+    """Losses without any structure: what was measured before says nothing about now."""
+
+    class Chaos(SyntheticEvaluator):
+        def _damage(self, pattern, chosen):  # type: ignore[no-untyped-def]
+            import hashlib
+
+            import numpy as np
+
+            digest = hashlib.sha256(str(pattern).encode()).digest()
+            return np.full(len(chosen), int.from_bytes(digest[:4], "big") / 2**32)
+
+    goal = targets(24, "1/4")
+    steps = list(FastGreedy(Ledger(Chaos(24, 8)), free(24), goal, 10**9).steps())
+    tame = list(FastGreedy(landscape(24), free(24), goal, 10**9).steps())
+
+    def share(steps) -> float:  # type: ignore[no-untyped-def]
+        looked = [
+            s.candidates / len(b.pattern.full_layers[1:]) for b, s in itertools.pairwise(steps)
+        ]
+        return sum(looked[5:]) / len(looked[5:])
+
+    assert share(steps) > 1.5 * share(tame)
+
+
+def test_says_where_the_budget_left_it_undecided() -> None:
+    poor = list(FastGreedy(landscape(24, noise=1.0), free(24), targets(24, "1/4"), 0).steps())
+    rich = list(FastGreedy(landscape(24, noise=1.0), free(24), targets(24, "1/4"), 10**9).steps())
+    assert not all(step.decided for step in poor)
+    assert all(step.decided for step in rich)
+
+
+def test_ends_within_the_loss_budget() -> None:
+    ledger = landscape(24, 3, batches=16)
+    steps = list(FastGreedy(ledger, free(24), targets(24, "+1%"), 10**9).steps())
+    start = ledger.mean(Pattern.full(24))
+    assert ledger.mean(steps[-1].pattern) <= start * 1.01
+    assert 1 < len(steps) < 24
+
+
+@pytest.mark.parametrize(("batches", "least"), [(1, 1), (2, 2), (8, 2), (32, 2), (64, 4)])
+def test_first_subset(batches: int, least: int) -> None:
+    assert least_subset(batches) == least
+    assert first_subset(batches, 46, 41, 0) == least
+    assert first_subset(batches, 46, 41, 10**6) == batches
+    assert first_subset(100, 60, 35, 20) == 6  # 60 + 4 * 35 looks, 20 / 2 evaluations

@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search import overlap
+from sglang_indexcache.search.overlap import OverlapCounter, read, served_overlap
+
+
+def selections(seed: int, layers: int, length: int, k: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    found = np.full((layers, length, k), -1)
+    for layer in range(layers):
+        for query in range(length):
+            count = min(k, query + 1)
+            found[layer, query, :count] = random.permutation(query + 1)[:count]
+    return found
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), layers=st.integers(1, 4), k=st.integers(1, 5))
+def test_is_the_mean_share_of_common_tokens(seed: int, layers: int, k: int) -> None:
+    samples = [selections(seed + i, layers, length, k) for i, length in enumerate((7, 12))]
+    counter = OverlapCounter(layers, k)
+    for sample in samples:
+        counter.add(sample)
+    matrix = counter.matrix()
+    for i in range(layers):
+        for j in range(layers):
+            shares = [
+                len(set(sample[i, t]) & set(sample[j, t])) / k
+                for sample in samples
+                for t in range(k, sample.shape[1])
+            ]
+            assert matrix[i, j] == pytest.approx(np.mean(shares), abs=1e-6)
+    assert counter.queries == sum(s.shape[1] - k for s in samples)
+
+
+def test_counting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = selections(3, 4, 40, 6)
+    whole, pieces = OverlapCounter(4, 6), OverlapCounter(4, 6)
+    whole.add(sample)
+    monkeypatch.setattr(overlap, "_MASK_BYTES", 1)
+    pieces.add(sample)
+    assert whole.matrix() == pytest.approx(pieces.matrix(), abs=1e-12)
+
+
+def test_nothing_to_count() -> None:
+    counter = OverlapCounter(2, 8)
+    counter.add(selections(0, 2, 8, 8))
+    with pytest.raises(SearchError, match=r"more than 8 tokens .*longer context"):
+        counter.matrix()
+
+
+def blocks() -> np.ndarray:
+    matrix = np.full((6, 6), 0.2)
+    matrix[:2, :2] = matrix[2:5, 2:5] = 0.9
+    np.fill_diagonal(matrix, 1.0)
+    return matrix
+
+
+def test_reads_clusters_and_boundaries() -> None:
+    matrix = blocks()
+    matrix[1, 2] = matrix[2, 1] = 0.1
+    reading = read(matrix)
+    assert reading.clusters == (range(0, 2), range(2, 5), range(5, 6))
+    assert reading.worst_boundary == (1, 2)
+    assert reading.adjacent == (0.1, 0.9)
+    assert "Clusters with at least 0.60 between all their layers: 0-1, 2-4." in reading.in_words()
+
+
+def test_overlap_of_what_a_pattern_shares() -> None:
+    assert served_overlap(blocks(), Pattern("FSFSSF")) == pytest.approx(0.9)
+    assert served_overlap(blocks(), Pattern("FSSSSF")) == pytest.approx((0.9 + 3 * 0.2) / 4)
+    assert np.isnan(served_overlap(blocks(), Pattern("FFFFFF")))

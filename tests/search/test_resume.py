@@ -1,0 +1,94 @@
+"""kill -9 at random moments: the same command ends with the same files and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.library import load_entry
+
+KILLS = 20
+
+
+def start(output: Path) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, "-m", "sglang_indexcache.cli", "search", "--synthetic", "12"),
+        *("--batches", "8", "--delay", "0.02", "--name", "test", "--output", str(output)),
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.yaml"))}
+
+
+def evaluations(folder: Path) -> list[tuple[str, int]]:
+    lines = (folder / "journal.jsonl").read_text().splitlines()[1:]
+    entries = [json.loads(line) for line in lines]
+    return [(entry["pattern"], batch) for entry in entries for batch in entry["batches"]]
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    finish(start(undisturbed))
+    expected = results(undisturbed)
+    assert list(expected) == [f"test-1of{r}.yaml" for r in (2, 4, 8)]
+    whole = size(undisturbed / "journal.jsonl")
+    moments = random.Random(0)
+    journal, kills = killed / "journal.jsonl", 0
+    while kills < KILLS:
+        process = start(killed)
+        # Each life gets a random share of the work, so that the kills spread over all of it.
+        goal = size(journal) + moments.uniform(0.0, 1.6 / KILLS) * whole
+        while process.poll() is None and size(journal) < min(goal, 0.97 * whole):
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0.0, 0.03))
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    assert kills == KILLS
+    finish(start(killed))
+    assert results(killed) == expected
+    found = evaluations(killed)
+    assert len(found) == len(set(found))
+    assert sorted(found) == sorted(evaluations(undisturbed))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_search_leaves_a_usable_result(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path)
+    while size(tmp_path / "journal.jsonl") < 4000 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    state = json.loads((tmp_path / "search.json").read_text())
+    assert state["complete"] is False
+    partial = load_entry(tmp_path / "test-partial.yaml")
+    assert partial.pattern == state["steps"][-1]["pattern"]
+    assert partial.method.name == "unfinished search"
+    assert (tmp_path / "losses.png").stat().st_size > 0
+    finish(start(tmp_path))
+    assert not (tmp_path / "test-partial.yaml").exists()
+    assert json.loads((tmp_path / "search.json").read_text())["complete"] is True

@@ -1,0 +1,96 @@
+import pytest
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.baselines import baselines
+from sglang_indexcache.search.constraints import Constraints, exchanged, flipped, stage_starts
+from sglang_indexcache.search.targets import parse_targets
+from tests.search.helpers import free
+
+
+def test_ratios_counts_and_budget() -> None:
+    goals = parse_targets(["1/8", "1/2", "20", "+0.5%"], free(47))
+    assert [(m.full_layers, m.label) for m in goals.marks] == [
+        (24, "1/2"),
+        (20, "20/47"),
+        (6, "1/8"),
+    ]
+    assert goals.loss_budget == 0.005
+    assert goals.fewest == 6
+    assert goals.mark_at(20) == goals.marks[1]
+    assert goals.mark_at(21) is None
+
+
+def test_a_budget_alone_goes_as_far_as_it_may() -> None:
+    rules = Constraints.make(Pattern.full(10), keep_full=[3, 4])
+    assert parse_targets(["+2%"], rules).fewest == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "at least one target"),
+        (["quarter"], "neither a ratio"),
+        (["0/4"], "not a ratio between 0 and 1"),
+        (["5/4"], "not a ratio between 0 and 1"),
+        (["0"], "neither a ratio"),
+        (["48"], "keeps 48 of 47 indexers, but this search can only reach 1 to 47"),
+        (["+1%", "+2%"], "at most one loss budget"),
+    ],
+)
+def test_bad_targets(values: list[str], message: str) -> None:
+    with pytest.raises(SearchError, match=message):
+        parse_targets(values, free(47))
+
+
+def test_targets_that_the_constraints_bar() -> None:
+    rules = Constraints.make(Pattern("FSFFFF"), keep_full=[2, 3], force_shared=[4])
+    assert parse_targets(["3", "4"], rules).fewest == 3
+    for value in ("2", "5"):
+        with pytest.raises(SearchError, match="can only reach 3 to 4"):
+            parse_targets([value], rules)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep_full": [6]}, r"layers \[6\] do not exist in a 6-layer model"),
+        ({"force_shared": [-1]}, r"layers \[-1\] do not exist"),
+        ({"keep_full": [2], "force_shared": [2]}, "forced both to F and to S"),
+        ({"force_shared": [0]}, "forced both to F and to S"),
+        ({"keep_full": [1]}, "ships no indexer there"),
+        ({"stage_starts": [1]}, "ships no indexer there"),
+    ],
+)
+def test_contradicting_constraints(arguments: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(SearchError, match=message):
+        Constraints.make(Pattern("FSFFFF"), **arguments)
+
+
+def test_stage_starts_cover_the_layers() -> None:
+    assert stage_starts(47, 4) == (0, 12, 24, 36)
+    assert stage_starts(8, 4) == (0, 2, 4, 6)
+    assert stage_starts(5, 1) == (0,)
+
+
+def test_flips_and_exchanges() -> None:
+    assert str(flipped(Pattern("FFSF"), 1)) == "FSSF"
+    assert str(flipped(Pattern("FFSF"), 2)) == "FFFF"
+    assert str(exchanged(Pattern("FFSF"), 1, 2)) == "FSFF"
+
+
+def test_baselines_are_the_known_schedules() -> None:
+    found = baselines(12, free(47))
+    assert found["uniform"] == Pattern.uniform(47, 4)
+    assert len(baselines(24, free(47))["freq"].full_layers) == 24
+    for count in range(1, 48):
+        for pattern in baselines(count, free(47)).values():
+            assert len(pattern.full_layers) == count
+
+
+def test_baselines_obey_the_constraints() -> None:
+    rules = Constraints.make(Pattern("FFFFFFFSFFFF"), keep_full=[5])
+    for count in range(2, 12):
+        for pattern in baselines(count, rules).values():
+            assert pattern.is_full(5)
+            assert not pattern.is_full(7)
