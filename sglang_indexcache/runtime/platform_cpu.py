@@ -96,7 +96,8 @@ def _platform_class() -> type:
             from sglang_indexcache.runtime.indexer_cpu import indexer_forward
 
             BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
-            _rest_when_idle()
+            _hook(f"{Indexer.__module__}.Indexer.__init__", _keep_gate_precision)
+            _hook("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
 
     return CpuReferencePlatform
 
@@ -120,13 +121,23 @@ def _apply_defaults(server_args: Any) -> None:
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
-def _rest_when_idle() -> None:
+def _hook(target: str, function: Callable[..., None]) -> None:
+    """Run ``function`` after SGLang's ``target``, from now on in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle"
     if target not in HookRegistry._patched:
-        HookRegistry.register(target, _nap, HookType.AFTER)
+        HookRegistry.register(target, function, HookType.AFTER)
         HookRegistry.apply_hooks()
+
+
+def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: Any) -> None:
+    """SGLang holds the head gates' weights in bfloat16 whatever the model's dtype.
+
+    That would round a float32 checkpoint, and the reference shall not round what it was given.
+    Runs before weights load.
+    """
+    gates = indexer.weights_proj.weight
+    gates.data = gates.data.to(torch.get_default_dtype())
 
 
 def _nap(_result: None, scheduler: Any) -> None:

@@ -265,6 +265,7 @@ CPU_SEAMS = (
         "names of the indexer's parts",
         ("index_n_heads", "index_head_dim", "rope_head_dim", "index_topk", "is_neox_style"),
     ),
+    Seam(_INDEXER, "Indexer.__init__", "keep the head gates in the model's dtype"),
     Seam(_INDEXER, "Indexer._maybe_rotate", "where a GPU applies the Hadamard rotation", ("x",)),
     Seam(_POOL, "DSATokenToKVPool._create_index_key_cache", "our index-K cache"),
     Seam(

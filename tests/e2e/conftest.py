@@ -33,11 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens."""
+    """A tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens.
+
+    Stored in float32, so that a weight which the engine rounds on its way shows.
+    """
     base = tmp_path_factory.mktemp("checkpoints")
     folders = {preset: base / preset for preset in ("glm-5", "deepseek-v3.2")}
     for preset, folder in folders.items():
-        make_model(ModelSpec(preset=preset, size="tiny", vocab_size=VOCAB), folder)
+        make_model(ModelSpec(preset=preset, size="tiny", vocab_size=VOCAB, dtype="float32"), folder)
     return folders
 
 
