@@ -18,6 +18,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError
 from sglang_indexcache.library import Entry, Library, load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.training.command import register as register_training
 
 app = typer.Typer(
     help="IndexCache for SGLang: let most DSA layers reuse the indices of an earlier layer.",
@@ -289,3 +290,10 @@ def demo_command(
 
     folder.mkdir(parents=True, exist_ok=True)
     run(folder, out)
+
+
+register_training(app, _reporting)
+
+
+if __name__ == "__main__":
+    app()

@@ -106,7 +106,7 @@ class DistilledModel(nn.Module):
         logits = self.model(
             input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False
         ).logits
-        targets = _next_tokens(labels, documents)
+        targets = next_tokens(labels, documents)
         lm = cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -125,7 +125,11 @@ class DistilledModel(nn.Module):
 
     def body_parameters(self) -> list[nn.Parameter]:
         """The parameters that the LM loss trains."""
-        return [p for name, p in self.named_parameters() if not is_indexer(name)]
+        return [p for _, p in self.named_body_parameters()]
+
+    def named_body_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The same with their names."""
+        return [(name, p) for name, p in self.named_parameters() if not is_indexer(name)]
 
     def prepare_stage(self, stage: Stage) -> None:
         """Freeze what ``stage`` does not train."""
@@ -193,7 +197,7 @@ def _attention(
     return output, None
 
 
-def _next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """Labels shifted by one; the last token of a document predicts nothing."""
     targets = torch.full_like(labels, IGNORED)
     same = documents[:, 1:] == documents[:, :-1]
