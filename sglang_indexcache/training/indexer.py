@@ -44,6 +44,8 @@ class LightningIndexer(nn.Module):
         self, hidden: torch.Tensor, query_latent: torch.Tensor, rotation: Rotation, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Called by transformers' attention: ``[B, T, k]`` int32 indices, -1 where fewer than k."""
+        if not self.sharing.needs_index:
+            return self.sharing.no_selection()
         # DSA's detached graph: no gradient of the indexer's may reach the model below it.
         index = self.inputs(hidden.detach(), query_latent.detach(), rotation)
         return self.sharing.select(self.layer, index)

@@ -38,7 +38,10 @@ def make_optimizers(
         # Scaled so that a learning rate means what it means for AdamW.
         optimizers.append(
             torch.optim.Muon(
-                muon, lr=stage.lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                muon,
+                lr=stage.muon_lr or stage.lr,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
             )
         )
     for optimizer in optimizers:

@@ -65,6 +65,8 @@ class StageRecipe(_Part):
         micro_rows: rows of one backward pass in one process; all of them if None.
         length: tokens per row.
         lr: peak learning rate of everything but the indexers.
+        muon_lr: with "muon", peak learning rate of the body's matrices, on AdamW's scale; ``lr``
+            if None.
         indexer_lr: peak learning rate of the indexers.
         optimizer: "adamw", or "muon" for the body's matrices with AdamW for the rest.
         warmup_steps: linear rise of the learning rates.
@@ -81,6 +83,7 @@ class StageRecipe(_Part):
     lr: float = Field(default=1e-3, gt=0)
     indexer_lr: float = Field(default=1e-3, gt=0)
     optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_lr: float | None = Field(default=None, gt=0)
     warmup_steps: int = Field(default=50, ge=0)
     final_lr: float = Field(default=0.1, ge=0, le=1)
     data: DataRecipe | None = None

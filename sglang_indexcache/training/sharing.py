@@ -74,6 +74,16 @@ class Sharing:
         """Who sees whom in this forward pass."""
         return self._running().layout
 
+    @property
+    def needs_index(self) -> bool:
+        """Whether this forward pass selects or distils at all."""
+        return self._running().stage is not Stage.DENSE
+
+    def no_selection(self) -> torch.Tensor:
+        """``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
+        documents = self.layout.documents
+        return documents.new_empty((*documents.shape, 0), dtype=torch.int32)
+
     def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
         """File an F layer's index inputs and return what it selects; nothing unless sparse."""
         run = self._running()
@@ -84,11 +94,13 @@ class Sharing:
 
     def _choose(self, run: Forward, index: IndexInputs) -> torch.Tensor:
         if run.stage is not Stage.SPARSE:
-            return run.layout.documents.new_empty((*run.layout.documents.shape, 0)).int()
+            return self.no_selection()
         return select_top_k(index, run.layout, self.topk, self.block)
 
     def selection(self, layer: int) -> torch.Tensor:
-        """What the F layer that serves ``layer`` selected."""
+        """What the F layer that serves ``layer`` selected; nothing in the dense stage."""
+        if not self.needs_index:
+            return self.no_selection()
         source = self.pattern.source_of(layer)
         selected = self._running().selected
         if source not in selected:

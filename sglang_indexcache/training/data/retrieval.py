@@ -72,8 +72,9 @@ class Words:
         self.names, self.values = words[0::2], words[1::2]
         self._encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
         self.comma, self.ask = self._encode(","), self._encode("\n?")
-        self.note, self.be = self._encode("\n# "), self._encode(" is")
+        self.note, self.be = self._encode("\n#"), self._encode(" is")
         self.let, self.equals = self._encode("\nlet"), self._encode(" =")
+        self.end = self._encode("\n")
 
     def draw(self, count: int, draw: random.Random) -> list[tuple[int, int]]:
         """``count`` distinct names, each with a random value."""
@@ -130,11 +131,9 @@ def _hidden(words: Words, text: Tokens, length: int, draw: random.Random, hops: 
 
 
 def _fact(words: Words, hops: int, name: int, value: int) -> list[int]:
-    return (
-        [*words.note, name, *words.be, value]
-        if hops == 1
-        else [*words.let, name, *words.equals, value]
-    )
+    if hops == 1:
+        return [*words.note, name, *words.be, value, *words.end]
+    return [*words.let, name, *words.equals, value, *words.end]
 
 
 def _scattered(
