@@ -41,7 +41,12 @@ class LightningIndexer(nn.Module):
         self.sharing = sharing
 
     def forward(
-        self, hidden: torch.Tensor, query_latent: torch.Tensor, rotation: Rotation, *_: Any, **__: Any
+        self,
+        hidden: torch.Tensor,
+        query_latent: torch.Tensor,
+        rotation: Rotation,
+        *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """Called by transformers' attention: ``[B, T, k]`` int32 indices, -1 where fewer than k."""
         if not self.sharing.needs_index:

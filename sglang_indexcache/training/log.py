@@ -28,7 +28,7 @@ class RunLog:
         if enabled and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def rewind(self, stage: int, step: int) -> None:
         """Drop lines after a resumed position: those steps will be taken again."""

@@ -27,7 +27,9 @@ DEFAULT_BLOCK = 256
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """What an indexer scores with: ``I[t, s] = sum_h weights[t, h] * relu(queries[t, h] . keys[s])``.
+    """What an indexer scores with.
+
+    The score of key s for query t is ``sum_h weights[t, h] * relu(queries[t, h] . keys[s])``.
 
     Attributes:
         queries: ``[B, T, H, D]``, rotated.

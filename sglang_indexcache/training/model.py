@@ -153,9 +153,7 @@ def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
             "dense MLA checkpoint first (indexcache train convert)."
         )
     pattern.check_length(model.config.num_hidden_layers)
-    missing = [
-        i for i in pattern.full_layers if model.model.layers[i].self_attn.indexer is None
-    ]
+    missing = [i for i in pattern.full_layers if model.model.layers[i].self_attn.indexer is None]
     if missing:
         raise TrainingError(
             f"layers {', '.join(map(str, missing))} are F in the pattern, but the model has no "

@@ -104,7 +104,9 @@ class Sharing:
         source = self.pattern.source_of(layer)
         selected = self._running().selected
         if source not in selected:
-            raise StaleIndexError(f"layer {layer} asked for the indices of layer {source} too early")
+            raise StaleIndexError(
+                f"layer {layer} asked for the indices of layer {source} too early"
+            )
         return selected[source]
 
     def attended(self, layer: int) -> torch.Tensor | None:

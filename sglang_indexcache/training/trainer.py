@@ -215,7 +215,11 @@ class Trainer:
         kind = Stage(stage.kind)
         attention = Stage.SPARSE if kind is Stage.SPARSE else Stage.DENSE
         scores = evaluate(
-            self.model, mixture, list(mixture.weights), self.recipe.eval_rows, stage.length,
+            self.model,
+            mixture,
+            list(mixture.weights),
+            self.recipe.eval_rows,
+            stage.length,
             attention,
         )
         values = {f"held_out_{s.task}": s.loss if s.task == TEXT else s.accuracy for s in scores}

@@ -11,20 +11,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def run(recipe: Path, folder: Path, processes: int = 1, *launch: str, **extra: str) -> str:
+def run(recipe: Path, folder: Path, processes: int = 1) -> str:
     """``indexcache train run`` to the end; returns what it printed."""
     command = [sys.executable, "-m"]
-    if processes > 1 or launch:
+    if processes > 1:
         command += ["accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
         command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command += ["--main_process_port", "0", *launch, "-m"]
+        command += ["--main_process_port", "0", "-m"]
     command += ["sglang_indexcache.cli", "train", "run", str(recipe), str(folder)]
     done = subprocess.run(
-        command, env=environment(**extra), cwd=ROOT, capture_output=True, text=True
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

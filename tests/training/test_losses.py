@@ -251,8 +251,8 @@ def test_no_gradient_is_computed_when_none_is_wanted() -> None:
 
 def test_wrong_shapes_are_one_clear_error() -> None:
     index, target, layout = random_index(), random_attention(), packed()
+    short = IndexInputs(index.queries, index.keys[:, 1:], index.weights)
     with pytest.raises(TrainingError, match="index keys are for"):
-        short = IndexInputs(index.queries, index.keys[:, 1:], index.weights)
         distillation_loss(short, [target], layout)
     with pytest.raises(TrainingError, match="selected are for"):
         distillation_loss(index, [target], layout, torch.zeros(B, T - 1, 2, dtype=torch.int32))

@@ -69,9 +69,7 @@ def test_the_two_losses_reach_disjoint_parameters(family: str, stage: Stage) -> 
     losses = model(**batch, stage=stage)
     indexer, body = model.indexer_parameters(), model.body_parameters()
     assert len(indexer) == 2 * 5  # two F layers: wq_b, wk, k_norm's two, weights_proj
-    from_lm = torch.autograd.grad(
-        losses.lm, indexer + body, retain_graph=True, allow_unused=True
-    )
+    from_lm = torch.autograd.grad(losses.lm, indexer + body, retain_graph=True, allow_unused=True)
     assert all(g is None for g in from_lm[: len(indexer)])
     assert all(g is not None and g.abs().sum() > 0 for g in from_lm[len(indexer) :])
     from_index = torch.autograd.grad(losses.index.sum(), indexer + body, allow_unused=True)

@@ -74,31 +74,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         assert torch.equal(tensor, weights(folder)[name]), name
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        (),
-        (
-            "--use_fsdp",
-            *("--fsdp_version", "2"),
-            *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-            *("--fsdp_transformer_layer_cls_to_wrap", "GlmMoeDsaDecoderLayer"),
-            *("--fsdp_state_dict_type", "FULL_STATE_DICT"),
-        ),
-    ],
-    ids=["ddp", "fsdp2"],
-)
-def test_two_processes_equal_one(
-    finished: Path, tmp_path: Path, launch: tuple[str, ...]
-) -> None:
-    if launch:  # Muon needs whole matrices
-        stages = [{**stage, "optimizer": "adamw"} for stage in tiny()["stages"]]
-        recipe = write(tmp_path / "recipe.yaml", stages=stages)
-        run(recipe, tmp_path / "one")
-        finished = tmp_path / "one"
-    else:
-        recipe = write(tmp_path / "recipe.yaml")
-    run(recipe, tmp_path / "two", 2, *launch)
+def test_two_processes_equal_one(finished: Path, tmp_path: Path) -> None:
+    run(write(tmp_path / "recipe.yaml"), tmp_path / "two", processes=2)
     for one, two in zip(curve(finished), curve(tmp_path / "two"), strict=True):
         assert one.pop("kind") == two.pop("kind")
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
@@ -70,11 +71,9 @@ class Words:
                 "Use a larger vocabulary."
             )
         self.names, self.values = words[0::2], words[1::2]
-        self._encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        self.comma, self.ask = self._encode(","), self._encode("\n?")
-        self.note, self.be = self._encode("\n#"), self._encode(" is")
-        self.let, self.equals = self._encode("\nlet"), self._encode(" =")
-        self.end = self._encode("\n")
+        pieces_of = [",", "\n?", "\n#", " is", "\nlet", " =", "\n"]
+        encoded = tokenizer(pieces_of, add_special_tokens=False)["input_ids"]
+        self.comma, self.ask, self.note, self.be, self.let, self.equals, self.end = encoded
 
     def draw(self, count: int, draw: random.Random) -> list[tuple[int, int]]:
         """``count`` distinct names, each with a random value."""
@@ -118,7 +117,7 @@ def _hidden(words: Words, text: Tokens, length: int, draw: random.Random, hops: 
         own = names[number * hops : (number + 1) * hops]
         value = chain[0][1]
         lines = [(_fact(words, hops, own[0], value), False)]
-        for previous, name in zip(own, own[1:], strict=False):
+        for previous, name in pairwise(own):
             lines.append((_fact(words, hops, name, previous), False))
         facts.append(lines)
         questions.append((own[-1], value))

@@ -48,7 +48,7 @@ class Text:
                 f"found {len(files)} modules of the standard library; training needs at least "
                 f"{HELD_OUT_EVERY}. Raise data.text_characters."
             )
-        ids = [row + [tokenizer.eos_token_id] for row in tokenizer(files)["input_ids"]]
+        ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(files)["input_ids"]]
         held_out = ids[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         train = [row for i, row in enumerate(ids) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
         return cls(_join(train), _join(held_out))
