@@ -1,4 +1,4 @@
-"""The paper's Table 3 in small: what training-aware sharing costs and gains.
+r"""The paper's Table 3 in small: what training-aware sharing costs and gains.
 
     python -m benchmarks.training_aware --checkpoint DENSE_TRAINED --searched FFSFSS... \\
         --work runs/table-3 [--seeds 0 1 2]

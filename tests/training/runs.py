@@ -23,9 +23,7 @@ def run(recipe: Path, folder: Path, processes: int = 1) -> str:
         command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         command += ["--main_process_port", "0", "-m"]
     command += ["sglang_indexcache.cli", "train", "run", str(recipe), str(folder)]
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
