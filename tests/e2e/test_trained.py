@@ -22,6 +22,9 @@ def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
     fields = yaml.safe_load(RECIPE.read_text())
     last = [stage for stage in fields["stages"] if stage["kind"] != "dense"]
     fields["stages"] = [{**stage, "steps": 1, "rows": 1} for stage in last]
+    # Scores of 0 tie exactly. They are common with the recipe's few heads before training, and
+    # which of them is selected is then a coin toss in any implementation.
+    fields["model"]["fields"]["index_n_heads"] = 24
     fields |= {"pattern": "uniform:1/2", "eval_rows": 1, "dtype": "float32"}
     recipe = Recipe.model_validate(fields)
     trainer = Trainer(recipe, tmp_path, Console(quiet=True))
