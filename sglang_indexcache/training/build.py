@@ -59,10 +59,20 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     DeepSeek-V3.2's modelling code in transformers knows no sharing and gives every layer an
     indexer; those of S layers have no weights in the checkpoint and must not be used.
     """
-    if not (folder / "config.json").exists():
-        raise TrainingError(f"{folder} is not a checkpoint: it has no config.json")
+    read_config(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder)
+
+
+def read_config(folder: Path) -> Any:
+    """The HF config of a checkpoint folder.
+
+    Raises:
+        TrainingError: no config there.
+    """
+    if not (folder / "config.json").exists():
+        raise TrainingError(f"{folder} is not a checkpoint: it has no config.json")
+    return AutoConfig.from_pretrained(folder)
 
 
 def own_pattern(config: Any) -> Pattern:

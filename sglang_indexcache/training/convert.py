@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.training.build import read_config
 from sglang_indexcache.training.export import save_checkpoint
 from sglang_indexcache.training.model import is_indexer
 
@@ -69,9 +70,7 @@ def convert(
 
 
 def _dense_config(source: Path) -> Any:
-    if not (source / "config.json").exists():
-        raise TrainingError(f"{source} is not a checkpoint: it has no config.json")
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     if config.model_type not in TARGETS:
         raise TrainingError(
             f"{source} is a {config.model_type}; dense MLA models are {_names(TARGETS)}"

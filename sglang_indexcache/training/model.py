@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.attention import attend
+from sglang_indexcache.training.build import own_pattern
 from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
 from sglang_indexcache.training.layout import Layout
 from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs
@@ -64,8 +65,8 @@ class DistilledModel(nn.Module):
         block: queries per block of chunked work.
 
     Raises:
-        TrainingError: a model of another type, or one that lacks an indexer on an F layer.
-        PatternError: a pattern of the wrong length.
+        TrainingError: a model of another type.
+        PatternError: a pattern of the wrong length, or F where the checkpoint has no indexer.
     """
 
     def __init__(
@@ -152,13 +153,7 @@ def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
             f"a {kind} model cannot be trained; there are {' and '.join(INTERLEAVED)}. Convert a "
             "dense MLA checkpoint first (indexcache train convert)."
         )
-    pattern.check_length(model.config.num_hidden_layers)
-    missing = [i for i in pattern.full_layers if model.model.layers[i].self_attn.indexer is None]
-    if missing:
-        raise TrainingError(
-            f"layers {', '.join(map(str, missing))} are F in the pattern, but the model has no "
-            "indexer there. Make them S, or start from the checkpoint before sharing."
-        )
+    pattern.check_checkpoint(own_pattern(model.config))
 
 
 def _install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.build import build
+from sglang_indexcache.training.build import build, own_pattern, read_config
 from sglang_indexcache.training.data.batches import IGNORED, TEXT, Batch, Mixture
 from sglang_indexcache.training.data.retrieval import Words
 from sglang_indexcache.training.data.text import Text
@@ -256,7 +256,8 @@ def _due(done: int, every: int) -> bool:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse what would only fail after hours."""
+    """Refuse what would only fail after weights are made, or after hours."""
+    _check_pattern(recipe)
     for number, stage in enumerate(recipe.stages):
         data = stage.data or recipe.data
         if min(data.lengths) > stage.length and set(data.mixture) - {TEXT}:
@@ -264,3 +265,15 @@ def _check(recipe: Recipe) -> None:
                 f"stages.{number} has rows of {stage.length} tokens, but no entry of its "
                 f"data.lengths ({data.lengths}) fits"
             )
+
+
+def _check_pattern(recipe: Recipe) -> None:
+    """Compare the pattern with the config alone."""
+    folder = recipe.model.checkpoint
+    if folder is None:
+        layers = recipe.model.fields.get("num_hidden_layers")
+        if layers is not None:
+            recipe.parsed_pattern(layers)
+        return
+    config = read_config(folder)
+    recipe.parsed_pattern(config.num_hidden_layers).check_checkpoint(own_pattern(config))

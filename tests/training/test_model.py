@@ -203,8 +203,12 @@ def test_wrong_models_and_patterns_are_clear_errors() -> None:
     with pytest.raises(PatternError, match="too short"):
         DistilledModel(make("glm-5"), Pattern("FSF"))
     shared = make("glm-5", indexer_types=["full", "shared", "full", "shared"])
-    with pytest.raises(TrainingError, match="layers 1, 3 are F"):
+    with pytest.raises(PatternError, match="layers 1, 3 are F"):
         DistilledModel(shared, Pattern("FFFF"))
+    # Transformers would give a DeepSeek-V3.2 checkpoint's S layers random indexers.
+    stripped = make("deepseek-v3.2", indexer_types=["full", "shared", "full", "shared"])
+    with pytest.raises(PatternError, match="layers 1, 3 are F"):
+        DistilledModel(stripped, Pattern("FFFF"))
     other = make("glm-5")
     other.config.model_type = "llama"
     with pytest.raises(TrainingError, match="indexcache train convert"):

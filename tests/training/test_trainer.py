@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.errors import PatternError, TrainingError
 from sglang_indexcache.training.build import load, own_pattern
 from sglang_indexcache.training.log import RunLog, read_metrics
 from sglang_indexcache.training.model import DistilledModel
@@ -151,4 +151,15 @@ def test_data_that_cannot_fit_is_refused_before_anything_is_built(tmp_path: Path
     stages = [{**tiny()["stages"][0], "length": 16}]
     with pytest.raises(TrainingError, match=r"stages.0 has rows of 16 tokens"):
         Trainer(tiny_recipe(stages=stages), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pattern_that_cannot_fit_is_refused_before_anything_is_built(
+    finished: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PatternError, match="too short"):
+        Trainer(tiny_recipe(pattern="FSF"), tmp_path / "run")
+    model = {"checkpoint": finished / "checkpoint"}
+    with pytest.raises(PatternError, match="layers 1, 3 are F"):
+        Trainer(tiny_recipe(model=model, pattern="full"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
