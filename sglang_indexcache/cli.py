@@ -19,6 +19,7 @@ from sglang_indexcache.errors import CheckpointError, IndexCacheError
 from sglang_indexcache.library import Entry, Library, load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.cli import COMMANDS
+from sglang_indexcache.training.command import register as register_training
 
 app = typer.Typer(
     help="IndexCache for SGLang: let most DSA layers reuse the indices of an earlier layer.",
@@ -297,6 +298,10 @@ def demo_command(
 
 for _name, _command in COMMANDS.items():
     app.command(_name)(_reporting(_command))
+
+# -- training ----------------------------------------------------------------------------------
+
+register_training(app, _reporting)
 
 
 if __name__ == "__main__":

@@ -151,9 +151,9 @@ def make_model(spec: ModelSpec, folder: Path) -> int:
     """
     fields = spec.config_fields()
     folder.mkdir(parents=True, exist_ok=True)
-    ends = _make_tokenizer(spec.vocab_size, folder)
+    ends = make_tokenizer(spec.vocab_size, folder)
     count = _make_weights(spec, {**fields, **ends}, folder)
-    _complete_config(spec.preset, fields["n_routed_experts"], folder / "config.json")
+    complete_config(spec.preset, fields["n_routed_experts"], folder / "config.json")
     return count
 
 
@@ -177,7 +177,14 @@ def _make_weights(spec: ModelSpec, fields: dict[str, Any], folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _complete_config(preset: str, experts: int, path: Path) -> None:
+def complete_config(preset: str, experts: int, path: Path) -> None:
+    """Add to a ``config.json`` what SGLang reads and transformers does not write.
+
+    Args:
+        preset: one of :data:`PRESETS`.
+        experts: routed experts.
+        path: of the ``config.json``.
+    """
     config = json.loads(path.read_text())
     # transformers >= 5.19 maps num_experts onto n_routed_experts; SGLang reads both.
     config |= {**_FOR_SGLANG, "n_routed_experts": experts, "num_experts": experts}
@@ -186,8 +193,15 @@ def _complete_config(preset: str, experts: int, path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _make_tokenizer(vocab_size: int, folder: Path) -> dict[str, int]:
-    """Train a byte-level BPE tokenizer and save it; returns the ids that the config names."""
+def make_tokenizer(vocab_size: int, folder: Path) -> dict[str, int]:
+    """Train a byte-level BPE tokenizer on the machine's text and save it.
+
+    Returns:
+        The ids that the config names, by their config field.
+
+    Raises:
+        SettingsError: a vocabulary smaller than the bytes and the special tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -29,6 +29,10 @@ class UnsupportedEngineError(IndexCacheError):
     """The installed SGLang is not one that this package knows how to extend."""
 
 
+class TrainingError(IndexCacheError):
+    """A recipe, data or model that cannot be trained as asked."""
+
+
 class StaleIndexError(RuntimeError):
     """A shared layer asked for indices that its full layer has not written in this forward.
 

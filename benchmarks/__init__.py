@@ -1,0 +1,1 @@
+"""Commands that produce the figures under results/."""

@@ -1,0 +1,137 @@
+"""Peak memory and CPU time of the chunked distillation loss against the naive form.
+
+    python -m benchmarks.distillation_loss [--lengths 512 1024 2048 4096] [--repeats 3]
+
+Value and gradient of the warm-up form, one row, one layer. Each measurement is a process of its
+own, as a process's peak memory never falls; naive and chunked take turns (A B A B). Time is the
+process's CPU time, which other load on the machine disturbs less than wall time; still, only the
+ratio of the two means anything. Writes results/distillation_loss.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_indexcache.training.layout import Layout
+from sglang_indexcache.training.losses import AttentionInputs, IndexInputs, distillation_loss
+
+RESULT = Path(__file__).parent / "results" / "distillation_loss.json"
+INDEX_HEADS, INDEX_WIDTH, HEADS, WIDTH, BLOCK = 8, 128, 8, 64, 256
+FORMS = ("naive", "chunked")
+
+
+def naive_loss(index: IndexInputs, target: AttentionInputs, length: int) -> torch.Tensor:
+    """The same loss with every score of every head at once, as autograd would keep it."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    with torch.no_grad():
+        scores = target.queries @ target.keys.transpose(-1, -2) * target.scale
+        p = scores.masked_fill(~causal, float("-inf")).softmax(-1).mean(1)
+    per_head = torch.einsum("bthd,bsd->bhts", index.queries, index.keys).relu()
+    scores = torch.einsum("bth,bhts->bts", index.weights, per_head)
+    log_q = scores.masked_fill(~causal, float("-inf")).log_softmax(-1).masked_fill(~causal, 0.0)
+    return (torch.xlogy(p, p) - p * log_q).sum()
+
+
+def measure(form: str, length: int) -> dict[str, float]:
+    """One value and gradient; seconds of CPU time and MiB above the process without it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shapes = ((1, length, INDEX_HEADS, INDEX_WIDTH), (1, length, INDEX_WIDTH))
+    queries, keys = (torch.randn(s).mul_(0.3).requires_grad_() for s in shapes)
+    weights = torch.randn(1, length, INDEX_HEADS).mul_(0.1).requires_grad_()
+    attention = (torch.randn(1, HEADS, length, WIDTH) for _ in range(2))
+    index = IndexInputs(queries, keys, weights)
+    target = AttentionInputs(*attention, WIDTH**-0.5)
+    before = peak_mib()
+    started = time.process_time()
+    if form == "naive":
+        loss = naive_loss(index, target, length)
+    else:
+        layout = Layout(torch.zeros(1, length, dtype=torch.int64))
+        loss = distillation_loss(index, [target], layout, block=BLOCK)
+    loss.backward()
+    seconds = time.process_time() - started
+    norm = float(queries.grad.norm()) if queries.grad is not None else 0.0
+    return {
+        "loss": float(loss),
+        "gradient_norm": norm,
+        "seconds": seconds,
+        "mib": peak_mib() - before,
+    }
+
+
+def peak_mib() -> float:
+    """The process's peak memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_a_process(form: str, length: int) -> dict[str, float]:
+    """:func:`measure`, in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.distillation_loss", "--one", form, str(length)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(output)
+    return found
+
+
+def compare(length: int, repeats: int) -> dict[str, Any]:
+    """Naive and chunked in turns at one length."""
+    runs: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
+    for _ in range(repeats):
+        for form in FORMS:
+            runs[form].append(in_a_process(form, length))
+    row: dict[str, Any] = {"length": length}
+    for form in FORMS:
+        row[form] = {
+            "mib": max(run["mib"] for run in runs[form]),
+            "seconds": statistics.median(run["seconds"] for run in runs[form]),
+            "loss": runs[form][0]["loss"],
+            "gradient_norm": runs[form][0]["gradient_norm"],
+        }
+    row["memory_ratio"] = row["naive"]["mib"] / row["chunked"]["mib"]
+    row["time_ratio"] = row["naive"]["seconds"] / row["chunked"]["seconds"]
+    return row
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--one", nargs=2, metavar=("FORM", "LENGTH"))
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one[0], int(arguments.one[1]))))
+        return
+    rows = []
+    for length in arguments.lengths:
+        rows.append(compare(length, arguments.repeats))
+        print(json.dumps(rows[-1]), flush=True)
+    result = {
+        "what": "warm-up distillation loss with its gradient, one row, one layer, float32, CPU",
+        "machine": {"cpu": platform.processor() or platform.machine(), "threads": 1},
+        "torch": torch.__version__,
+        "index_heads": INDEX_HEADS,
+        "index_width": INDEX_WIDTH,
+        "heads": HEADS,
+        "width": WIDTH,
+        "block": BLOCK,
+        "repeats": arguments.repeats,
+        "rows": rows,
+    }
+    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+r"""The paper's Table 3 in small: what training-aware sharing costs and gains.
+
+    python -m benchmarks.training_aware --checkpoint DENSE_TRAINED --searched FFSFSS... \\
+        --work runs/table-3 [--seeds 0 1 2]
+
+Every configuration starts from the same dense-trained checkpoint and goes through the same
+warm-up and sparse training. The training-free rows serve the all-F run of the same seed with a
+pattern that it was not trained for. An interrupted run goes on. Writes
+results/training_aware.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.training.recipe import load_recipe
+from sglang_indexcache.training.report import evaluate_checkpoint
+from sglang_indexcache.training.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "training_aware"
+RETRIEVAL = ("recall", "needles", "tracking")
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: in the table.
+        trained: pattern that is trained.
+        served: pattern that is evaluated.
+        cross_layer: L_multi, or each indexer for its own layer only.
+    """
+
+    name: str
+    trained: str
+    served: str
+    cross_layer: bool = True
+
+    @property
+    def folder(self) -> str:
+        """Of the training run; rows with the same training share it."""
+        loss = "multi" if self.cross_layer else "own"
+        return f"{self.trained.replace(':', '-').replace('/', '-')}-{loss}"
+
+
+def rows(searched: str) -> list[Row]:
+    """The table's lines; ``searched`` is a pattern at ratio 1/2."""
+    half, quarter = "uniform:1/2", "uniform:1/4"
+    return [
+        Row("DSA, all F", "full", "full"),
+        Row("1/2 uniform, L_multi", half, half),
+        Row("1/2 searched, L_multi", searched, searched),
+        Row("1/2 uniform, own layer only", half, half, cross_layer=False),
+        Row("1/4 uniform, L_multi", quarter, quarter),
+        Row("1/2 uniform, training-free", "full", half),
+        Row("1/2 searched, training-free", "full", searched),
+        Row("1/4 uniform, training-free", "full", quarter),
+    ]
+
+
+def run_row(row: Row, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Train (unless that is done) and evaluate one line with one seed."""
+    folder = arguments.work / f"seed{seed}" / row.folder
+    if not (folder / "checkpoint" / "config.json").exists():
+        changes: dict[str, Any] = {
+            "model": {"checkpoint": arguments.checkpoint},
+            "pattern": row.trained,
+            "cross_layer": row.cross_layer,
+            "seed": seed,
+        }
+        Trainer(load_recipe(arguments.recipe, changes), folder).run()
+    found = evaluate_checkpoint(
+        folder / "checkpoint",
+        row.served,
+        arguments.length,
+        arguments.rows,
+        text_characters=arguments.text_characters,
+    )["tasks"]
+    scores = {task: found[task]["accuracy"] for task in RETRIEVAL}
+    retrieval = statistics.mean(scores.values())
+    return {"text_loss": found["text"]["loss"], "retrieval": retrieval, **scores}
+
+
+def mean_and_interval(values: list[float]) -> dict[str, float | None]:
+    """Mean over seeds and the half width of its 95 % interval; none for a single seed."""
+    mean = statistics.mean(values)
+    freedom = len(values) - 1
+    if freedom < 1:
+        return {"mean": mean, "half_width": None}
+    half = STUDENT[freedom] * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "half_width": half}
+
+
+def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """One entry a line: every metric with its interval, and the seeds' own values."""
+    return [
+        {
+            "name": name,
+            "seeds": seeds,
+            **{key: mean_and_interval([seed[key] for seed in seeds]) for key in seeds[0]},
+        }
+        for name, seeds in runs.items()
+    ]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The table in Markdown."""
+    keys = ("text_loss", "retrieval", *RETRIEVAL)
+    text = ["| configuration | " + " | ".join(keys) + " |", "|---" * (len(keys) + 1) + "|"]
+    for line in lines:
+        cells = [_cell(line[key], percent=key != "text_loss") for key in keys]
+        text.append(f"| {line['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(text) + "\n"
+
+
+def _cell(value: dict[str, float | None], percent: bool) -> str:
+    mean, half = value["mean"] or 0.0, value["half_width"]
+    if percent:
+        return f"{100 * mean:.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
+    return f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Retrieval accuracy and text loss of every line, with intervals."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.5 * len(lines) + 1.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    names = [line["name"] for line in lines]
+    panels = (("retrieval", "retrieval accuracy"), ("text_loss", "text loss, nats per token"))
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        means = [line[key]["mean"] for line in lines]
+        halves = [line[key]["half_width"] or 0.0 for line in lines]
+        axis.errorbar(means, names, xerr=halves, fmt="o", color="black", capsize=3)
+        axis.set_xlabel(label)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=150)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--searched", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "sharing.yaml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--text-characters", type=int, default=4_000_000)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run what is missing, then write the table."""
+    arguments = parse(argv)
+    runs: dict[str, list[dict[str, float]]] = {}
+    for row in rows(arguments.searched):
+        runs[row.name] = [run_row(row, seed, arguments) for seed in arguments.seeds]
+    lines = summarise(runs)
+    result = {
+        "what": "the paper's Table 3 in small; 95 % intervals of the mean over seeds",
+        "searched": arguments.searched,
+        "length": arguments.length,
+        "documents_per_task": arguments.rows,
+        "rows": lines,
+    }
+    output: Path = arguments.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+    output.with_suffix(".md").write_text(table(lines))
+    plot(lines, output.with_suffix(".png"))
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Stage 0: turn a dense MLA checkpoint into a DSA checkpoint by adding indexers.
+
+The paper shortens DSA training this way: it starts from a dense model instead of a base DSA one
+(paper section "Experiments", Setup). The new indexers are random; the warm-up stage trains them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.training.build import read_config
+from sglang_indexcache.training.export import save_checkpoint
+from sglang_indexcache.training.model import is_indexer
+
+TARGETS = {"deepseek_v3": "deepseek_v32", "glm4_moe_lite": "glm_moe_dsa"}
+"""Dense model types and the DSA type that each becomes."""
+
+_OWN_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "layer_types")
+
+
+def convert(
+    source: Path,
+    target: Path,
+    index_topk: int = 2048,
+    index_n_heads: int = 32,
+    index_head_dim: int = 128,
+    to: str | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Write a DSA checkpoint with the dense checkpoint's weights and new random indexers.
+
+    Args:
+        source: a dense MLA checkpoint with its tokenizer.
+        target: folder to write; the dtype of the weights is kept.
+        index_topk: keys that a query will select.
+        index_n_heads: heads of an indexer.
+        index_head_dim: width of an indexer's head; SGLang serves 128 only.
+        to: "deepseek_v32" or "glm_moe_dsa"; by default the dense model's own family.
+        seed: of the indexers.
+
+    Returns:
+        The DSA model.
+
+    Raises:
+        TrainingError: not a dense MLA checkpoint, or one whose attention DSA cannot take over.
+    """
+    config = _dense_config(source)
+    kind = to or TARGETS[config.model_type]
+    if kind not in TARGETS.values():
+        raise TrainingError(f"cannot convert to {kind!r}; there are {_names(TARGETS.values())}")
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    fields = {k: v for k, v in config.to_dict().items() if k not in _OWN_FIELDS}
+    fields |= {
+        "index_topk": index_topk,
+        "index_n_heads": index_n_heads,
+        "index_head_dim": index_head_dim,
+    }
+    torch.manual_seed(seed)
+    sparse = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    _copy(dense, sparse)
+    dtype = str(dense.dtype).removeprefix("torch.")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    save_checkpoint(sparse, sparse.state_dict(), tokenizer, dtype, target)
+    return sparse
+
+
+def _dense_config(source: Path) -> Any:
+    config = read_config(source)
+    if config.model_type not in TARGETS:
+        raise TrainingError(
+            f"{source} is a {config.model_type}; dense MLA models are {_names(TARGETS)}"
+        )
+    if config.q_lora_rank is None:
+        raise TrainingError(
+            f"{source} has no q_lora_rank: an indexer reads the low-rank query, so a model "
+            "without one cannot get an indexer"
+        )
+    if not getattr(config, "rope_interleave", True):
+        raise TrainingError(
+            f"{source} has rope_interleave false; DSA models rotate interleaved pairs"
+        )
+    return config
+
+
+def _copy(dense: PreTrainedModel, sparse: PreTrainedModel) -> None:
+    """Copy every weight; only indexers may stay as they are."""
+    missing, unexpected = sparse.load_state_dict(dense.state_dict(), strict=False)
+    lost = [*unexpected, *(name for name in missing if not is_indexer(name))]
+    if lost:
+        raise TrainingError(
+            f"these weights have no counterpart: {', '.join(lost[:5])}. This dense model differs "
+            "from the DSA family in more than its indexers."
+        )
+
+
+def _names(values: Any) -> str:
+    return " and ".join(values)

@@ -1,0 +1,90 @@
+"""Text that every machine with Python has: the standard library's sources, tokenised."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from sglang_indexcache.errors import TrainingError
+
+HELD_OUT_EVERY = 10
+"""Each tenth file, in name order, is kept for validation."""
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokenised source files.
+
+    Attributes:
+        train: the training files' tokens, concatenated, an end token after each.
+        held_out: likewise, files that training never sees.
+    """
+
+    train: Tokens
+    held_out: Tokens
+
+    @classmethod
+    def of_machine(cls, tokenizer: PreTrainedTokenizerBase, limit: int) -> Text:
+        """Tokenise the standard library's top-level modules.
+
+        Args:
+            tokenizer: with an end-of-sequence token.
+            limit: characters, at most.
+
+        Raises:
+            TrainingError: if too little text was found to hold any out.
+        """
+        files = source_files(limit)
+        if len(files) < HELD_OUT_EVERY:
+            raise TrainingError(
+                f"found {len(files)} modules of the standard library; training needs at least "
+                f"{HELD_OUT_EVERY}. Raise data.text_characters."
+            )
+        ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(files)["input_ids"]]
+        held_out = ids[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        train = [row for i, row in enumerate(ids) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+        return cls(_join(train), _join(held_out))
+
+    def part(self, held_out: bool) -> Tokens:
+        """The training or the held-out tokens."""
+        return self.held_out if held_out else self.train
+
+
+def source_files(limit: int) -> list[str]:
+    """The contents of the standard library's modules, in name order, up to ``limit`` characters."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    texts: list[str] = []
+    for path in sorted(folder.glob("*.py")):
+        if limit <= 0:
+            break
+        texts.append(path.read_text(encoding="utf-8", errors="ignore")[:limit])
+        limit -= len(texts[-1])
+    return texts
+
+
+def window(tokens: Tokens, length: int, draw: random.Random) -> list[int]:
+    """``length`` consecutive tokens from a random place."""
+    start = draw.randrange(len(tokens) - length)
+    found: list[int] = tokens[start : start + length].tolist()
+    return found
+
+
+def unigram_loss(train: Tokens, test: Tokens, vocab_size: int) -> float:
+    """Nats per token of ``test`` under the add-one unigram frequencies of ``train``.
+
+    What a model without any context reaches; a language model must be far below.
+    """
+    counts = np.bincount(train, minlength=vocab_size) + 1.0
+    return float(-np.log(counts / counts.sum())[test].mean())
+
+
+def _join(rows: list[list[int]]) -> Tokens:
+    return np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])

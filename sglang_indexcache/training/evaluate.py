@@ -1,0 +1,108 @@
+"""Held-out text loss and retrieval accuracy, on rows that any process count sees alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
+from sglang_indexcache.training.data.retrieval import TASKS, Document
+from sglang_indexcache.training.model import DistilledModel, Losses
+from sglang_indexcache.training.sharing import Stage
+
+
+@dataclass(frozen=True)
+class Score:
+    """One task's result.
+
+    Attributes:
+        task: "text" or a retrieval task.
+        loss: nats per scored token: all tokens of text, the answers of a retrieval task.
+        accuracy: share of scored tokens whose most probable prediction is right.
+        tokens: scored tokens.
+        per_row: accuracy (text: loss) of each row, for paired statistics.
+    """
+
+    task: str
+    loss: float
+    accuracy: float
+    tokens: int
+    per_row: tuple[float, ...]
+
+
+@torch.no_grad()
+def evaluate(
+    model: DistilledModel,
+    mixture: Mixture,
+    tasks: list[str],
+    rows: int,
+    length: int,
+    stage: Stage = Stage.SPARSE,
+    seed: int = 0,
+    batch_rows: int = 4,
+) -> list[Score]:
+    """Score every task.
+
+    Args:
+        model: left in the mode it was in.
+        mixture: gives words and held-out text.
+        tasks: of ``TASKS``, and "text".
+        rows: documents of each task.
+        length: tokens of each document.
+        stage: attention over everything (``DENSE``) or over the selection (``SPARSE``).
+        seed: of the documents.
+        batch_rows: rows of one forward pass.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        return [
+            _score(model, task, _batches(mixture, task, rows, length, seed, batch_rows), stage)
+            for task in tasks
+        ]
+    finally:
+        model.train(was_training)
+
+
+def document(mixture: Mixture, task: str, length: int, seed: int, row: int) -> Document:
+    """Evaluation document ``row`` of a task, exactly ``length`` tokens of held-out material."""
+    draw = random.Random(f"evaluation/{seed}/{task}/{length}/{row}")
+    if task == TEXT:
+        return mixture.documents(TEXT, length, draw)[0]
+    return TASKS[task](mixture.words, mixture.text.part(mixture.held_out), length, draw)
+
+
+def _batches(
+    mixture: Mixture, task: str, rows: int, length: int, seed: int, batch_rows: int
+) -> Iterator[Batch]:
+    for start in range(0, rows, batch_rows):
+        numbers = range(start, min(start + batch_rows, rows))
+        documents = [[document(mixture, task, length, seed, row)] for row in numbers]
+        yield mixture.collate(documents, length)
+
+
+def _score(model: DistilledModel, task: str, batches: Iterator[Batch], stage: Stage) -> Score:
+    device = next(model.parameters()).device
+    losses: list[torch.Tensor] = []
+    hits: list[torch.Tensor] = []
+    for batch in batches:
+        here = batch.to(device)
+        found: Losses = model(here.ids, here.labels, here.documents, here.positions, stage)
+        scored = here.labels[:, 1:] >= 0 if task == TEXT else here.answers[:, 1:]
+        logprobs = found.logits[:, :-1].float().log_softmax(-1)
+        targets = here.ids[:, 1:]
+        loss = -logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        for row in range(len(targets)):
+            losses.append(loss[row][scored[row]])
+            hits.append((logprobs[row].argmax(-1) == targets[row])[scored[row]].float())
+    rows = losses if task == TEXT else hits
+    return Score(
+        task=task,
+        loss=float(torch.cat(losses).mean()),
+        accuracy=float(torch.cat(hits).mean()),
+        tokens=sum(len(row) for row in losses),
+        per_row=tuple(float(row.mean()) for row in rows),
+    )

@@ -1,0 +1,121 @@
+"""The lightning indexer with gradients: transformers' runs under ``no_grad``.
+
+It holds the very submodules of transformers' indexer under the same names, so that a state dict
+is the same before and after.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sglang_indexcache.training.layout import Layout
+from sglang_indexcache.training.losses import IndexInputs
+
+if TYPE_CHECKING:
+    from sglang_indexcache.training.sharing import Sharing
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class LightningIndexer(nn.Module):
+    """An F layer's indexer.
+
+    Args:
+        original: transformers' indexer of this layer.
+        interleaved: whether RoPE turns neighbouring dimensions (GLM-5) or the two halves
+            (DeepSeek-V3.2).
+        sharing: where selections and index inputs go.
+    """
+
+    def __init__(self, original: Any, interleaved: bool, sharing: Sharing) -> None:
+        super().__init__()
+        self.wq_b, self.wk = original.wq_b, original.wk
+        self.k_norm, self.weights_proj = original.k_norm, original.weights_proj
+        self.layer = int(original.layer_idx)
+        self.heads, self.width = int(original.n_heads), int(original.head_dim)
+        self.rotated = int(original.qk_rope_head_dim)
+        self.interleaved = interleaved
+        self.sharing = sharing
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        query_latent: torch.Tensor,
+        rotation: Rotation,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Called by transformers' attention: ``[B, T, k]`` int32 indices, -1 where fewer than k."""
+        if not self.sharing.needs_index:
+            return self.sharing.no_selection()
+        # DSA's detached graph: no gradient of the indexer's may reach the model below it.
+        index = self.inputs(hidden.detach(), query_latent.detach(), rotation)
+        return self.sharing.select(self.layer, index)
+
+    def inputs(
+        self, hidden: torch.Tensor, query_latent: torch.Tensor, rotation: Rotation
+    ) -> IndexInputs:
+        """Project and rotate.
+
+        Args:
+            hidden: ``[B, T, hidden_size]``.
+            query_latent: ``[B, T, q_lora_rank]``.
+            rotation: cosine and sine, ``[B, T, rotated]`` each.
+        """
+        queries = self.wq_b(query_latent).unflatten(-1, (self.heads, self.width))
+        keys = self.k_norm(self.wk(hidden)).unsqueeze(2)
+        queries, keys = (self._rotate(x, rotation) for x in (queries, keys))
+        scale = self.width**-0.5 * self.heads**-0.5
+        weights = self.weights_proj(hidden.to(self.weights_proj.weight.dtype)) * scale
+        return IndexInputs(queries, keys.squeeze(2), weights)
+
+    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """RoPE on the first ``rotated`` of the last dimension; ``x`` is ``[B, T, H, D]``."""
+        half = self.rotated // 2
+        cosine, sine = (table[..., None, :half].to(x.dtype) for table in rotation)
+        turned, rest = x[..., : self.rotated], x[..., self.rotated :]
+        if self.interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned[..., :half], turned[..., half:]
+        # The order of the rotated dimensions does not matter: queries and keys share it.
+        return torch.cat(
+            (first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1
+        )
+
+
+class BorrowedSelection(nn.Module):
+    """In the place of an S layer's indexer: no parameters, the F layer's selection."""
+
+    def __init__(self, layer: int, sharing: Sharing) -> None:
+        super().__init__()
+        self.layer, self.sharing = layer, sharing
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """``[B, T, k]`` int32 indices of the F layer before."""
+        return self.sharing.selection(self.layer)
+
+
+@torch.no_grad()
+def select_top_k(index: IndexInputs, layout: Layout, topk: int, block: int) -> torch.Tensor:
+    """The ``topk`` visible keys with the highest scores.
+
+    Args:
+        index: of one layer.
+        layout: who sees whom.
+        topk: keys per query; all visible ones where there are fewer.
+        block: queries scored at a time.
+
+    Returns:
+        ``[B, T, min(topk, T)]`` int32, -1 in the places that stay empty.
+    """
+    found = []
+    for rows in layout.blocks(block):
+        scores = index.block(rows).scores()
+        scores.masked_fill_(~layout.visible(rows), float("-inf"))
+        best = scores.topk(min(topk, layout.length), dim=-1)
+        found.append(best.indices.masked_fill(best.values == float("-inf"), -1).int())
+    return torch.cat(found, dim=1)

@@ -1,0 +1,70 @@
+"""Which keys a query may see: causal, within its document, never across padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_indexcache.errors import TrainingError
+
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Packed rows, described in O(L); masks are made for a block of queries at a time.
+
+    Attributes:
+        documents: ``[B, T]`` integers; tokens see each other only with the same number.
+            :data:`PADDING` marks padding, which counts in no loss.
+    """
+
+    documents: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.documents.dim() != 2 or self.documents.is_floating_point():
+            raise TrainingError(
+                "documents must be an integer tensor [batch, tokens], got "
+                f"{self.documents.dtype} {list(self.documents.shape)}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens per row."""
+        return self.documents.shape[1]
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """``[B, T]`` bool: the queries that count in a loss."""
+        return self.documents != PADDING
+
+    def visible(self, rows: slice) -> torch.Tensor:
+        """``[B, rows, T]`` bool. A query always sees itself, so no row is ever empty."""
+        positions = torch.arange(self.length, device=self.documents.device)
+        same = self.documents[:, rows, None] == self.documents[:, None, :]
+        return same & (positions[None, :] <= positions[rows, None])
+
+    def blocks(self, size: int) -> Iterator[slice]:
+        """Cut the queries into blocks of ``size``."""
+        if size < 1:
+            raise TrainingError(f"a block holds at least one query, got {size}")
+        for start in range(0, self.length, size):
+            yield slice(start, min(start + size, self.length))
+
+
+def selected_mask(indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """Turn top-k indices into a mask.
+
+    Args:
+        indices: ``[B, b, k]`` integers, -1 where fewer than k keys were visible.
+        keys: number of keys S.
+
+    Returns:
+        ``[B, b, S]`` bool.
+    """
+    mask = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
+    # -1 goes to a spare last column, which is dropped.
+    mask.scatter_(-1, indices.long().where(indices >= 0, keys), True)
+    return mask[..., :keys]

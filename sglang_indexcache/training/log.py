@@ -1,0 +1,70 @@
+"""Where a run's numbers go: JSONL, the console, and TensorBoard if wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+METRICS = "metrics.jsonl"
+
+
+class RunLog:
+    """Writes one process's log; other processes write nothing.
+
+    Args:
+        folder: of the run.
+        enabled: whether this process is the one that writes.
+        console: for people.
+        tensorboard: write events under ``folder/tensorboard`` as well.
+    """
+
+    def __init__(self, folder: Path, enabled: bool, console: Console, tensorboard: bool) -> None:
+        self.path = folder / METRICS
+        self.enabled, self.console = enabled, console
+        self._writer: Any = None
+        if enabled and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def rewind(self, stage: int, step: int) -> None:
+        """Drop lines after a resumed position: those steps will be taken again."""
+        if not self.enabled or not self.path.exists():
+            return
+        # A killed process may have left half a line.
+        whole = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
+        lines = [json.loads(line) for line in whole]
+        kept = [line for line in lines if (line["stage"], line["step"]) <= (stage, step)]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def write(self, **values: Any) -> None:
+        """Add one line; must have ``stage`` and ``step``."""
+        if not self.enabled:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+        self.console.print(
+            "  ".join(f"{k} {_short(v)}" for k, v in values.items()), highlight=False
+        )
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, values["total_step"])
+            self._writer.flush()
+
+    def say(self, text: str) -> None:
+        """A line for people only."""
+        if self.enabled:
+            self.console.print(text, highlight=False)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run's log."""
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

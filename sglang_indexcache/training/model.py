@@ -1,0 +1,198 @@
+"""A transformers DSA model with a pattern, ready to be trained.
+
+Works on ``DeepseekV32ForCausalLM`` and ``GlmMoeDsaForCausalLM`` through the places that
+transformers provides for it: a registered attention function and a prepared mask. Parameters keep
+their names, so what is saved is a standard checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface, PreTrainedModel
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.training.attention import attend
+from sglang_indexcache.training.build import own_pattern
+from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
+from sglang_indexcache.training.layout import Layout
+from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs
+from sglang_indexcache.training.sharing import Sharing, Stage
+
+ATTENTION = "indexcache_training"
+"""Name of the attention function, as transformers' ``attn_implementation``."""
+
+INTERLEAVED = {"glm_moe_dsa": True, "deepseek_v32": False}
+"""Supported model types, and whether their indexer's RoPE is interleaved."""
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums, so that processes and micro-batches can be added up.
+
+    Attributes:
+        lm: cross entropy summed over the labelled tokens, nats; scalar.
+        lm_tokens: how many; int64 scalar.
+        index: ``[layers]`` distillation loss of every layer summed over its queries, each layer
+            weighted by 1/(m+1) as in L_multi; zeros where nothing is distilled.
+        queries: how many queries that is for each layer; int64 scalar.
+        logits: ``[B, T, vocab]``.
+    """
+
+    lm: torch.Tensor
+    lm_tokens: torch.Tensor
+    index: torch.Tensor
+    queries: torch.Tensor
+    logits: torch.Tensor
+
+
+class DistilledModel(nn.Module):
+    """A DSA model whose S layers have no indexer and whose F layers' indexers are distilled.
+
+    The indexers get distillation gradients only, everything else LM gradients only.
+
+    Args:
+        model: a freshly loaded transformers DSA model; its S layers' indexers are removed.
+        pattern: one character per layer.
+        cross_layer: L_multi if true; each indexer against its own layer only if false.
+        block: queries per block of chunked work.
+
+    Raises:
+        TrainingError: a model of another type.
+        PatternError: a pattern of the wrong length, or F where the checkpoint has no indexer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pattern: Pattern,
+        cross_layer: bool = True,
+        block: int = DEFAULT_BLOCK,
+    ) -> None:
+        super().__init__()
+        check_trainable(model, pattern)
+        self.model = model
+        self.pattern = pattern
+        self.sharing = Sharing(pattern, model.config.index_topk, cross_layer, block)
+        _install(model, pattern, self.sharing)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        documents: torch.Tensor,
+        positions: torch.Tensor,
+        stage: Stage,
+    ) -> Losses:
+        """Run the model and return its losses.
+
+        Args:
+            ids: ``[B, T]`` int64.
+            labels: ``[B, T]`` int64, not shifted; -100 counts in no loss.
+            documents: ``[B, T]`` integers, see :class:`Layout`.
+            positions: ``[B, T]`` int64, counted from 0 in each document.
+            stage: which attention and which distillation.
+        """
+        layout = Layout(documents)
+        run = self.sharing.start(stage, layout)
+        # Never read: attention and indexers mask by the layout, block by block.
+        no_mask = {"indexed_attention": documents.new_empty((1, 1, 1, 1))}
+        logits = self.model(
+            input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False
+        ).logits
+        targets = next_tokens(labels, documents)
+        lm = cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        none = lm.new_zeros(())
+        return Losses(
+            lm=lm,
+            lm_tokens=(targets != IGNORED).sum(),
+            index=torch.stack([run.losses.get(i, none) for i in range(len(self.pattern))]),
+            queries=layout.counted.sum(),
+            logits=logits,
+        )
+
+    def indexer_parameters(self) -> list[nn.Parameter]:
+        """The parameters that distillation trains."""
+        return [p for name, p in self.named_parameters() if is_indexer(name)]
+
+    def body_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the LM loss trains."""
+        return [p for _, p in self.named_body_parameters()]
+
+    def named_body_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The same with their names."""
+        return [(name, p) for name, p in self.named_parameters() if not is_indexer(name)]
+
+    def prepare_stage(self, stage: Stage) -> None:
+        """Freeze what ``stage`` does not train."""
+        for parameter in self.indexer_parameters():
+            parameter.requires_grad_(stage is not Stage.DENSE)
+        for parameter in self.body_parameters():
+            parameter.requires_grad_(stage is not Stage.WARMUP)
+
+
+def is_indexer(name: str) -> bool:
+    """Whether a parameter of this name belongs to an indexer."""
+    return ".indexer." in name
+
+
+def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
+    """Raise unless ``model`` can be trained with ``pattern``."""
+    kind = model.config.model_type
+    if kind not in INTERLEAVED:
+        raise TrainingError(
+            f"a {kind} model cannot be trained; there are {' and '.join(INTERLEAVED)}. Convert a "
+            "dense MLA checkpoint first (indexcache train convert)."
+        )
+    pattern.check_checkpoint(own_pattern(model.config))
+
+
+def _install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
+    """Put our indexers and our attention in their places."""
+    kind = model.config.model_type
+    AttentionInterface.register(ATTENTION, _attention)
+    model.set_attn_implementation(ATTENTION)
+    model.config.indexer_types = pattern.to_indexer_types()
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        attention.sharing = sharing
+        if pattern.is_full(number):
+            attention.indexer = LightningIndexer(attention.indexer, INTERLEAVED[kind], sharing)
+        else:
+            attention.indexer = BorrowedSelection(number, sharing)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: our attention, and this layer's distillation term."""
+    del attention_mask  # the layout says the same in O(L)
+    sharing: Sharing = module.sharing
+    layer = module.layer_idx
+    layout = sharing.layout
+    output = attend(query, key, value, scaling, layout, sharing.attended(layer), sharing.block)
+    sharing.distil(layer, AttentionInputs(query.detach(), key.detach(), scaling))
+    return output, None
+
+
+def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    """Labels shifted by one; the last token of a document predicts nothing."""
+    targets = torch.full_like(labels, IGNORED)
+    same = documents[:, 1:] == documents[:, :-1]
+    targets[:, :-1] = labels[:, 1:].where(same, IGNORED)
+    return targets

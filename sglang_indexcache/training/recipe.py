@@ -1,0 +1,181 @@
+"""A training run, described by a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sglang_indexcache.demo_model import PRESETS
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.pattern import FULL, SHARED, Pattern
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelRecipe(_Part):
+    """Where the model comes from: a checkpoint folder, or a preset with random weights.
+
+    Attributes:
+        checkpoint: a DSA checkpoint with its tokenizer.
+        preset: "glm-5" or "deepseek-v3.2".
+        fields: HF config fields of a new model.
+        vocab_size: of a new model's tokenizer.
+    """
+
+    checkpoint: Path | None = None
+    preset: str = PRESETS[0]
+    fields: dict[str, Any] = Field(default_factory=dict)
+    vocab_size: int = Field(default=1024, ge=261)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelRecipe:
+        if self.checkpoint is not None and self.fields:
+            raise ValueError("give model.checkpoint or model.fields, not both")
+        if self.preset not in PRESETS:
+            raise ValueError(f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}")
+        return self
+
+
+class DataRecipe(_Part):
+    """What is trained on.
+
+    Attributes:
+        text_characters: of the standard library's sources, at most.
+        mixture: share of the rows by task: text, recall, needles, tracking.
+        lengths: document lengths of the retrieval tasks, tokens.
+    """
+
+    text_characters: int = Field(default=4_000_000, ge=1)
+    mixture: dict[str, float]
+    lengths: list[int] = Field(min_length=1)
+
+
+class StageRecipe(_Part):
+    """One stage.
+
+    Attributes:
+        kind: "dense", "warmup" or "sparse".
+        steps: optimiser steps.
+        rows: rows of a step over all processes.
+        micro_rows: rows of one backward pass in one process; all of them if None.
+        length: tokens per row.
+        lr: peak learning rate of everything but the indexers.
+        muon_lr: with "muon", peak learning rate of the body's matrices, on AdamW's scale; ``lr``
+            if None.
+        indexer_lr: peak learning rate of the indexers.
+        optimizer: "adamw", or "muon" for the body's matrices with AdamW for the rest.
+        warmup_steps: linear rise of the learning rates.
+        final_lr: share of the peak that a cosine falls to.
+        data: replaces the run's data for this stage.
+        topk: replaces the model's index_topk for this stage.
+    """
+
+    kind: Literal["dense", "warmup", "sparse"]
+    steps: int = Field(ge=1)
+    rows: int = Field(ge=1)
+    micro_rows: int | None = Field(default=None, ge=1)
+    length: int = Field(ge=2)
+    lr: float = Field(default=1e-3, gt=0)
+    indexer_lr: float = Field(default=1e-3, gt=0)
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_lr: float | None = Field(default=None, gt=0)
+    warmup_steps: int = Field(default=50, ge=0)
+    final_lr: float = Field(default=0.1, ge=0, le=1)
+    data: DataRecipe | None = None
+    topk: int | None = Field(default=None, ge=1)
+
+
+class Recipe(_Part):
+    """A whole run.
+
+    Attributes:
+        model: what is trained.
+        pattern: an F/S string, "full", or "uniform:1/r".
+        cross_layer: distil indexers for all layers they serve (L_multi) or their own only.
+        stages: run one after the other.
+        data: unless a stage has its own.
+        seed: of weights and data.
+        weight_decay: of AdamW and Muon, matrices only.
+        clip: largest gradient norm, separately for indexers and body.
+        block: queries per block of chunked work.
+        gradient_checkpointing: recompute layers in the backward pass.
+        save_every: steps between resumable states.
+        log_every: steps between log lines.
+        eval_every: steps between evaluations on held-out data; 0 for the end of stages only.
+        eval_rows: rows of each task in an evaluation.
+        tensorboard: write TensorBoard events as well.
+        dtype: of the stored checkpoint.
+    """
+
+    model: ModelRecipe
+    pattern: str = "full"
+    cross_layer: bool = True
+    stages: list[StageRecipe] = Field(min_length=1)
+    data: DataRecipe
+    seed: int = 0
+    weight_decay: float = Field(default=0.01, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    block: int = Field(default=256, ge=1)
+    gradient_checkpointing: bool = False
+    save_every: int = Field(default=100, ge=1)
+    log_every: int = Field(default=10, ge=1)
+    eval_every: int = Field(default=0, ge=0)
+    eval_rows: int = Field(default=16, ge=1)
+    tensorboard: bool = False
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    def parsed_pattern(self, num_layers: int) -> Pattern:
+        """The pattern for a model of ``num_layers`` layers.
+
+        Raises:
+            PatternError: not a pattern, or of another length.
+        """
+        pattern = parse_pattern(self.pattern, num_layers)
+        pattern.check_length(num_layers)
+        return pattern
+
+
+def parse_pattern(text: str, num_layers: int) -> Pattern:
+    """Read an F/S string, "full" or "uniform:1/r"."""
+    if text == "full":
+        return Pattern.full(num_layers)
+    if text.startswith("uniform:1/"):
+        ratio = text.removeprefix("uniform:1/")
+        if not ratio.isdigit():
+            raise TrainingError(f"pattern {text!r}: write uniform:1/r with a whole number r")
+        return Pattern.uniform(num_layers, int(ratio))
+    if set(text) - {FULL, SHARED}:
+        raise TrainingError(f"pattern {text!r} is none of: an F/S string, full, uniform:1/r")
+    return Pattern(text)
+
+
+def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        path: a YAML file.
+        overrides: top-level fields that replace the file's.
+
+    Raises:
+        TrainingError: unreadable, not YAML, or a field that is wrong; names the field.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise TrainingError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise TrainingError(f"{path} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise TrainingError(f"{path} holds no recipe: it needs model, data and stages")
+    try:
+        return Recipe.model_validate({**raw, **(overrides or {})})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise TrainingError(f"{path}: {where}: {first['msg']}{more}") from error

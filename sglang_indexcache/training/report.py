@@ -1,0 +1,87 @@
+"""What a finished checkpoint can do, as numbers for tables."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.training.build import load, own_pattern
+from sglang_indexcache.training.data.batches import TEXT, Mixture
+from sglang_indexcache.training.data.retrieval import TASKS, Words
+from sglang_indexcache.training.data.text import Text, unigram_loss
+from sglang_indexcache.training.evaluate import Score, evaluate
+from sglang_indexcache.training.model import DistilledModel
+from sglang_indexcache.training.recipe import parse_pattern
+from sglang_indexcache.training.sharing import Stage
+
+TEXT_CHARACTERS = 4_000_000
+
+
+def evaluate_checkpoint(
+    checkpoint: Path,
+    pattern: str | None = None,
+    length: int = 512,
+    rows: int = 32,
+    topk: int | None = None,
+    dense: bool = False,
+    text_characters: int = TEXT_CHARACTERS,
+) -> dict[str, Any]:
+    """Score a checkpoint under a pattern.
+
+    Args:
+        checkpoint: folder, as the trainer writes it.
+        pattern: F/S string, "full" or "uniform:1/r"; the checkpoint's own if None.
+        length: tokens of each document.
+        rows: documents of each task.
+        topk: replaces index_topk.
+        dense: attend to every visible key.
+        text_characters: of the machine's text.
+
+    Returns:
+        The set-up, the unigram loss of the held-out text, and each task's :class:`Score` with
+        a 95 % confidence interval over documents.
+
+    Raises:
+        TrainingError: not such a checkpoint.
+        PatternError: a pattern that needs an indexer that the checkpoint lacks.
+    """
+    model, tokenizer = load(checkpoint)
+    own = own_pattern(model.config)
+    chosen = own if pattern is None else parse_pattern(pattern, len(own))
+    chosen.check_checkpoint(own)
+    text = Text.of_machine(tokenizer, text_characters)
+    mixture = Mixture(tokenizer, text, Words(tokenizer), {TEXT: 1.0}, [length], 0, held_out=True)
+    distilled = DistilledModel(model, chosen)
+    distilled.sharing.topk = topk or distilled.sharing.topk
+    stage = Stage.DENSE if dense else Stage.SPARSE
+    scores = evaluate(distilled, mixture, [TEXT, *TASKS], rows, length, stage)
+    return {
+        "pattern": str(chosen),
+        "length": length,
+        "topk": None if dense else distilled.sharing.topk,
+        "unigram_loss": unigram_loss(text.train, text.held_out, model.config.vocab_size),
+        "tasks": {score.task: _summary(score) for score in scores},
+    }
+
+
+def _summary(score: Score) -> dict[str, Any]:
+    low, high = interval(score.per_row)
+    return {
+        "loss": score.loss,
+        "accuracy": score.accuracy,
+        "tokens": score.tokens,
+        "per_document_95": [low, high],
+        "per_row": list(score.per_row),
+    }
+
+
+def interval(values: tuple[float, ...]) -> tuple[float, float]:
+    """Normal 95 % confidence interval of the mean; infinite for fewer than two values."""
+    count = len(values)
+    if count < 2:
+        return -math.inf, math.inf
+    mean = sum(values) / count
+    variance = sum((v - mean) ** 2 for v in values) / (count - 1)
+    half = 1.96 * math.sqrt(variance / count)
+    return mean - half, mean + half

@@ -1,0 +1,43 @@
+"""``indexcache train`` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_indexcache.cli import app
+from tests.training.recipes import tiny, write
+
+
+@pytest.fixture
+def runner() -> CliRunner:
+    return CliRunner()
+
+
+def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
+    stages = [{**stage, "steps": 1} for stage in tiny()["stages"]]
+    recipe = write(tmp_path / "recipe.yaml", stages=stages)
+    arguments = ["train", "run", str(recipe), str(tmp_path / "run"), "--pattern", "FSSF"]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    checkpoint = str(tmp_path / "run" / "checkpoint")
+    arguments = ["train", "evaluate", checkpoint, "--length", "64", "--rows", "2", "--topk", "4"]
+    scored = runner.invoke(app, arguments)
+    assert scored.exit_code == 0, scored.output
+    found = json.loads(scored.stdout)
+    assert (found["pattern"], found["topk"]) == ("FSSF", 4)
+    wrong = runner.invoke(app, ["train", "evaluate", checkpoint, "--pattern", "FFFF"])
+    assert wrong.exit_code == 1
+    assert "ships no indexer weights" in wrong.output
+
+
+def test_errors_are_one_line(runner: CliRunner, tmp_path: Path) -> None:
+    done = runner.invoke(app, ["train", "run", str(tmp_path / "none.yaml"), str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output.startswith("indexcache: error: cannot read the recipe")
+    done = runner.invoke(app, ["train", "convert", str(tmp_path), str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "is not a checkpoint" in done.output

@@ -1,0 +1,48 @@
+"""The Table 3 benchmark on a tiny model: every line is trained and served as it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.training_aware import main, mean_and_interval, rows
+from sglang_indexcache.training.build import load, own_pattern
+from sglang_indexcache.training.trainer import Trainer
+from tests.training.recipes import tiny, tiny_recipe, write
+
+
+def test_the_whole_table(tmp_path: Path) -> None:
+    stages = [{**stage, "steps": 1} for stage in tiny()["stages"]]
+    dense = tiny_recipe(pattern="full", stages=stages[:1])
+    checkpoint = Trainer(dense, tmp_path / "dense", Console(quiet=True)).run()
+    recipe = write(tmp_path / "recipe.yaml", stages=stages[1:])
+    arguments = ["--checkpoint", str(checkpoint), "--searched", "FFSS", "--recipe", str(recipe)]
+    arguments += ["--work", str(tmp_path / "work"), "--seeds", "0", "1", "--length", "48"]
+    arguments += ["--rows", "2", "--text-characters", "400000"]
+    main([*arguments, "--output", str(tmp_path / "out")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [line["name"] for line in found["rows"]] == [row.name for row in rows("FFSS")]
+    assert all(len(line["seeds"]) == 2 for line in found["rows"])
+    assert (tmp_path / "out.png").stat().st_size > 0
+    assert (tmp_path / "out.md").read_text().count("\n") == 2 + 8
+    trained = {
+        path.name: str(own_pattern(load(path / "checkpoint")[0].config))
+        for path in (tmp_path / "work" / "seed1").iterdir()
+    }
+    assert trained == {
+        "full-multi": "FFFF",
+        "uniform-1-2-multi": "FSFS",
+        "uniform-1-2-own": "FSFS",
+        "FFSS-multi": "FFSS",
+        "uniform-1-4-multi": "FSSS",
+    }
+
+
+def test_interval_by_hand() -> None:
+    found = mean_and_interval([1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0
+    assert found["half_width"] == pytest.approx(4.303 / 3**0.5)
+    assert mean_and_interval([1.0])["half_width"] is None

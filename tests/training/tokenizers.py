@@ -1,0 +1,18 @@
+"""A small tokenizer of this machine's text."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sglang_indexcache.demo_model import make_tokenizer
+
+
+@cache
+def tokenizer(vocab_size: int = 700) -> PreTrainedTokenizerBase:
+    with TemporaryDirectory() as folder:
+        make_tokenizer(vocab_size, Path(folder))
+        return AutoTokenizer.from_pretrained(folder)
