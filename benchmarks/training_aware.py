@@ -154,7 +154,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--searched", required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "sharing.yaml")
+    parser.add_argument("--recipe", default="sharing")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)

@@ -30,7 +30,7 @@ def register(app: typer.Typer, reporting: Reporting) -> None:
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe's name.")],
     folder: Annotated[Path, typer.Argument(help="Of the run: states, log, checkpoint.")],
     pattern: Annotated[
         str | None, typer.Option(help="Replace the recipe's pattern: F/S, full or uniform:1/r.")

@@ -154,16 +154,26 @@ def parse_pattern(text: str, num_layers: int) -> Pattern:
     return Pattern(text)
 
 
-def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+
+
+def load_recipe(name: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read and check a recipe.
 
     Args:
-        path: a YAML file.
+        name: a YAML file, or the name of a shipped recipe.
         overrides: top-level fields that replace the file's.
 
     Raises:
         TrainingError: unreadable, not YAML, or a field that is wrong; names the field.
     """
+    path = shipped_recipes().get(str(name), Path(name))
+    if not path.exists():
+        raise TrainingError(
+            f"there is no recipe {name}: give a YAML file, or one of {', '.join(shipped_recipes())}"
+        )
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:

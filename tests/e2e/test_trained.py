@@ -8,12 +8,12 @@ import torch
 import yaml
 from rich.console import Console
 
-from sglang_indexcache.training.recipe import Recipe
+from sglang_indexcache.training.recipe import Recipe, shipped_recipes
 from sglang_indexcache.training.trainer import Trainer
 from tests.e2e.conftest import Serve, logprobs, prompt
 from tests.oracle import Oracle
 
-RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny-dsa.yaml"
+RECIPE = shipped_recipes()["tiny-dsa"]
 
 
 def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:

@@ -37,7 +37,7 @@ def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
 def test_errors_are_one_line(runner: CliRunner, tmp_path: Path) -> None:
     done = runner.invoke(app, ["train", "run", str(tmp_path / "none.yaml"), str(tmp_path)])
     assert done.exit_code == 1
-    assert done.output.startswith("indexcache: error: cannot read the recipe")
+    assert done.output.startswith("indexcache: error: there is no recipe")
     done = runner.invoke(app, ["train", "convert", str(tmp_path), str(tmp_path / "out")])
     assert done.exit_code == 1
     assert "is not a checkpoint" in done.output
