@@ -1,0 +1,162 @@
+"""What the small trained checkpoint can do, and how it was trained.
+
+    python -m benchmarks.small_checkpoint RUN_FOLDER [--rows 64] [--lengths 128 256 512]
+
+Held-out text loss and retrieval accuracy with everything attended, with the selection it was
+trained for, and with a starved selection: if sharing indices is to mean anything, accuracy must
+fall when too few tokens are selected. RUN_FOLDER is one of ``indexcache train run``. Writes
+results/small_checkpoint/{result.json, table.md, curves.png, starved.png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from sglang_indexcache.training.report import evaluate_checkpoint, interval
+
+RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
+RETRIEVAL = ("recall", "needles", "tracking")
+TOPKS = (64, 32, 16, 8, 4)
+DENSE = "dense"
+
+Cell = dict[str, Any]
+
+
+def cells(checkpoint: Path, lengths: list[int], topks: list[int], rows: int) -> list[Cell]:
+    """One evaluation for each length and selection; dense first."""
+    found = []
+    for length in lengths:
+        for topk in (None, *topks):
+            scores = evaluate_checkpoint(checkpoint, None, length, rows, topk, dense=topk is None)
+            found.append({"length": length, "topk": topk or DENSE, **summary(scores)})
+            print(found[-1], flush=True)
+    return found
+
+
+def summary(scores: dict[str, Any]) -> Cell:
+    """Text loss, unigram loss, and accuracies with the half width of their 95 % intervals."""
+    tasks = scores["tasks"]
+    found: Cell = {"text_loss": tasks["text"]["loss"], "unigram_loss": scores["unigram_loss"]}
+    for task in RETRIEVAL:
+        low, high = interval(tuple(tasks[task]["per_row"]))
+        # JSON knows no infinity: a single document has no interval.
+        half = (high - low) / 2 if math.isfinite(high) else None
+        found[task] = {"accuracy": tasks[task]["accuracy"], "half_width": half}
+    return found
+
+
+def table(found: list[Cell]) -> str:
+    """Markdown."""
+    lines = [
+        "| tokens | selected | text loss, nats | " + " | ".join(RETRIEVAL) + " |",
+        "|---|---|---|" + "---|" * len(RETRIEVAL),
+    ]
+    for cell in found:
+        accuracies = " | ".join(_percent(cell[task]) for task in RETRIEVAL)
+        lines.append(
+            f"| {cell['length']} | {cell['topk']} | {cell['text_loss']:.3f} | {accuracies} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _percent(score: dict[str, float | None]) -> str:
+    text = f"{100 * (score['accuracy'] or 0.0):.1f} %"
+    half = score["half_width"]
+    return text if half is None else f"{text} ± {100 * half:.1f}"
+
+
+def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
+    """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    loss_axis, accuracy_axis = figure.subplots(2, 1, sharex=True)
+    steps = [e for e in log if "lm" in e]
+    tests = [e for e in log if "held_out_text" in e]
+    loss_axis.plot(_get(steps, "total_step"), _get(steps, "lm"), lw=0.6, label="LM, training mix")
+    distilled = [e for e in steps if e["index"] > 0]
+    loss_axis.plot(
+        _get(distilled, "total_step"), _get(distilled, "index"), lw=0.8, label="distillation"
+    )
+    loss_axis.plot(
+        _get(tests, "total_step"), _get(tests, "held_out_text"), "o-", label="held-out text"
+    )
+    loss_axis.axhline(unigram, color="grey", ls=":", label="unigram")
+    loss_axis.set_ylabel("nats")
+    for task in RETRIEVAL:
+        some = [e for e in tests if f"held_out_{task}" in e]
+        accuracy_axis.plot(_get(some, "total_step"), _get(some, f"held_out_{task}"), label=task)
+    accuracy_axis.set_ylabel("held-out accuracy")
+    accuracy_axis.set_xlabel("step")
+    starts = {e["stage"]: (e["total_step"] - e["step"], e["kind"]) for e in reversed(steps)}
+    for start, kind in starts.values():
+        for axis in (loss_axis, accuracy_axis):
+            axis.axvline(start, color="black", lw=0.5)
+        accuracy_axis.text(start, 1.02, f" {kind}", fontsize=8)
+    for axis in (loss_axis, accuracy_axis):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
+def _get(entries: list[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in entries]
+
+
+def draw_starved(found: list[Cell], path: Path) -> None:
+    """Retrieval accuracy against the number of selected tokens, a panel for each task."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    for axis, task in zip(figure.subplots(1, len(RETRIEVAL), sharey=True), RETRIEVAL, strict=True):
+        for length in sorted({cell["length"] for cell in found}):
+            mine = [c for c in found if c["length"] == length and c["topk"] != DENSE]
+            dense = next(c for c in found if c["length"] == length and c["topk"] == DENSE)
+            (line,) = axis.plot(
+                [c["topk"] for c in mine],
+                [c[task]["accuracy"] for c in mine],
+                "o-",
+                label=f"{length} tokens",
+            )
+            axis.axhline(dense[task]["accuracy"], color=line.get_color(), ls=":", lw=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("selected tokens (dotted: all)")
+        axis.set_title(task)
+        axis.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("accuracy")
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Evaluate, write, draw."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--topks", type=int, nargs="+", default=list(TOPKS))
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
+    found = cells(arguments.run / "checkpoint", arguments.lengths, arguments.topks, arguments.rows)
+    log = [json.loads(line) for line in (arguments.run / "metrics.jsonl").open()]
+    output: Path = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    result = {
+        "what": "held-out text loss and retrieval accuracy of the small trained checkpoint",
+        "documents_per_task": arguments.rows,
+        "torch": torch.__version__,
+        "cells": found,
+        "training": log,
+    }
+    (output / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    (output / "table.md").write_text(table(found))
+    draw_curves(log, found[0]["unigram_loss"], output / "curves.png")
+    draw_starved(found, output / "starved.png")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
