@@ -92,6 +92,7 @@ def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
         some = [e for e in tests if f"held_out_{task}" in e]
         accuracy_axis.plot(_get(some, "total_step"), _get(some, f"held_out_{task}"), label=task)
     accuracy_axis.set_ylabel("held-out accuracy")
+    accuracy_axis.set_ylim(-0.03, 1.12)
     accuracy_axis.set_xlabel("step")
     starts = {e["stage"]: (e["total_step"] - e["step"], e["kind"]) for e in reversed(steps)}
     for start, kind in starts.values():

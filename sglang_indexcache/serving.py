@@ -81,9 +81,19 @@ class Client:
             raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 
-    def flush_cache(self) -> None:
-        """Empty the radix cache of an idle server."""
-        self._send("POST", "/flush_cache")
+    def flush_cache(self, timeout: float = 60.0) -> None:
+        """Empty the radix cache, once the server is idle.
+
+        It may not be yet when an answer arrives: a pipeline's first stage learns later than the
+        client that the last one is through.
+
+        Args:
+            timeout: seconds to wait for that.
+
+        Raises:
+            ServerError: the server was busy all that time.
+        """
+        self._send("POST", f"/flush_cache?timeout={timeout}")
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self._send(method, path, body).json()

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from sglang_indexcache.errors import TrainingError
+
 METRICS = "metrics.jsonl"
 
 
@@ -19,6 +21,9 @@ class RunLog:
         enabled: whether this process is the one that writes.
         console: for people.
         tensorboard: write events under ``folder/tensorboard`` as well.
+
+    Raises:
+        TrainingError: TensorBoard is wanted and not installed.
     """
 
     def __init__(self, folder: Path, enabled: bool, console: Console, tensorboard: bool) -> None:
@@ -26,8 +31,13 @@ class RunLog:
         self.enabled, self.console = enabled, console
         self._writer: Any = None
         if enabled and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise TrainingError(
+                    "the recipe says tensorboard: true, and that package is missing. "
+                    "Install it: pip install tensorboard"
+                ) from error
             self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def rewind(self, stage: int, step: int) -> None:

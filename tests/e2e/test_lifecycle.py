@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import hears_sigint
+
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -49,6 +51,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, glm: Path, number: signa
         [sys.executable, str(script), str(glm), str(tmp_path / "log")],
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=hears_sigint,
     )
     assert owner.stdout is not None
     words = owner.stdout.readline().split()

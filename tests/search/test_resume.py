@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.library import load_entry
+from tests.signals import hears_sigint
 
 KILLS = 20
 
@@ -24,7 +25,11 @@ def start(output: Path) -> subprocess.Popen[bytes]:
         *("--batches", "8", "--delay", "0.02", "--name", "test", "--output", str(output)),
     ]
     return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=hears_sigint,
     )
 
 

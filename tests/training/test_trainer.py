@@ -131,7 +131,6 @@ def test_a_deepseek_checkpoint_has_no_indexers_on_shared_layers(tmp_path: Path) 
 
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     stages = [{**tiny()["stages"][0], "steps": 1}]
     Trainer(tiny_recipe(stages=stages, tensorboard=True), tmp_path, Console(quiet=True)).run()
     assert list((tmp_path / "tensorboard").glob("events*"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from sglang_indexcache.demo_model import machine_text
 from sglang_indexcache.errors import TrainingError
 
 HELD_OUT_EVERY = 10
@@ -42,7 +41,7 @@ class Text:
         Raises:
             TrainingError: if too little text was found to hold any out.
         """
-        files = source_files(limit)
+        files = list(machine_text(limit))
         if len(files) < HELD_OUT_EVERY:
             raise TrainingError(
                 f"found {len(files)} modules of the standard library; training needs at least "
@@ -56,18 +55,6 @@ class Text:
     def part(self, held_out: bool) -> Tokens:
         """The training or the held-out tokens."""
         return self.held_out if held_out else self.train
-
-
-def source_files(limit: int) -> list[str]:
-    """The contents of the standard library's modules, in name order, up to ``limit`` characters."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    texts: list[str] = []
-    for path in sorted(folder.glob("*.py")):
-        if limit <= 0:
-            break
-        texts.append(path.read_text(encoding="utf-8", errors="ignore")[:limit])
-        limit -= len(texts[-1])
-    return texts
 
 
 def window(tokens: Tokens, length: int, draw: random.Random) -> list[int]:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_indexcache.demo_model import machine_text
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training.data.batches import IGNORED, Mixture
 from sglang_indexcache.training.data.retrieval import Words
-from sglang_indexcache.training.data.text import Text, source_files, unigram_loss
+from sglang_indexcache.training.data.text import Text, unigram_loss
 from tests.training.tokenizers import tokenizer
 
 LENGTH = 96
@@ -56,7 +57,7 @@ def test_labels_are_the_tokens_and_answers_are_labelled(text: Text) -> None:
 
 
 def test_held_out_files_are_not_trained_on(text: Text) -> None:
-    files = source_files(500_000)
+    files = list(machine_text(500_000))
     joined = tokenizer().decode(text.held_out[:200])
     assert joined[:300] in files[9]
     assert len(text.held_out) < len(text.train)
