@@ -26,6 +26,7 @@ def register(app: typer.Typer, reporting: Reporting) -> None:
     train.command("run")(reporting(run))
     train.command("convert")(reporting(convert_command))
     train.command("evaluate")(reporting(evaluate_command))
+    train.command("data")(reporting(data_command))
     app.add_typer(train, name="train")
 
 
@@ -87,3 +88,17 @@ def evaluate_command(
 
     found = evaluate_checkpoint(checkpoint, pattern, length, rows, topk, dense)
     typer.echo(json.dumps(found, indent=2))
+
+
+def data_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Gives the tokenizer.")],
+    output: Annotated[Path, typer.Argument(help="A .jsonl file to write.")],
+    length: Annotated[int, typer.Option(help="Tokens of each document.")] = 511,
+    rows: Annotated[int, typer.Option(help="Documents of each task.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the documents.")] = 0,
+) -> None:
+    """Held-out documents of the training tasks as JSONL, for `indexcache search --data`."""
+    from sglang_indexcache.training.data.documents import write_documents
+
+    counts = write_documents(checkpoint, output, length, rows, seed)
+    typer.echo(f"wrote {output}: " + ", ".join(f"{n} {task}" for task, n in counts.items()))

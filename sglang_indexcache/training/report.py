@@ -9,13 +9,11 @@ from typing import Any
 from sglang_indexcache.training.build import load, own_pattern
 from sglang_indexcache.training.data.batches import TEXT, Mixture
 from sglang_indexcache.training.data.retrieval import TASKS, Words
-from sglang_indexcache.training.data.text import Text, unigram_loss
+from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, unigram_loss
 from sglang_indexcache.training.evaluate import Score, evaluate
 from sglang_indexcache.training.model import DistilledModel
 from sglang_indexcache.training.recipe import parse_pattern
 from sglang_indexcache.training.sharing import Stage
-
-TEXT_CHARACTERS = 4_000_000
 
 
 def evaluate_checkpoint(

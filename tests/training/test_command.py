@@ -29,6 +29,12 @@ def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
     assert scored.exit_code == 0, scored.output
     found = json.loads(scored.stdout)
     assert (found["pattern"], found["topk"]) == ("FSSF", 4)
+    data = tmp_path / "documents.jsonl"
+    arguments = ["train", "data", checkpoint, str(data), "--length", "64", "--rows", "2"]
+    assert runner.invoke(app, arguments).exit_code == 0
+    documents = [json.loads(line) for line in data.read_text().splitlines()]
+    assert [d["task"] for d in documents] == ["text", "recall", "needles", "tracking"] * 2
+    assert len({d["text"] for d in documents}) == 8
     wrong = runner.invoke(app, ["train", "evaluate", checkpoint, "--pattern", "FFFF"])
     assert wrong.exit_code == 1
     assert "ships no indexer weights" in wrong.output

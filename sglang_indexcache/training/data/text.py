@@ -15,6 +15,9 @@ from sglang_indexcache.errors import TrainingError
 HELD_OUT_EVERY = 10
 """Each tenth file, in name order, is kept for validation."""
 
+TEXT_CHARACTERS = 4_000_000
+"""How much of it the reports read."""
+
 Tokens = NDArray[np.int32]
 
 
