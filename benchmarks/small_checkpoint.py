@@ -23,7 +23,7 @@ from sglang_indexcache.training.report import evaluate_checkpoint, interval
 
 RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
 RETRIEVAL = ("recall", "needles", "tracking")
-TOPKS = (64, 32, 16, 8, 4)
+TOPKS = (64, 16, 4, 2, 1)
 DENSE = "dense"
 
 Cell = dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,26 +12,48 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.demo_model import ModelSpec, machine_text, make_model
+from sglang_indexcache.demo_model import machine_text
 from sglang_indexcache.serving import Server
+from sglang_indexcache.training.checkpoints import SHIPPED, shipped_checkpoint
 
 PROMPT_CHARACTERS = 22_000
 """About 6,000 tokens of the demo tokenizer."""
 ANSWER_TOKENS = 48
-PATTERNS = ("full", "uniform:1/4")
+QUESTIONS = 32
+QUESTION_TOKENS = 480
+"""Of each question's document: several times index_topk, as long as the model was trained for."""
+PATTERNS = ("full", "1/4")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A document with facts hidden in source text, that ends by asking for one of them.
+
+    Attributes:
+        prompt: token ids.
+        fact: the line that holds the answer.
+        ending: the prompt's last line.
+        answer: what must follow, one token.
+    """
+
+    prompt: list[int]
+    fact: str
+    ending: str
+    answer: str
 
 
 @dataclass
 class Measurement:
-    """One served request.
+    """What one server did.
 
     Attributes:
-        prompt_tokens: as the server counted them.
-        prefill: seconds to the first token.
+        prompt_tokens: of the long prompt, as the server counted them.
+        prefill: seconds to its first token.
         per_token: seconds per generated token after the first.
         full_layers: layers that ran their indexer.
         shared_layers: layers that reused indices.
         index_k_bytes: index-key bytes per token.
+        right: questions answered rightly.
     """
 
     prompt_tokens: int
@@ -39,26 +62,48 @@ class Measurement:
     full_layers: int
     shared_layers: int
     index_k_bytes: int
+    right: int
 
 
 def run(folder: Path, console: Console) -> list[Measurement]:
-    """Make the checkpoint if it is missing, serve it under both patterns, print the comparison.
+    """Serve the shipped checkpoint under both patterns and print the comparison.
 
     Args:
-        folder: where the checkpoint and the server logs go.
+        folder: where the server logs go.
         console: where to print.
     """
-    model = folder / "model"
-    if not (model / "config.json").exists():
-        with console.status("making a small GLM-5-shaped checkpoint (random weights) ..."):
-            make_model(ModelSpec(preset="glm-5", size="small"), model)
-    console.print(f"checkpoint: {model} (12 layers, random weights: the text will be noise)")
-    results = [_serve(pattern, model, folder, console) for pattern in PATTERNS]
+    model = shipped_checkpoint(SHIPPED)
+    console.print(f"checkpoint: {model} (12 layers, trained by this project's own trainer)")
+    asked = questions(model, QUESTIONS)
+    results = [_serve(pattern, model, asked, folder, console) for pattern in PATTERNS]
     console.print(_table(results))
     return results
 
 
-def _serve(pattern: str, model: Path, folder: Path, console: Console) -> Measurement:
+def questions(model: Path, count: int, length: int = QUESTION_TOKENS) -> list[Question]:
+    """Documents of the training tasks that training never saw, made for the model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from sglang_indexcache.training.data.retrieval import Words, needles
+    from sglang_indexcache.training.data.text import Text
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    words = Words(tokenizer)
+    text = Text.of_machine(tokenizer, 400_000).held_out
+    found = []
+    for number in range(count):
+        document = needles(words, text, length, random.Random(f"demo/{number}"))
+        asked = document.answer.index(True)
+        prompt, answer = document.ids[:asked], tokenizer.decode(document.ids[asked])
+        ending = tokenizer.decode(prompt).splitlines()[-1]
+        fact = ending.replace("?", "#", 1) + answer
+        found.append(Question(prompt, fact, ending, answer))
+    return found
+
+
+def _serve(
+    pattern: str, model: Path, asked: list[Question], folder: Path, console: Console
+) -> Measurement:
     arguments = [
         *("--model-path", str(model)),
         *("--attention-backend", "indexcache", "--indexcache-pattern", pattern),
@@ -72,17 +117,16 @@ def _serve(pattern: str, model: Path, folder: Path, console: Console) -> Measure
         for line in server.log.read_text(errors="replace").splitlines():
             if "IndexCache (" in line:
                 console.print(line, style="dim", markup=False, soft_wrap=True)
-        return _measure(server, console)
+        return _measure(server, asked, console)
 
 
-def _measure(server: Server, console: Console) -> Measurement:
+def _measure(server: Server, asked: list[Question], console: Console) -> Measurement:
     client = OpenAI(base_url=f"{server.client.url}/v1", api_key="none", max_retries=0)
-    for _ in _stream(client, "warm up", 4):  # the first request of a server pays for set-up
-        pass
+    right = _ask(client, asked, console)  # the first request of a server pays for set-up
     prompt = "".join(machine_text(PROMPT_CHARACTERS))
     started = time.perf_counter()
     arrivals: list[float] = []
-    console.print("answer: ", end="")
+    console.print("a long prompt's continuation: ", end="")
     usage = 0
     for text, tokens in _stream(client, prompt, ANSWER_TOKENS):
         if tokens:
@@ -99,14 +143,29 @@ def _measure(server: Server, console: Console) -> Measurement:
         full_layers=state["full_layers"],
         shared_layers=state["shared_layers"],
         index_k_bytes=state["index_k_bytes_per_token"],
+        right=right,
     )
 
 
+def _ask(client: OpenAI, asked: list[Question], console: Console) -> int:
+    """Ask all questions in one request; show the first; return how many answers were right."""
+    reply = client.completions.create(
+        model="default", prompt=[q.prompt for q in asked], max_tokens=1, temperature=0.0
+    )
+    answers = [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
+    right = sum(answer == q.answer for answer, q in zip(answers, asked, strict=True))
+    console.print(f"a fact hidden in {len(asked[0].prompt)} tokens of source code: ", end="")
+    console.print(f"{asked[0].fact} ... {asked[0].ending}", end="", markup=False, highlight=False)
+    console.print(answers[0], style="green", markup=False, highlight=False)
+    console.print(f"{right} of {len(asked)} such questions answered rightly")
+    return right
+
+
 def _stream(client: OpenAI, prompt: str, tokens: int) -> Iterator[tuple[str, int]]:
-    """Chat-completion chunks as ``(text, 0)``, then ``("", prompt tokens)``."""
-    stream = client.chat.completions.create(
+    """The completion in pieces as ``(text, 0)``, then ``("", prompt tokens)``."""
+    stream = client.completions.create(
         model="default",
-        messages=[{"role": "user", "content": prompt}],
+        prompt=prompt,
         max_tokens=tokens,
         temperature=0.0,
         stream=True,
@@ -116,8 +175,8 @@ def _stream(client: OpenAI, prompt: str, tokens: int) -> Iterator[tuple[str, int
     for chunk in stream:
         if chunk.usage is not None:
             yield "", chunk.usage.prompt_tokens
-        elif chunk.choices and chunk.choices[0].delta.content:
-            yield chunk.choices[0].delta.content, 0
+        elif chunk.choices and chunk.choices[0].text:
+            yield chunk.choices[0].text, 0
 
 
 def _table(results: list[Measurement]) -> Table:
@@ -125,7 +184,7 @@ def _table(results: list[Measurement]) -> Table:
     table = Table(title=f"\n{base.prompt_tokens}-token prompt, this machine's CPU")
     table.add_column("")
     table.add_column("all F", justify="right")
-    table.add_column("uniform 1/4", justify="right")
+    table.add_column(f"{PATTERNS[1]}, searched", justify="right")
     table.add_column("ratio", justify="right")
     rows = (
         ("layers that run their indexer", base.full_layers, cached.full_layers, "d"),
@@ -137,4 +196,5 @@ def _table(results: list[Measurement]) -> Table:
     for name, first, second, form in rows:
         ratio = f"{first / second:.2f}x" if second and first else ""
         table.add_row(name, format(first, form), format(second, form), ratio)
+    table.add_row(f"right answers of {QUESTIONS}", str(base.right), str(cached.right), "")
     return table

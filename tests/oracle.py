@@ -130,7 +130,10 @@ def _share(model: Any, pattern: Pattern) -> None:
 
 @contextmanager
 def _recorded_margins(topk: int, margins: list[torch.Tensor]) -> Iterator[None]:
-    """Watch the indexers' top-k calls for the gap at the boundary."""
+    """Watch the indexers' top-k calls for the gap at the boundary, and break ties as documented.
+
+    ``torch.topk`` breaks them arbitrarily, this project's contract says the smaller position.
+    """
     original = torch.Tensor.topk
 
     def watched(self: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +141,11 @@ def _recorded_margins(topk: int, margins: list[torch.Tensor]) -> Iterator[None]:
             values = original(self, k + 1, -1).values
             decided = values[..., k] > -1e30  # masked positions are not candidates
             gap = (values[..., k - 1] - values[..., k]) / values[..., 0].abs().clamp_min(1e-30)
+            # An exact tie (of scores that the ReLU made 0) is decided: the first ones win.
+            decided &= values[..., k - 1] != values[..., k]
             margins.append(gap.float().masked_fill(~decided, torch.inf)[0])
+            ordered = self.sort(dim=-1, descending=True, stable=True)
+            return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
         return original(self, k, *args, **kwargs)
 
     torch.Tensor.topk = watched  # type: ignore[method-assign, assignment]

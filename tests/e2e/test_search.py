@@ -29,8 +29,15 @@ PATTERNS = ["FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS"]
 
 
 @pytest.fixture(scope="module")
-def live(glm: Path, serve: Serve) -> Iterator[Client]:
-    with serve(glm, "--dtype", "float32", "--indexcache-mode", "live") as client:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's own pattern folder, as the server knows it."""
+    return tmp_path_factory.mktemp("library")
+
+
+@pytest.fixture(scope="module")
+def live(glm: Path, serve: Serve, library: Path) -> Iterator[Client]:
+    arguments = ("--dtype", "float32", "--indexcache-mode", "live")
+    with serve(glm, *arguments, SGLANG_INDEXCACHE_LIBRARY=str(library)) as client:
         yield client
 
 
@@ -59,18 +66,18 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     assert served.loss(pattern, [2, 0, 1]).values == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
-def test_a_search_over_http(live: Client, glm: Path, tmp_path: Path) -> None:
+def test_a_search_over_http(live: Client, glm: Path, library: Path) -> None:
     source = Source(model=glm, urls=(live.url,), context=160, batches=4, held_out=0)
     with open_source(source) as setup:
         rules = Constraints.make(setup.own)
         goals = parse_targets(["1/2", "2"], rules)
-        search = run_search(setup, rules, goals, Options(), tmp_path, "e2e")
+        search = run_search(setup, rules, goals, Options(), library, "e2e")
     assert search.is_complete
-    entry = load_entry(tmp_path / "e2e-1of2.yaml")
+    entry = load_entry(library / "e2e-1of2.yaml")
     assert entry.full_layers == 3
     assert entry.method.details["checkpoint"] == setup.identity["checkpoint"]
-    # What the search reported is what the server gives when the file is served by name.
-    state = live.switch_pattern(str(tmp_path / "e2e-1of2.yaml"))[0]
+    # What the search reported is what the server gives when the pattern is served by name.
+    state = live.switch_pattern("e2e-1of2")[0]
     assert state["pattern"] == entry.pattern
     with open_source(source) as again:
         served = again.evaluator.loss(Pattern(entry.pattern), range(4))

@@ -1,28 +1,34 @@
-"""A checkpoint that the trainer wrote, served unchanged: its own sharing, transformers' answers."""
+"""Checkpoints that the trainer wrote, served unchanged: transformers' answers, the demo's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from rich.console import Console
 
+from sglang_indexcache.demo import questions
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.training.checkpoints import shipped_checkpoint
 from sglang_indexcache.training.recipe import Recipe, shipped_recipes
 from sglang_indexcache.training.trainer import Trainer
-from tests.e2e.conftest import Serve, logprobs, prompt
+from tests.e2e.conftest import (
+    ROUNDING,
+    Serve,
+    batch_logprobs,
+    decided_prompt,
+    greedy,
+    logprobs,
+)
 from tests.oracle import Oracle
 
 RECIPE = shipped_recipes()["tiny-dsa"]
 
 
 def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
-    """The committed recipe's model after a step of warm-up and one of sparse training.
-
-    As many tokens as are selected, so this compares weights, MLA and sharing as loaded, not the
-    selection: the indexers are all but untrained, and their scores tie or nearly tie. Parity of
-    the selection on the trained checkpoint is for the test of that checkpoint.
-    """
+    """The committed recipe's model after a step of warm-up and one of sparse training."""
     fields = yaml.safe_load(RECIPE.read_text())
     last = [stage for stage in fields["stages"] if stage["kind"] != "dense"]
     fields["stages"] = [{**stage, "steps": 1, "rows": 1} for stage in last]
@@ -31,8 +37,23 @@ def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
     trainer = Trainer(recipe, tmp_path, Console(quiet=True))
     checkpoint = trainer.run()
     oracle = Oracle(checkpoint, torch.float32)
-    ids = prompt(trainer.topk, seed=0)
+    ids = decided_prompt(oracle, 4 * trainer.topk, trainer.pattern)
     with serve(checkpoint, "--dtype", "float32") as client:
         assert client.states()[0]["pattern"] == str(trainer.pattern)
         expected = oracle.answer(ids, trainer.pattern).logprobs
         torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", ["FFFFFFFFFFFF", "FSSSFSSSFSSS"])
+def test_shipped_checkpoint_is_served_like_transformers(serve: Serve, text: str) -> None:
+    """Trained weights, and documents several times as long as what is selected."""
+    checkpoint, pattern = shipped_checkpoint(), Pattern(text)
+    oracle = Oracle(checkpoint, torch.float32)
+    prompts = [question.prompt for question in questions(checkpoint, 4)]
+    with serve(checkpoint, "--dtype", "float32", "--indexcache-pattern", text) as client:
+        assert client.states()[0]["pattern"] == text
+        for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
+            expected = oracle.answer(ids, pattern).logprobs
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+            tokens, gap = oracle.greedy(ids, 8, pattern)
+            assert gap < ROUNDING or greedy(client, ids, 8) == tokens
