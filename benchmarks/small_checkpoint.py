@@ -84,21 +84,22 @@ def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
         _get(distilled, "total_step"), _get(distilled, "index"), lw=0.8, label="distillation"
     )
     loss_axis.plot(
-        _get(tests, "total_step"), _get(tests, "held_out_text"), "o-", label="held-out text"
+        _get(tests, "total_step"), _get(tests, "held_out_text"), ".-", label="held-out text"
     )
     loss_axis.axhline(unigram, color="grey", ls=":", label="unigram")
     loss_axis.set_ylabel("nats")
+    loss_axis.set_yscale("log")
     for task in RETRIEVAL:
         some = [e for e in tests if f"held_out_{task}" in e]
         accuracy_axis.plot(_get(some, "total_step"), _get(some, f"held_out_{task}"), label=task)
     accuracy_axis.set_ylabel("held-out accuracy")
-    accuracy_axis.set_ylim(-0.03, 1.12)
+    accuracy_axis.set_ylim(-0.03, 1.03)
     accuracy_axis.set_xlabel("step")
     starts = {e["stage"]: (e["total_step"] - e["step"], e["kind"]) for e in reversed(steps)}
     for start, kind in starts.values():
         for axis in (loss_axis, accuracy_axis):
             axis.axvline(start, color="black", lw=0.5)
-        accuracy_axis.text(start, 1.02, f" {kind}", fontsize=8)
+        accuracy_axis.text(start, 0.5, kind, fontsize=8, rotation=90, ha="right", va="center")
     for axis in (loss_axis, accuracy_axis):
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)

@@ -16,7 +16,7 @@ from sglang_indexcache.demo_model import machine_text
 from sglang_indexcache.serving import Server
 from sglang_indexcache.training.checkpoints import SHIPPED, shipped_checkpoint
 
-PROMPT_CHARACTERS = 22_000
+PROMPT_CHARACTERS = 15_000
 """About 6,000 tokens of the demo tokenizer."""
 ANSWER_TOKENS = 48
 QUESTIONS = 32
