@@ -6,8 +6,10 @@ transformers nor SGLang.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import CheckpointError, PatternError
@@ -87,6 +89,22 @@ class Checkpoint:
             own=_own_pattern(text, layer_ids, where),
             shape={name: _get(text, name) for name in _SHAPE_FIELDS if _has(text, name)},
         )
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read a checkpoint folder's ``config.json``.
+
+        Raises:
+            CheckpointError: unreadable, or not a DSA model that can share indices.
+        """
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        return cls.from_config(config, str(folder))
 
 
 _SHAPE_FIELDS = (

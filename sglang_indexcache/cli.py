@@ -15,7 +15,7 @@ from rich.table import Table
 
 from sglang_indexcache import __version__
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import CheckpointError, IndexCacheError
+from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.library import Entry, Library, load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.cli import COMMANDS
@@ -83,7 +83,7 @@ def list_patterns(
     library = Library.default()
     entries = list(library.entries.values())
     if model is not None:
-        entries = library.for_checkpoint(read_checkpoint(model))
+        entries = library.for_checkpoint(Checkpoint.read(model))
     table = Table("name", "model", "layers", "F", "retention", "found by", box=SIMPLE)
     table.columns[0].no_wrap = True
     for entry in entries:
@@ -184,18 +184,6 @@ def _literal_or_entry(value: str) -> Pattern:
     if value and not set(value) - {"F", "S"}:
         return Pattern(value)
     return _entry(value).parsed
-
-
-def read_checkpoint(model: Path) -> Checkpoint:
-    """The checkpoint in folder ``model``, read from its config.json."""
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    return Checkpoint.from_config(config, str(model))
 
 
 # -- a running server --------------------------------------------------------------------------

@@ -41,16 +41,31 @@ class Answer:
 
 
 class Oracle:
-    """One checkpoint in transformers, eager attention, any pattern."""
+    """One checkpoint in transformers, eager attention, any pattern.
+
+    Args:
+        folder: the checkpoint.
+        dtype: to compute in.
+        fp8_indexer: quantise what the indexers multiply.
+        first_of_ties: break exact ties as this project's contract says (scores that the ReLU
+            made 0 are common), not arbitrarily as ``torch.topk`` does.
+        config: replaces fields of the HF config.
+    """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, *, fp8_indexer: bool = False, **config: Any
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        *,
+        fp8_indexer: bool = False,
+        first_of_ties: bool = True,
+        **config: Any,
     ) -> None:
         self.config = AutoConfig.from_pretrained(folder, **config)
         self.layers = self.config.num_hidden_layers
         self.folder, self._dtype = folder, dtype
         self._glm = self.config.model_type == "glm_moe_dsa"
-        self._fp8 = fp8_indexer
+        self._fp8, self._first_of_ties = fp8_indexer, first_of_ties
         self._models: dict[str, Any] = {}
 
     def answer(self, ids: list[int], pattern: Pattern) -> Answer:
@@ -93,7 +108,9 @@ class Oracle:
     @contextmanager
     def _watched(self, margins: list[torch.Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_recorded_margins(self.config.index_topk, margins))
+            stack.enter_context(
+                _recorded_margins(self.config.index_topk, margins, self._first_of_ties)
+            )
             if self._fp8:
                 stack.enter_context(_fp8_scores(rotated=not self._glm))
             yield
@@ -129,11 +146,10 @@ def _share(model: Any, pattern: Pattern) -> None:
 
 
 @contextmanager
-def _recorded_margins(topk: int, margins: list[torch.Tensor]) -> Iterator[None]:
-    """Watch the indexers' top-k calls for the gap at the boundary, and break ties as documented.
-
-    ``torch.topk`` breaks them arbitrarily, this project's contract says the smaller position.
-    """
+def _recorded_margins(
+    topk: int, margins: list[torch.Tensor], first_of_ties: bool
+) -> Iterator[None]:
+    """Watch the indexers' top-k calls for the gap at the boundary, and break its ties."""
     original = torch.Tensor.topk
 
     def watched(self: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
@@ -141,11 +157,12 @@ def _recorded_margins(topk: int, margins: list[torch.Tensor]) -> Iterator[None]:
             values = original(self, k + 1, -1).values
             decided = values[..., k] > -1e30  # masked positions are not candidates
             gap = (values[..., k - 1] - values[..., k]) / values[..., 0].abs().clamp_min(1e-30)
-            # An exact tie (of scores that the ReLU made 0) is decided: the first ones win.
-            decided &= values[..., k - 1] != values[..., k]
+            if first_of_ties:
+                decided &= (values[..., k - 1] != values[..., k]) | (values[..., k] != 0)
             margins.append(gap.float().masked_fill(~decided, torch.inf)[0])
-            ordered = self.sort(dim=-1, descending=True, stable=True)
-            return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
+            if first_of_ties:
+                ordered = self.sort(dim=-1, descending=True, stable=True)
+                return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
         return original(self, k, *args, **kwargs)
 
     torch.Tensor.topk = watched  # type: ignore[method-assign, assignment]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import CheckpointError, SearchError
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library, ModelInfo
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
@@ -126,7 +125,7 @@ def open_source(source: Source, start_engine: StartEngine | None = None) -> Iter
         raise SearchError("give the checkpoint's folder with --model")
     if source.urls and source.engine:
         raise SearchError("give either --url or --engine")
-    checkpoint = _checkpoint(source.model)
+    checkpoint = Checkpoint.read(source.model)
     digest = checkpoint_digest(source.model)
     calibration = _calibration(source, source.model)
     if source.engine:
@@ -211,14 +210,3 @@ def _calibration(source: Source, model: Path) -> Calibration:
     place, parts = source.part
     size = len(chosen.sequences) // parts
     return replace(chosen, sequences=chosen.sequences[place * size : (place + 1) * size])
-
-
-def _checkpoint(model: Path) -> Checkpoint:
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    return Checkpoint.from_config(config, str(model))

@@ -44,7 +44,7 @@ def live(glm: Path, serve: Serve, library: Path) -> Iterator[Client]:
 def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
     import torch
 
-    oracle = Oracle(glm, torch.float32)
+    oracle = Oracle(glm, torch.float32, first_of_ties=False)
     ids = [decided_prompt(oracle, 200 + i, Pattern("FSSSFS"))[:200] for i in range(4)]
     data = Calibration(tuple(map(tuple, ids)), 2, "test")
     served, local = ServedEvaluator(live, data), TransformersEvaluator(glm, data)
