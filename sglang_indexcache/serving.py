@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ import httpx
 from sglang_indexcache.errors import IndexCacheError
 
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 30_000)
+_PORT_TAKEN = "address already in use"
 
 
 class ServerError(IndexCacheError):
@@ -183,6 +186,10 @@ class Server:
             if self._process is None or self._process.poll() is not None:
                 code = None if self._process is None else self._process.returncode
                 raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
+            if _PORT_TAKEN in self.log_tail():
+                # SGLang would stay, and whoever has the port would answer in its place.
+                self.stop()
+                raise ServerError(f"port {self.port} is in use; give the server another one")
             if self.client.is_ready():
                 return self.client
             if tick is not None:
@@ -234,8 +241,19 @@ def _die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A port that is free now, with room above it for the ports that SGLang derives from it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    return port if port < 60000 else port - 20000
+    """A port that is free now and that no outgoing connection will be given.
+
+    A server may need minutes until it listens: a port from the kernel's own range could be taken
+    by then.
+
+    Raises:
+        ServerError: none was found.
+    """
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise ServerError(f"found no free port from {_PORTS.start} to {_PORTS.stop - 1}")
