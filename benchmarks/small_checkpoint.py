@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from sglang_indexcache.training.report import evaluate_checkpoint, interval
+from sglang_indexcache.training.data.retrieval import TASKS
+from sglang_indexcache.training.report import Report
 
 RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
-RETRIEVAL = ("recall", "needles", "tracking")
+RETRIEVAL = tuple(TASKS)
 TOPKS = (64, 16, 4, 2, 1)
 DENSE = "dense"
 
@@ -32,9 +33,10 @@ Cell = dict[str, Any]
 def cells(checkpoint: Path, lengths: list[int], topks: list[int], rows: int) -> list[Cell]:
     """One evaluation for each length and selection; dense first."""
     found = []
+    report = Report(checkpoint)
     for length in lengths:
         for topk in (None, *topks):
-            scores = evaluate_checkpoint(checkpoint, None, length, rows, topk, dense=topk is None)
+            scores = report.scores(length, rows, topk, dense=topk is None)
             found.append({"length": length, "topk": topk or DENSE, **summary(scores)})
             print(found[-1], flush=True)
     return found
@@ -45,7 +47,7 @@ def summary(scores: dict[str, Any]) -> Cell:
     tasks = scores["tasks"]
     found: Cell = {"text_loss": tasks["text"]["loss"], "unigram_loss": scores["unigram_loss"]}
     for task in RETRIEVAL:
-        low, high = interval(tuple(tasks[task]["per_row"]))
+        low, high = tasks[task]["per_document_95"]
         # JSON knows no infinity: a single document has no interval.
         half = (high - low) / 2 if math.isfinite(high) else None
         found[task] = {"accuracy": tasks[task]["accuracy"], "half_width": half}

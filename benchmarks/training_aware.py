@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.training.data.retrieval import TASKS
+from sglang_indexcache.training.data.text import TEXT_CHARACTERS
 from sglang_indexcache.training.recipe import load_recipe
 from sglang_indexcache.training.report import evaluate_checkpoint
 from sglang_indexcache.training.trainer import Trainer
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "training_aware"
-RETRIEVAL = ("recall", "needles", "tracking")
+RESULT = Path(__file__).parent / "results" / "training_aware"
+RETRIEVAL = tuple(TASKS)
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 
@@ -158,7 +159,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--text-characters", type=int, default=4_000_000)
+    parser.add_argument("--text-characters", type=int, default=TEXT_CHARACTERS)
     parser.add_argument("--output", type=Path, default=RESULT)
     return parser.parse_args(argv)
 

@@ -273,7 +273,7 @@ def doctor_command(context: typer.Context) -> None:
 @app.command("demo")
 @_reporting
 def demo_command(
-    folder: Annotated[Path, typer.Option(help="For the checkpoint and the logs.")] = Path(".demo"),
+    folder: Annotated[Path, typer.Option(help="For the logs.")] = Path(".demo"),
 ) -> None:
     """Serve a small checkpoint with every indexer and with a quarter of them, side by side."""
     from sglang_indexcache.demo import run

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from sglang_indexcache.demo_model import machine_text
 from sglang_indexcache.serving import Server
-from sglang_indexcache.training.checkpoints import SHIPPED, shipped_checkpoint
+from sglang_indexcache.training.checkpoints import shipped_checkpoint
 
 PROMPT_CHARACTERS = 15_000
 """About 6,000 tokens of the demo tokenizer."""
@@ -72,7 +72,7 @@ def run(folder: Path, console: Console) -> list[Measurement]:
         folder: where the server logs go.
         console: where to print.
     """
-    model = shipped_checkpoint(SHIPPED)
+    model = shipped_checkpoint()
     console.print(f"checkpoint: {model} (12 layers, trained by this project's own trainer)")
     asked = questions(model, QUESTIONS)
     results = [_serve(pattern, model, asked, folder, console) for pattern in PATTERNS]

@@ -16,6 +16,65 @@ from sglang_indexcache.training.recipe import parse_pattern
 from sglang_indexcache.training.sharing import Stage
 
 
+class Report:
+    """A loaded checkpoint under one pattern, to be scored as often as wanted.
+
+    Args:
+        checkpoint: folder, as the trainer writes it.
+        pattern: F/S string, "full" or "uniform:1/r"; the checkpoint's own if None.
+        text_characters: of the machine's text.
+
+    Raises:
+        TrainingError: not such a checkpoint.
+        PatternError: a pattern that needs an indexer that the checkpoint lacks.
+    """
+
+    def __init__(
+        self, checkpoint: Path, pattern: str | None = None, text_characters: int = TEXT_CHARACTERS
+    ) -> None:
+        model, self._tokenizer = load(checkpoint)
+        own = own_pattern(model.config)
+        self.pattern = own if pattern is None else parse_pattern(pattern, len(own))
+        self.pattern.check_checkpoint(own)
+        self._text = Text.of_machine(self._tokenizer, text_characters)
+        self._words = Words(self._tokenizer)
+        self.unigram_loss = unigram_loss(
+            self._text.train, self._text.held_out, model.config.vocab_size
+        )
+        self._model = DistilledModel(model, self.pattern)
+        self._topk = self._model.sharing.topk
+
+    def scores(
+        self, length: int = 512, rows: int = 32, topk: int | None = None, dense: bool = False
+    ) -> dict[str, Any]:
+        """Score every task.
+
+        Args:
+            length: tokens of each document.
+            rows: documents of each task.
+            topk: replaces index_topk.
+            dense: attend to every visible key.
+
+        Returns:
+            The set-up, the unigram loss of the held-out text, and each task's :class:`Score` with
+            a 95 % confidence interval over documents.
+        """
+        weights = {TEXT: 1.0}
+        mixture = Mixture(
+            self._tokenizer, self._text, self._words, weights, [length], 0, held_out=True
+        )
+        self._model.sharing.topk = topk or self._topk
+        stage = Stage.DENSE if dense else Stage.SPARSE
+        scores = evaluate(self._model, mixture, [TEXT, *TASKS], rows, length, stage)
+        return {
+            "pattern": str(self.pattern),
+            "length": length,
+            "topk": None if dense else self._model.sharing.topk,
+            "unigram_loss": self.unigram_loss,
+            "tasks": {score.task: _summary(score) for score in scores},
+        }
+
+
 def evaluate_checkpoint(
     checkpoint: Path,
     pattern: str | None = None,
@@ -25,42 +84,8 @@ def evaluate_checkpoint(
     dense: bool = False,
     text_characters: int = TEXT_CHARACTERS,
 ) -> dict[str, Any]:
-    """Score a checkpoint under a pattern.
-
-    Args:
-        checkpoint: folder, as the trainer writes it.
-        pattern: F/S string, "full" or "uniform:1/r"; the checkpoint's own if None.
-        length: tokens of each document.
-        rows: documents of each task.
-        topk: replaces index_topk.
-        dense: attend to every visible key.
-        text_characters: of the machine's text.
-
-    Returns:
-        The set-up, the unigram loss of the held-out text, and each task's :class:`Score` with
-        a 95 % confidence interval over documents.
-
-    Raises:
-        TrainingError: not such a checkpoint.
-        PatternError: a pattern that needs an indexer that the checkpoint lacks.
-    """
-    model, tokenizer = load(checkpoint)
-    own = own_pattern(model.config)
-    chosen = own if pattern is None else parse_pattern(pattern, len(own))
-    chosen.check_checkpoint(own)
-    text = Text.of_machine(tokenizer, text_characters)
-    mixture = Mixture(tokenizer, text, Words(tokenizer), {TEXT: 1.0}, [length], 0, held_out=True)
-    distilled = DistilledModel(model, chosen)
-    distilled.sharing.topk = topk or distilled.sharing.topk
-    stage = Stage.DENSE if dense else Stage.SPARSE
-    scores = evaluate(distilled, mixture, [TEXT, *TASKS], rows, length, stage)
-    return {
-        "pattern": str(chosen),
-        "length": length,
-        "topk": None if dense else distilled.sharing.topk,
-        "unigram_loss": unigram_loss(text.train, text.held_out, model.config.vocab_size),
-        "tasks": {score.task: _summary(score) for score in scores},
-    }
+    """Load a checkpoint and score it once; see :class:`Report`."""
+    return Report(checkpoint, pattern, text_characters).scores(length, rows, topk, dense)
 
 
 def _summary(score: Score) -> dict[str, Any]:
