@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.training_aware import main, mean_and_interval, rows
+from benchmarks.training_aware import evaluated, main, mean_and_interval, rows, summarise
 from sglang_indexcache.training.build import load, own_pattern
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.recipes import tiny, tiny_recipe, write
@@ -27,6 +28,7 @@ def test_the_whole_table(tmp_path: Path) -> None:
     assert [line["name"] for line in found["rows"]] == [row.name for row in rows("FFSS")]
     assert all(len(line["seeds"]) == 2 for line in found["rows"])
     assert (tmp_path / "out.png").stat().st_size > 0
+    assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
     assert (tmp_path / "out.md").read_text().count("\n") == 2 + 8
     trained = {
         path.name: str(own_pattern(load(path / "checkpoint")[0].config))
@@ -46,3 +48,30 @@ def test_interval_by_hand() -> None:
     assert found["mean"] == 2.0
     assert found["half_width"] == pytest.approx(4.303 / 3**0.5)
     assert mean_and_interval([1.0])["half_width"] is None
+
+
+def test_differences_are_taken_within_a_seed() -> None:
+    runs = {"dsa": [{"text_loss": 1.0}, {"text_loss": 2.0}]}
+    runs["half"] = [{"text_loss": 1.5}, {"text_loss": 2.5}]
+    line = summarise(runs)[1]
+    assert line["over_dsa"]["text_loss"] == {"mean": 0.5, "half_width": 0.0}
+    assert line["text_loss"]["half_width"] > 0
+
+
+def test_a_report_is_kept_until_the_question_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def evaluate(*given: object, **options: object) -> dict[str, object]:
+        asked.append(given)
+        return {"tasks": {}}
+
+    monkeypatch.setattr("benchmarks.training_aware.evaluate_checkpoint", evaluate)
+    arguments = Namespace(length=8, rows=2, text_characters=100)
+    evaluated(tmp_path, "uniform:1/2", arguments)
+    evaluated(tmp_path, "uniform:1/2", arguments)
+    assert len(asked) == 1
+    evaluated(tmp_path, "uniform:1/2", Namespace(length=8, rows=4, text_characters=100))
+    evaluated(tmp_path, "FFSS", arguments)
+    assert len(asked) == 3
