@@ -16,9 +16,9 @@ positive and finite, and usually but not necessarily a power of two.
 **Query rows.** ``visible[row]`` int32 in ``[0, 64 * W]`` is how many tokens of its request, counted
 from the first, a row may see; 0 for a row of padding. In prefill the rows of request ``b`` are
 ``query_starts[b]`` up to ``query_starts[b + 1]`` (``[B + 1]`` int32, from 0, never decreasing,
-equal for an empty request); rows from ``query_starts[B]`` to T are padding whatever ``visible`` says
-(dp_attention pads batches). In decode request ``b`` has ``next_n`` rows, 1 to 4 (MTP). Within a
-request ``visible`` usually rises by one a row; a kernel may rely on that for speed only.
+equal for an empty request); rows from ``query_starts[B]`` to T are padding whatever ``visible``
+says (dp_attention pads batches). In decode request ``b`` has ``next_n`` rows, 1 to 4 (MTP). Within
+a request ``visible`` usually rises by one a row; a kernel may rely on that for speed only.
 
 **No host synchronisation.** Lengths live on the device and no op may read them back, so that every
 op can be captured in a CUDA graph. Shapes, ``topk`` and ``width`` are all the host knows.
@@ -55,10 +55,10 @@ may differ only where logits are within the tolerance of the k-th.
   attention over an FP8 cache is by definition attention over those bfloat16 rows.
 
 **Attention.** ``slots[row]`` lists physical slots, padding (-1) at the end only; a kernel may stop
-at the first -1. A slot may occur twice and then counts twice. With scores ``s_j = scale * q . row_j``
-in float32, ``lse = ln(sum_j exp(s_j))``, ``out = sum_j exp(s_j - lse) * row_j[:512]``, probabilities
-rounded to bfloat16 before the second product. ``sinks`` (``[Hq]`` float32, infinities allowed) adds
-``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so that splits combine
+at the first -1. A slot may occur twice and then counts twice. With ``s_j = scale * q . row_j`` in
+float32, ``lse = ln(sum_j exp(s_j))``, ``out = sum_j exp(s_j - lse) * row_j[:512]``, probabilities
+rounded to bfloat16 before the second product. ``sinks`` (``[Hq]`` float32, infinities allowed)
+adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so that splits combine
 (FlashMLA's ``attn_sink``). A row without any slot gives zeros and ``-inf``. Within
 :func:`mla_tolerance` of float64, and the same bits on every run.
 """
@@ -120,8 +120,8 @@ class IndexerLogitsPrefill(Protocol):
             out: where to write; rows may be any stride apart.
 
         Returns:
-            ``[T, width]`` float32. Columns from ``visible[t]`` on, and whole rows of padding, are
-            left as they were (DeepGEMM's ``clean_logits=False``).
+            ``[T, width]`` float32. Columns from ``visible[t]`` on, and rows of padding, hold
+            anything (DeepGEMM's ``clean_logits=False``); nothing beyond ``width`` is touched.
         """
         ...
 
@@ -148,7 +148,7 @@ class IndexerLogitsDecode(Protocol):
             visible: ``[B, next_n]`` int32.
 
         Returns:
-            ``[B, next_n, width]`` float32, unwritten where :class:`IndexerLogitsPrefill`'s is.
+            ``[B, next_n, width]`` float32, valid where :class:`IndexerLogitsPrefill`'s is.
         """
         ...
 
@@ -272,27 +272,43 @@ class Limits:
     )
 
 
+FLOAT32_BITS = 23
+HOPPER_FP8_BITS = 13
+"""Bits that a matrix unit keeps below the leading one when it adds; see logits_tolerance."""
+
+
 def logits_tolerance(
-    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int = HOPPER_FP8_BITS,
 ) -> torch.Tensor:
     """How far a logit may be from exact arithmetic on the same quantised inputs.
 
-    Hopper's FP8 tensor core aligns the products of a 32-wide step to the largest and keeps at
-    least 13 bits below it, so a dot product errs by at most ``2^-12 * sum_i |q_i k_i|`` (a step's
-    truncation, and its addition to the accumulator, each below ``2^-13``); the float32 sum over
-    the heads adds ``H * 2^-23`` of the same magnitude.
+    A matrix unit adds 32 products and the accumulator after aligning them to the largest of the
+    33, and drops what is below ``bits`` bits: each loses up to ``2^-bits`` of the largest. Hopper's
+    FP8 unit keeps 13 (DeepSeek-V3 report, section 3.3.2: "around 14 bits"; SageAttention2's FP22).
+    The float32 sum over the heads adds ``H * 2^-23`` of its terms.
 
     Args:
         q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, any dtype that holds e4m3 exactly.
         weights: ``[T, H]``.
         scales: ``[S]``.
+        bits: the unit's.
 
     Returns:
         ``[T, S]`` float64.
     """
-    magnitude = torch.einsum("thd,sd->ths", q.double().abs(), keys.double().abs())
-    total = torch.einsum("th,ths->ts", weights.double().abs(), magnitude) * scales.double()
-    return total * (2.0**-12 + q.shape[1] * 2.0**-23)
+    steps = q.double().unflatten(-1, (-1, 32)), keys.double().unflatten(-1, (-1, 32))
+    sums = torch.einsum("thgi,sgi->tghs", *steps).cumsum(1)
+    largest = torch.einsum("thg,sg->tghs", *(step.abs().amax(-1) for step in steps))
+    aligned = torch.maximum(sums.abs(), largest)
+    aligned[:, 1:] = torch.maximum(aligned[:, 1:], sums[:, :-1].abs())
+    dot_error = 33 * 2.0**-bits * aligned.sum(1)
+    dots = sums[:, -1].relu() + dot_error
+    error = dot_error + q.shape[1] * 2.0**-23 * dots
+    return torch.einsum("th,ths->ts", weights.double().abs(), error) * scales.double()
 
 
 def mla_tolerance(
