@@ -10,8 +10,8 @@ __all__ = ["PADDING", "topk", "topk_ascending"]
 def topk_ascending(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     """Select the ``topk`` largest of the first ``visible`` logits of every row.
 
-    Ties (``-0.0`` is ``+0.0``) go to the smaller position, so the result is a function of the values alone: the same
-    on every rank, in every run, for every implementation.
+    Ties (``-0.0`` is ``+0.0``) go to the smaller position, so the result is a function of the
+    values alone: the same on every rank, in every run, for every implementation.
 
     Args:
         logits: ``[T, S]`` float32, no NaN.
