@@ -63,8 +63,8 @@ adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so
 :func:`mla_tolerance` of float64, and the same bits on every run.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 
@@ -94,6 +94,7 @@ OpName: TypeAlias = Literal[
     "sparse_mla_prefill",
     "sparse_mla_decode",
 ]
+OPS: tuple[OpName, ...] = get_args(OpName)
 
 
 class IndexerLogitsPrefill(Protocol):
@@ -257,6 +258,7 @@ class Limits:
 
     Attributes:
         architectures: compute capabilities, for example ``(9, 0)``; empty means any.
+        oldest: the least compute capability; None means that no GPU is needed.
         heads: head counts; empty means every one of the contract's.
         topk: largest k.
         next_n: query rows per request in decode.
@@ -264,12 +266,11 @@ class Limits:
     """
 
     architectures: frozenset[tuple[int, int]] = frozenset()
+    oldest: tuple[int, int] | None = None
     heads: frozenset[int] = frozenset()
     topk: int = MAX_TOPK
     next_n: frozenset[int] = frozenset(range(1, MAX_NEXT_N + 1))
-    caches: frozenset[torch.dtype] = field(
-        default_factory=lambda: frozenset({torch.bfloat16, torch.uint8})
-    )
+    caches: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.uint8})
 
 
 FLOAT32_BITS = 23

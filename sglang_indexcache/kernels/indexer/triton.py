@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_indexcache.kernels.checks import check_indexer, check_topk
 from sglang_indexcache.kernels.contracts import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS
 from sglang_indexcache.kernels.topk.triton import topk_of_requests
 
@@ -45,6 +46,7 @@ def indexer_logits_prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:class:`~sglang_indexcache.kernels.contracts.IndexerLogitsPrefill`."""
+    check_indexer("indexer_logits_prefill", q, weights, pages, block_table, visible, query_starts)
     rows, heads = weights.shape
     if out is None:
         out = torch.empty(rows, width, device=q.device)
@@ -66,6 +68,7 @@ def indexer_logits_decode(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:class:`~sglang_indexcache.kernels.contracts.IndexerLogitsDecode`."""
+    check_indexer("indexer_logits_decode", q, weights, pages, block_table, visible)
     batch, next_n, heads = weights.shape
     if out is None:
         out = torch.empty(batch, next_n, width, device=q.device)
@@ -95,6 +98,7 @@ def indexer_select_prefill(
     Args:
         scratch_bytes: memory for logits; below one row's it is one row's.
     """
+    check_topk(topk, "indexer_select_prefill")
     rows, width = q.shape[0], block_table.shape[1] * PAGE_TOKENS
     if out is None:
         out = torch.empty(rows, topk, dtype=torch.int32, device=q.device)
@@ -142,6 +146,7 @@ def indexer_select_decode(
     Args:
         scratch_bytes: memory for logits; below one request's it is one request's.
     """
+    check_topk(topk, "indexer_select_decode")
     batch, next_n = visible.shape
     width = block_table.shape[1] * PAGE_TOKENS
     if out is None:

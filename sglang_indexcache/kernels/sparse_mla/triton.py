@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_indexcache.kernels.checks import check_sparse_mla
 from sglang_indexcache.kernels.contracts import (
     FP8_GROUP,
     FP8_ROW_BYTES,
@@ -47,6 +48,7 @@ def sparse_mla(
     Args:
         splits: parts of a query's list; by default as many as keep the card busy.
     """
+    check_sparse_mla(q, cache, slots, sinks)
     rows, heads, _ = q.shape
     if out is None:
         out = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=q.device)

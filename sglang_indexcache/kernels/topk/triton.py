@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_indexcache.kernels.checks import check_logits
 from sglang_indexcache.kernels.contracts import PADDING, PAGE_TOKENS
 
 BLOCK = 2048
@@ -38,6 +39,7 @@ def topk_of_requests(
         block_table: ``[B, W]`` int32.
         request_of_row: ``[T]`` int32, with ``block_table``.
     """
+    check_logits(logits, visible, topk)
     rows = logits.shape[0]
     if out is None:
         out = torch.empty(rows, topk, dtype=torch.int32, device=logits.device)
