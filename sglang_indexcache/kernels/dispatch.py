@@ -150,13 +150,10 @@ def judge(op: OpName, name: Implementation, machine: Machine, shape: Shape) -> V
     """Whether implementation ``name`` of ``op`` can run ``shape`` on ``machine``."""
     if name == "reference":
         return Verdict(name, True, "torch, for tests and as a last resort")
-    if name == "triton":
-        if machine.interpreted:
-            return Verdict(name, True, "interpreted on the CPU (TRITON_INTERPRET=1), for tests")
-        missing = _missing_triton()
-        limits = TRITON
-    else:
-        missing, limits = _missing_cuda(), _cuda_limits().get(op)
+    if name == "triton" and machine.interpreted:
+        return Verdict(name, True, "interpreted on the CPU (TRITON_INTERPRET=1), for tests")
+    missing = _missing_triton() if name == "triton" else _missing_cuda()
+    limits = TRITON if name == "triton" else _cuda_limits().get(op)
     obstacle = "not written" if limits is None else _obstacle(limits, machine, shape)
     obstacle = obstacle or missing
     return Verdict(name, obstacle is None, obstacle or "can run")
