@@ -99,8 +99,12 @@ class DeviceBlock {
 
   __device__ __forceinline__ int next(int* counter) { return warp_next(counter); }
 
-  __device__ __forceinline__ void set_bits(uint32_t* address, uint32_t bits) {
-    atomicOr(address, bits);
+  __device__ __forceinline__ uint32_t set_bits(uint32_t* address, uint32_t bits) {
+    return atomicOr(address, bits);
+  }
+
+  __device__ __forceinline__ int replace(int* address, int expected, int desired) {
+    return atomicCAS(address, expected, desired);
   }
 
   template <int kBins>

@@ -7,7 +7,8 @@
 //   add(address, value)           atomic
 //   take(counter)                 atomic increment; returns the old value
 //   next(counter)                 take, where the whole block counts with one counter
-//   set_bits(address, bits)       atomic or
+//   set_bits(address, bits)       atomic or; returns the old value
+//   replace(address, old, new)    atomic compare and swap; returns the old value
 //   find_from_top<bins>(hist, k)  see Bin
 //   find_in_rows<bins>(rows, hists, k, f)   f(row, bin) for each of several histograms, then a barrier
 //   keep(list, n, bound, counter) moves the entries >= bound to the front; returns how many

@@ -33,7 +33,15 @@ class SerialBlock {
 
   int next(int* counter) { return (*counter)++; }
 
-  void set_bits(uint32_t* address, uint32_t bits) { *address |= bits; }
+  uint32_t set_bits(uint32_t* address, uint32_t bits) {
+    return std::exchange(*address, *address | bits);
+  }
+
+  int replace(int* address, int expected, int desired) {
+    const int old = *address;
+    if (old == expected) *address = desired;
+    return old;
+  }
 
   template <int kBins>
   Bin find_from_top(const int* hist, int wanted) {

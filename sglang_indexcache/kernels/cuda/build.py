@@ -1,7 +1,7 @@
 """Compile ``csrc/`` for Hopper: one shared library an op, cached by what went into it.
 
-A library is built on first use, or ahead of time by ``indexcache build-kernels``. Nothing here needs
-a GPU; torch is not involved either: the libraries speak the apache-tvm-ffi ABI.
+A library is built on first use, or ahead of time by ``indexcache build-kernels``. Nothing here
+needs a GPU; torch is not involved either: the libraries speak the apache-tvm-ffi ABI.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ ARCHITECTURE = "sm_90a"
 FLAGS = (
     "-std=c++17",
     "-O3",
-    # wgmma and setmaxnreg exist for 90a only; the shorthand -arch=sm_90a would add a pass for sm_90.
+    # wgmma and setmaxnreg exist for sm_90a only; -arch=sm_90a would add a pass for sm_90.
     "-gencode=arch=compute_90a,code=sm_90a",
     "-Xptxas=-v",
     "-Xcompiler=-fPIC",
@@ -131,7 +131,7 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> Library:
         KernelError: no usable nvcc, or the compilation failed; the message ends with the
             compiler's words.
     """
-    from tvm_ffi.utils import FileLock
+    from filelock import FileLock
 
     target = cache_folder() / f"{folder}-{_fingerprint(folder)}"
     library = Library(target / f"{folder}.so", target / "build.log", fresh=False)
