@@ -33,6 +33,7 @@ FLAGS = (
 OLDEST_NVCC = (12, 5)
 """cudaGetDriverEntryPointByVersion; sm_90a itself needs 12.0."""
 
+DEFAULT_HOME = Path("/usr/local/cuda")
 CACHE_VARIABLE = "INDEXCACHE_KERNEL_CACHE"
 
 
@@ -78,7 +79,7 @@ def find_nvcc() -> Path:
     candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(DEFAULT_HOME / "bin" / "nvcc")
     for candidate in candidates:
         if candidate.is_file():
             return candidate
