@@ -33,9 +33,7 @@ T* data_or_null(const tvm::ffi::Optional<TensorView>& tensor) {
 class Place {
  public:
   explicit Place(const TensorView& tensor)
-      : device_(tensor.device()), guard_(device_.device_id) {
-    TVM_FFI_CHECK(device_.device_type == kDLCUDA, ValueError) << "the tensors must be on a GPU";
-  }
+      : device_(on_gpu(tensor.device())), guard_(device_.device_id) {}
 
   cudaStream_t stream() const {
     return static_cast<cudaStream_t>(
@@ -50,6 +48,11 @@ class Place {
   }
 
  private:
+  static DLDevice on_gpu(DLDevice device) {
+    TVM_FFI_CHECK(device.device_type == kDLCUDA, ValueError) << "the tensors must be on a GPU";
+    return device;
+  }
+
   DLDevice device_;
   tvm::ffi::CUDADeviceGuard guard_;
 };

@@ -63,10 +63,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 
 // -- asynchronous copies -------------------------------------------------------------------------
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void tma_load_2d(void* destination, const CUtensorMap* map,
                                             uint64_t* barrier, int x, int y) {
   asm volatile(

@@ -120,14 +120,21 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
     if (done > 0) indexer::check(block, gate, lists.data(), hists.data(), k);
     const int stop = smaller(done + pages_a_check, pages);
     const int before = gate.counts[0];
-    block.each((stop - done) * kPageTokens, [&](int i) {
-      const int page = indexer::spread_page(done + i / kPageTokens, step, pages);
-      const int position = page * kPageTokens + i % kPageTokens;
-      if (position >= n) return;
-      overflowed |= gate.counts[0] >= indexer::kListCapacity;
-      if (overflowed) return;
-      indexer::offer(block, gate, lists.data(), hists.data(), 0,
-                     make_entry(order_key(row[position]), position));
+    constexpr int kTogether = 4;  // entries that one thread offers at once
+    block.each((stop - done) * kPageTokens / kTogether, [&](int i) {
+      int rows[kTogether];
+      Entry entries[kTogether];
+      bool seen[kTogether];
+      for (int j = 0; j < kTogether; ++j) {
+        const int key = i * kTogether + j;
+        const int page = indexer::spread_page(done + key / kPageTokens, step, pages);
+        const int position = page * kPageTokens + key % kPageTokens;
+        rows[j] = 0;
+        seen[j] = position < n;
+        entries[j] = make_entry(seen[j] ? order_key(row[position]) : ~0u, position);
+      }
+      overflowed |= gate.counts[0] > indexer::kListCapacity - kTogether;
+      if (!overflowed) indexer::offer(block, gate, lists.data(), hists.data(), rows, entries, seen);
     });
     fullest = larger(fullest, gate.counts[0]);
     *entries += gate.counts[0] - before;

@@ -41,13 +41,26 @@ IC_HD void reset(Block& block, Gate<kRows>& gate, int* hists) {
   block.each(kRows * kGateBins, [&](int i) { hists[i] = 0; });
 }
 
-// Offer one logit; the caller has compared its key with the floor's and its position with the
-// row's visible tokens.
-template <int kRows, class Block>
-IC_HD void offer(Block& block, Gate<kRows>& gate, Entry* lists, int* hists, int row, Entry entry) {
-  if (entry < gate.floors[row]) return;
-  lists[row * kListCapacity + block.take(&gate.counts[row])] = entry;
-  block.add(&hists[row * kGateBins + int(entry >> (64 - kGateBits))], 1);
+// Offer one thread's entries, those that are `seen`. The counters are asked for all of them before
+// the first answer is needed: the waits overlap.
+template <int kCount, int kRows, class Block>
+IC_HD void offer(Block& block, Gate<kRows>& gate, Entry* lists, int* hists,
+                 const int (&rows)[kCount], const Entry (&entries)[kCount],
+                 const bool (&seen)[kCount]) {
+  bool passes[kCount];
+  int places[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) passes[i] = seen[i] && entries[i] >= gate.floors[rows[i]];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    places[i] = passes[i] ? block.take(&gate.counts[rows[i]]) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (!passes[i]) continue;
+    lists[rows[i] * kListCapacity + places[i]] = entries[i];
+    block.add(&hists[rows[i] * kGateBins + int(entries[i] >> (64 - kGateBits))], 1);
+  }
 }
 
 // Raise the floors, and make room for kCheckKeys more entries in every list.

@@ -64,9 +64,15 @@ __global__ void __launch_bounds__(kThreads, Tile<kHeads, kRows>::kColumns <= 64 
       load_limits<T>(limits, inputs, first_row, segment);
       for (int i = (group - n) & 1; i < count; i += kMathGroups) {
         const int start = (split + i * splits) * kPageTokens;
-        score_page(ring, weights, limits, n + i, start, [&](int row, int position, float logit) {
-          params.out[(first_row + row) * params.stride + position] = logit;
-        });
+        float logits[T::Share::kOwned];
+        score_page(logits, ring, weights, n + i);
+#pragma unroll
+        for (int slot = 0; slot < T::Share::kOwned; ++slot) {
+          const int position = start + key_of_slot<T>(slot);
+          if (position < limits[slot]) {
+            params.out[(first_row + row_of_slot<T>(slot)) * params.stride + position] = logits[slot];
+          }
+        }
       }
       n += count;
     });

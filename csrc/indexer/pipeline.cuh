@@ -123,12 +123,9 @@ __device__ __forceinline__ void load_weights(float (&weights)[T::kWeights], cons
   const float* first = inputs.weights + int64_t(row) * T::kHeads;
   const int left = (inputs.rows - row) * T::kHeads;
 #pragma unroll
-  for (int j = 0; j < T::kColumns / 8; ++j) {
-    const int column = accumulator_column(threadIdx.x, 4 * j);
-    float2 pair = make_float2(0.0f, 0.0f);
-    if (column < left) pair = *reinterpret_cast<const float2*>(first + column);
-    weights[2 * j] = pair.x;
-    weights[2 * j + 1] = pair.y;
+  for (int j = 0; j < T::kWeights; ++j) {
+    const int column = accumulator_column(threadIdx.x, j / 2 * 4 + j % 2);
+    weights[j] = column < left ? first[column] : 0.0f;
   }
 }
 
@@ -147,24 +144,36 @@ __device__ __forceinline__ void exchange(float* values, int bit) {
   }
 }
 
-// The tokens that each logit of this lane's share may reach; 0 for rows outside the segment.
+// The key of a page that logit `slot` of this lane's share belongs to.
+template <class T>
+__device__ __forceinline__ int key_of_slot(int slot) {
+  return accumulator_row(threadIdx.x % 128, 0) + 8 * (T::Share::value(threadIdx.x, slot) & 1);
+}
+
+// The row of the tile that it belongs to.
+template <class T>
+__device__ __forceinline__ int row_of_slot(int slot) {
+  return T::Share::value(threadIdx.x, slot) / 2;
+}
+
+// The tokens that each logit of this lane's share may reach; 0 for rows outside the segment, and in
+// lanes whose share another lane owns.
 template <class T>
 __device__ __forceinline__ void load_limits(int (&limits)[T::Share::kOwned], const Inputs& inputs,
                                             int tile_row, const Segment& segment) {
 #pragma unroll
   for (int slot = 0; slot < T::Share::kOwned; ++slot) {
-    const int row = tile_row + T::Share::value(threadIdx.x, slot) / 2;
-    const bool inside = row >= segment.first && row < segment.end;
+    const int row = tile_row + row_of_slot<T>(slot);
+    const bool inside =
+        row >= segment.first && row < segment.end && T::Share::owns(threadIdx.x);
     limits[slot] = inside ? inputs.visible[row] : 0;
   }
 }
 
-// One page through the ring, number `n`: its logits. Calls use(row of the tile, position, logit)
-// for the visible ones of this lane's share; `start` is the position of the page's first key.
-template <class T, class Use>
-__device__ __forceinline__ void score_page(Ring<T>& ring, const float (&weights)[T::kWeights],
-                                           const int (&limits)[T::Share::kOwned], int n,
-                                           int start, Use use) {
+// One page through the ring, number `n`: this lane's share of its logits.
+template <class T>
+__device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned], Ring<T>& ring,
+                                           const float (&weights)[T::kWeights], int n) {
   const int stage = ring_stage(n);
   const uint64_t keys = k_major_descriptor(shared_address(ring.keys[stage]));
   const uint64_t queries = k_major_descriptor(shared_address(ring.queries));
@@ -188,15 +197,10 @@ __device__ __forceinline__ void score_page(Ring<T>& ring, const float (&weights)
   sum_own_heads<T::kHeads, T::kRows>(registers, weights, values);
   exchange<T::kValues>(values, 1);
   exchange<T::kValues / 2>(values, 2);
-  if (!T::Share::owns(threadIdx.x)) return;
 #pragma unroll
   for (int slot = 0; slot < T::Share::kOwned; ++slot) {
-    const int value = T::Share::value(threadIdx.x, slot);
-    const int half = value & 1;
-    const int position = start + key + 8 * half;
-    if (position < limits[slot]) {
-      use(value >> 1, position, values[slot] * (half ? scales[1] : scales[0]));
-    }
+    const bool second = T::Share::value(threadIdx.x, slot) & 1;
+    logits[slot] = values[slot] * (second ? scales[1] : scales[0]);
   }
 }
 

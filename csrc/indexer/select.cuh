@@ -70,6 +70,24 @@ __device__ __forceinline__ void finish_segment(MathBlock& block, SelectShared<T>
   }
 }
 
+// This lane's logits of the page that starts at position `start`, to the gate.
+template <class T>
+__device__ __forceinline__ void offer_share(MathBlock& block, SelectShared<T>& shared, Entry* lists,
+                                            const float (&logits)[T::Share::kOwned],
+                                            const int (&limits)[T::Share::kOwned], int start) {
+  int rows[T::Share::kOwned];
+  Entry entries[T::Share::kOwned];
+  bool seen[T::Share::kOwned];
+#pragma unroll
+  for (int slot = 0; slot < T::Share::kOwned; ++slot) {
+    const int position = start + key_of_slot<T>(slot);
+    rows[slot] = row_of_slot<T>(slot);
+    entries[slot] = make_entry(order_key(logits[slot]), position);
+    seen[slot] = position < limits[slot];
+  }
+  offer(block, shared.gate, lists, shared.hists, rows, entries, seen);
+}
+
 template <class T>
 __device__ __forceinline__ void select_math(SelectShared<T>& shared, const SelectParams& params) {
   const Inputs& inputs = params.inputs;
@@ -97,11 +115,9 @@ __device__ __forceinline__ void select_math(SelectShared<T>& shared, const Selec
             const int stop = smaller(done + kCheckKeys / kPageTokens, pages);
             for (int i = done + ((group - n - done) & 1); i < stop; i += kMathGroups) {
               const int start = spread_page(i, step, pages) * kPageTokens;
-              score_page(ring, weights, limits, n + i, start,
-                         [&](int row, int position, float logit) {
-                           offer(block, shared.gate, lists, shared.hists, row,
-                                 make_entry(order_key(logit), position));
-                         });
+              float logits[T::Share::kOwned];
+              score_page(logits, ring, weights, n + i);
+              offer_share<T>(block, shared, lists, logits, limits, start);
             }
           }
           n += pages;

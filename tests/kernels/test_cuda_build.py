@@ -141,6 +141,51 @@ def test_libraries_load_and_export(libraries: dict[str, Library]) -> None:
 
 
 @needs_nvcc
+def test_arguments_reach_the_libraries(libraries: dict[str, Library]) -> None:
+    """Every export takes what the Python side gives it, and then wants it on a GPU."""
+    ints, floats, data = torch.int32, torch.float32, torch.uint8
+    rows, table = torch.zeros(4, dtype=ints), torch.zeros(2, 8, dtype=ints)
+    starts, logits = torch.zeros(3, dtype=ints), torch.zeros(4, 64, dtype=floats)
+    chosen = torch.zeros(4, 16, dtype=ints)
+    q, pages = torch.zeros(4, 32, 128, dtype=data), torch.zeros(3, 8448, dtype=data)
+    weights = torch.zeros(4, 32, dtype=floats)
+    lists = torch.zeros(1, 8, 8192, dtype=torch.int64)
+    topk, indexer, mla = (cuda.library(folder) for folder in FOLDERS)
+    queries = torch.zeros(4, 20, 576, dtype=torch.bfloat16)
+    cache, slots = torch.zeros(9, 656, dtype=data), torch.zeros(4, 16, dtype=ints)
+    packed = torch.zeros(2, 32, dtype=ints), torch.zeros(2, 32, dtype=data), rows[:2]
+    sinks, out = torch.zeros(20), torch.zeros(4, 20, 512, dtype=torch.bfloat16)
+    lse = torch.zeros(4, 20)
+    calls = [
+        lambda: topk.topk(logits, rows, chosen),
+        lambda: topk.topk_of_requests(logits, rows, starts, 1, table, chosen),
+        lambda: topk.topk_of_requests(logits, rows, None, 2, None, chosen),
+        lambda: indexer.indexer_logits(q, weights, pages, table, starts, 1, rows, logits),
+        lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
+        lambda: indexer.indexer_select(q, weights, pages, table, starts, rows, True, lists, chosen),
+        lambda: mla.sparse_mla_pack(slots, 2, *packed),
+        lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),
+        lambda: mla.sparse_mla_attend(queries, cache, slots, None, None, 1, 0.1, None, 8, out, lse),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="must be on a GPU"):
+            call()
+
+
+@needs_nvcc
+def test_launches_that_the_kernels_cannot_do_are_refused(libraries: dict[str, Library]) -> None:
+    mla = cuda.library("sparse_mla")
+    slots = torch.zeros(4, 4096, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cannot pack 3 rows of 4096 slots"):
+        mla.sparse_mla_pack(slots, 3, slots, slots, slots)
+    q, cache = torch.zeros(4, 33, 576, dtype=torch.bfloat16), torch.zeros(1, 656)
+    with pytest.raises(ValueError, match="a cluster of 3"):
+        mla.sparse_mla_attend(q, cache, slots, None, None, 1, 1.0, None, 3, q, q)
+    with pytest.raises(ValueError, match="2 rows of 33 heads in one tile"):
+        mla.sparse_mla_attend(q, cache, slots, None, None, 2, 1.0, None, 1, q, q)
+
+
+@needs_nvcc
 def test_build_kernels_command(libraries: dict[str, Library]) -> None:
     from sglang_indexcache.cli import app
 
@@ -247,6 +292,19 @@ def test_tensors_elsewhere_than_on_hopper(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
     with pytest.raises(KernelError, match=r"NVIDIA L40S \(compute capability 8.9\)"):
         cuda.require_hopper("topk", torch.device("cuda"))
+
+
+def test_outputs_that_the_kernels_cannot_write_are_refused() -> None:
+    cpu = torch.device("cpu")
+    wide = torch.zeros(4, 32)
+    rows = {"shape": (4, 16), "dtype": torch.float32, "device": cpu}
+    assert cuda.output("op", None, **rows).shape == (4, 16)
+    assert cuda.output("op", wide[:, :16], **rows, strided_rows=True).stride() == (32, 1)
+    for wrong in (wide, wide[:, :16], wide[:, ::2], wide[:, :16].int().contiguous()):
+        with pytest.raises(KernelError, match=r"op: out must be \[4, 16\]"):
+            cuda.output("op", wrong, **rows)
+    with pytest.raises(KernelError, match="q must begin at a multiple of 16 bytes"):
+        cuda.require_aligned("op", q=torch.zeros(64, dtype=torch.uint8)[1:])
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

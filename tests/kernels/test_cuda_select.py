@@ -44,7 +44,7 @@ def make_row(kind: str, n: int, random: np.random.Generator) -> NDArray:
             np.float32
         )
     if kind == "huge":
-        return (normal * np.float32(1e38)).astype(np.float32)
+        return (normal.astype(np.float64) * 7e37).clip(-3.4e38, 3.4e38).astype(np.float32)
     if kind == "denormal":
         return (normal * np.float32(1e-41)).astype(np.float32)
     raise ValueError(kind)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.cuda.build import ARCHITECTURE, build, nvcc_version
+from sglang_indexcache.kernels.cuda.build import ARCHITECTURE, nvcc_version
 
 CAPABILITY = (9, 0)
 
@@ -35,6 +35,8 @@ def library(folder: str) -> Any:
     """
     import tvm_ffi
 
+    from sglang_indexcache.kernels.cuda.build import build  # here, so as not to hide the module
+
     return tvm_ffi.load_module(str(build(folder).path))
 
 
@@ -53,6 +55,43 @@ def require_hopper(op: str, device: torch.device) -> None:
             f"{torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]}); "
             "use the triton implementation"
         )
+
+
+def require_aligned(op: str, **tensors: torch.Tensor) -> None:
+    """Refuse what the kernels cannot read 16 bytes at a time (TMA, cp.async).
+
+    Raises:
+        KernelError: a tensor, by name, that begins elsewhere; only a view with an odd offset does.
+    """
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % 16:
+            raise KernelError(f"{op}: {name} must begin at a multiple of 16 bytes; clone() it")
+
+
+def output(
+    op: str,
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strided_rows: bool = False,
+) -> torch.Tensor:
+    """``out`` if it is as the kernel writes it, or a new tensor.
+
+    Raises:
+        KernelError: another shape, dtype, device or layout.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    laid_out = out.stride(-1) == 1 or shape[-1] <= 1 if strided_rows else out.is_contiguous()
+    if out.shape != shape or out.dtype != dtype or out.device != device or not laid_out:
+        raise KernelError(
+            f"{op}: out must be {list(shape)} {dtype} on {device}, contiguous"
+            f"{' rows' if strided_rows else ''}, not {list(out.shape)} {out.dtype} on {out.device} "
+            f"with strides {out.stride()}"
+        )
+    return out
 
 
 @cache

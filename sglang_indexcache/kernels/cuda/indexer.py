@@ -10,7 +10,13 @@ import torch
 
 from sglang_indexcache.kernels.checks import check_indexer, check_topk
 from sglang_indexcache.kernels.contracts import PAGE_TOKENS, WORKSPACE_BYTES
-from sglang_indexcache.kernels.cuda import library, multiprocessors, require_hopper
+from sglang_indexcache.kernels.cuda import (
+    library,
+    multiprocessors,
+    output,
+    require_aligned,
+    require_hopper,
+)
 
 LIST_CAPACITY = 8192
 """``kListCapacity`` of csrc/indexer/gate.h."""
@@ -33,10 +39,9 @@ def indexer_logits_prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:class:`sglang_indexcache.kernels.contracts.IndexerLogitsPrefill`."""
-    check_indexer("indexer_logits_prefill", q, weights, pages, block_table, visible, query_starts)
-    require_hopper("indexer_logits_prefill", q.device)
-    if out is None:
-        out = torch.empty(len(q), width, dtype=torch.float32, device=q.device)
+    op = "indexer_logits_prefill"
+    _check(op, q, weights, pages, block_table, visible, query_starts)
+    out = output(op, out, (len(q), width), torch.float32, q.device, strided_rows=True)
     _logits(q, weights, pages, block_table, query_starts, 1, visible, out)
     return out
 
@@ -52,19 +57,19 @@ def indexer_logits_decode(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:class:`sglang_indexcache.kernels.contracts.IndexerLogitsDecode`."""
-    check_indexer("indexer_logits_decode", q, weights, pages, block_table, visible)
-    require_hopper("indexer_logits_decode", q.device)
+    op = "indexer_logits_decode"
+    _check(op, q, weights, pages, block_table, visible)
     batch, next_n = visible.shape
-    if out is None:
-        out = torch.empty(batch, next_n, width, dtype=torch.float32, device=q.device)
-    if out.stride(0) == next_n * out.stride(1):
-        rows = out.as_strided((batch * next_n, width), (out.stride(1), 1))
+    shape = (batch, next_n, width)
+    out = output(op, out, shape, torch.float32, q.device, strided_rows=True)
+    between = out.stride(0) if next_n == 1 else out.stride(1)  # rows of the matrix
+    if batch <= 1 or out.stride(0) == next_n * between:
+        rows = out.as_strided((batch * next_n, width), (between, 1))
         _logits_decode(q, weights, pages, block_table, visible, rows)
-    else:  # rows of one request lie closer than those of two requests: a launch a request
-        for b in range(batch):
-            one = slice(b, b + 1)
-            table = block_table[one]
-            _logits_decode(q[one], weights[one], pages, table, visible[one], out[b])
+        return out
+    for b in range(batch):  # rows of two requests lie further apart than those of one
+        one = slice(b, b + 1)
+        _logits_decode(q[one], weights[one], pages, block_table[one], visible[one], out[b])
     return out
 
 
@@ -82,12 +87,10 @@ def indexer_select_prefill(
 ) -> torch.Tensor:
     """:class:`sglang_indexcache.kernels.contracts.IndexerSelectPrefill`."""
     op = "indexer_select_prefill"
-    check_indexer(op, q, weights, pages, block_table, visible, query_starts)
     check_topk(topk, op)
-    require_hopper(op, q.device)
+    _check(op, q, weights, pages, block_table, visible, query_starts)
     rows, heads = q.shape[:2]
-    if out is None:
-        out = torch.empty(rows, topk, dtype=torch.int32, device=q.device)
+    out = output(op, out, (rows, topk), torch.int32, q.device)
     if rows == 0:
         return out
     tiles = -(-rows // select_rows(heads))
@@ -120,14 +123,12 @@ def indexer_select_decode(
 ) -> torch.Tensor:
     """:class:`sglang_indexcache.kernels.contracts.IndexerSelectDecode`."""
     op = "indexer_select_decode"
-    check_indexer(op, q, weights, pages, block_table, visible)
     check_topk(topk, op)
-    require_hopper(op, q.device)
+    _check(op, q, weights, pages, block_table, visible)
     batch, next_n = visible.shape
-    if out is None:
-        out = torch.empty(batch, next_n, topk, dtype=torch.int32, device=q.device)
+    out = output(op, out, (batch, next_n, topk), torch.int32, q.device)
     width = block_table.shape[1] * PAGE_TOKENS
-    at_once = max(1, WORKSPACE_BYTES // (next_n * width * 4))
+    at_once = max(1, WORKSPACE_BYTES // max(1, next_n * width * 4))
     logits = torch.empty(min(batch, at_once) * next_n, width, dtype=torch.float32, device=q.device)
     for first in range(0, batch, at_once):
         part = slice(first, first + at_once)
@@ -143,6 +144,21 @@ def indexer_select_decode(
             out[part].flatten(0, 1),
         )
     return out
+
+
+def _check(
+    op: str,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    visible: torch.Tensor,
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Everything that the kernels need of their inputs, and of the device."""
+    check_indexer(op, q, weights, pages, block_table, visible, query_starts)
+    require_hopper(op, q.device)
+    require_aligned(op, q=q, pages=pages)
 
 
 def _logits_decode(

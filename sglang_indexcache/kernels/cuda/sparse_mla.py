@@ -11,7 +11,13 @@ import torch
 
 from sglang_indexcache.kernels.checks import check_sparse_mla
 from sglang_indexcache.kernels.contracts import VALUE_DIM, WORKSPACE_BYTES
-from sglang_indexcache.kernels.cuda import library, multiprocessors, require_hopper
+from sglang_indexcache.kernels.cuda import (
+    library,
+    multiprocessors,
+    output,
+    require_aligned,
+    require_hopper,
+)
 
 TILE_ROWS = 64
 TILE_KEYS = 64
@@ -35,10 +41,9 @@ def sparse_mla(
     check_sparse_mla(q, cache, slots, sinks)
     require_hopper("sparse_mla", q.device)
     rows, heads = q.shape[:2]
-    if out is None:
-        out = q.new_empty(rows, heads, VALUE_DIM)
-    if lse is None:
-        lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
+    lse = output("sparse_mla", lse, (rows, heads), torch.float32, q.device)
+    require_aligned("sparse_mla", q=q, cache=cache, out=out)
     packed = rows_per_tile(rows, heads, slots.shape[1], multiprocessors(q.device))
     if packed == 1:
         splits = cluster_size(rows, heads, slots.shape[1], multiprocessors(q.device))

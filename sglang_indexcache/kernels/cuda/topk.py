@@ -3,7 +3,7 @@
 import torch
 
 from sglang_indexcache.kernels.checks import check_logits
-from sglang_indexcache.kernels.cuda import library, require_hopper
+from sglang_indexcache.kernels.cuda import library, output, require_hopper
 
 
 def topk(
@@ -16,8 +16,7 @@ def topk(
     """:class:`sglang_indexcache.kernels.contracts.TopK`."""
     check_logits(logits, visible, topk)
     require_hopper("topk", logits.device)
-    if out is None:
-        out = torch.empty(len(visible), topk, dtype=torch.int32, device=logits.device)
+    out = output("topk", out, (len(visible), topk), torch.int32, logits.device)
     if len(visible):
         library("topk").topk(logits, visible, out)
     return out
