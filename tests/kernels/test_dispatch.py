@@ -114,13 +114,15 @@ def test_load_says_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_report_names_everything() -> None:
-    console = Console(width=160, record=True, quiet=True)
-    console.quiet = False
+    console = Console(width=160)
     with console.capture() as captured:
         print_table(HOPPER, console)
     text = captured.get()
     for word in (*OPS, "NVIDIA H100", "9.0", "engine", "cuda", "no committed measurement"):
         assert word in text
+    with console.capture() as captured:
+        print_table(CPU, console)
+    assert "triton: needs an NVIDIA GPU" in captured.get()
 
 
 def test_command() -> None:
