@@ -13,6 +13,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Dynamic shared memory from its first multiple of 1024 bytes, the period of the 128-byte swizzle;
+// launch with 1024 bytes more.
+template <class Shared>
+__device__ __forceinline__ Shared& dynamic_shared() {
+  extern __shared__ unsigned char raw[];
+  const uint32_t misplaced = shared_address(raw) % 1024;
+  return *reinterpret_cast<Shared*>(raw + (misplaced ? 1024 - misplaced : 0));
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 // -- barriers ------------------------------------------------------------------------------------
 
 // Barrier `id` (0 is __syncthreads') among `threads` threads, whole warps.

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kHeads, kRows>::kColumns <= 64 
     logits_kernel(const __grid_constant__ CUtensorMap queries,
                   const __grid_constant__ CUtensorMap keys, const LogitsParams params) {
   using T = Tile<kHeads, kRows>;
-  Ring<T>& ring = aligned_shared<Ring<T>>();
+  Ring<T>& ring = dynamic_shared<Ring<T>>();
   const Inputs& inputs = params.inputs;
   const int first_row = blockIdx.x * params.rows_per_tile;
   init_ring(ring);

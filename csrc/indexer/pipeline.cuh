@@ -53,14 +53,6 @@ struct Ring {
   uint64_t queries_empty;
 };
 
-// Dynamic shared memory from the first multiple of 1024; launch with kSwizzlePeriod bytes more.
-template <class Shared>
-__device__ __forceinline__ Shared& aligned_shared() {
-  extern __shared__ unsigned char raw[];
-  const uint32_t misplaced = shared_address(raw) % kSwizzlePeriod;
-  return *reinterpret_cast<Shared*>(raw + (misplaced ? kSwizzlePeriod - misplaced : 0));
-}
-
 template <class T>
 __device__ __forceinline__ void init_ring(Ring<T>& ring) {
   if (threadIdx.x == 0) {

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     select_kernel(const __grid_constant__ CUtensorMap queries,
                   const __grid_constant__ CUtensorMap keys, const SelectParams params) {
   using T = Tile<kHeads, kRows>;
-  SelectShared<T>& shared = aligned_shared<SelectShared<T>>();
+  SelectShared<T>& shared = dynamic_shared<SelectShared<T>>();
   init_ring(shared.ring);
 
   if (threadIdx.x >= kMathThreads) {

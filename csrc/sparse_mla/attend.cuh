@@ -39,12 +39,6 @@ struct Params {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ Shared& shared_memory() {
-  extern __shared__ unsigned char raw[];
-  const uint32_t misplaced = shared_address(raw) % kSwizzlePeriod;
-  return *reinterpret_cast<Shared*>(raw + (misplaced ? kSwizzlePeriod - misplaced : 0));
-}
-
 // Keys of the tile's list. Every thread of the block.
 __device__ __forceinline__ int list_length(const Params& params, const int* list, int tile) {
   if (params.counts != nullptr) return params.counts[tile];
@@ -102,12 +96,6 @@ __device__ __forceinline__ uint32_t dequantise(uint32_t pair, float scale) {
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
-__device__ __forceinline__ void store_chunk(uint32_t address, uint4 value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
-               "r"(value.y), "r"(value.z), "r"(value.w)
-               : "memory");
-}
-
 // Eight lanes a key: of each group of 128 values a lane converts 16, two chunks of bfloat16.
 __device__ __forceinline__ void gather_fp8(uint32_t tile, const unsigned char* cache,
                                            const int (&slots)[8], int thread) {
@@ -134,14 +122,14 @@ __device__ __forceinline__ void gather_fp8(uint32_t tile, const unsigned char* c
       for (int half = 0; half < 2; ++half) {
         const uint32_t low = words[2 * half];
         const uint32_t high = words[2 * half + 1];
-        store_chunk(to + swizzle128(key, (lane % 4) * 32 + half * 16),
+        store_shared(to + swizzle128(key, (lane % 4) * 32 + half * 16),
                     make_uint4(dequantise(low & 0xFFFF, scale_of[g]),
                                dequantise(low >> 16, scale_of[g]),
                                dequantise(high & 0xFFFF, scale_of[g]),
                                dequantise(high >> 16, scale_of[g])));
       }
     }
-    store_chunk(tile + (kTiles - 1) * kTileBytes + swizzle128(key, lane * 16), rotary);
+    store_shared(tile + (kTiles - 1) * kTileBytes + swizzle128(key, lane * 16), rotary);
   }
 }
 
@@ -259,10 +247,8 @@ __device__ __forceinline__ void softmax(float (&scores)[16], Accumulator& state,
     state.sum[half] += first + second;
     const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
     const int key = group * (kKeys / 2) + accumulator_column(thread, i);
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(base + swizzle128(accumulator_row(thread, i),
-                                                                   2 * key)),
-                 "r"(*reinterpret_cast<const uint32_t*>(&pair))
-                 : "memory");
+    store_shared(base + swizzle128(accumulator_row(thread, i), 2 * key),
+                 *reinterpret_cast<const uint32_t*>(&pair));
   }
   fence_async_proxy();
   sync_math();  // the probabilities are complete
@@ -397,7 +383,7 @@ __device__ __forceinline__ void combine(Shared& shared, const Params& params, co
 // Grid (tiles * cluster, head blocks).
 template <bool kFp8>
 __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const Params params) {
-  Shared& shared = shared_memory();
+  Shared& shared = dynamic_shared<Shared>();
   const int blocks = cluster_size();
   const int rank = cluster_rank();
   const int index = blockIdx.x / blocks;
