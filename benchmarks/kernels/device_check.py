@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -335,7 +336,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
     options = parser.parse_args()
-    out = options.out or (ROOT / "device_check_dry.json" if options.dry else RESULT)
+    dry_result = Path(tempfile.gettempdir()) / "device_check_dry.json"
+    out = options.out or (dry_result if options.dry else RESULT)
     if not options.dry and not torch.cuda.is_available():
         print("error: torch sees no GPU; on a CPU use --dry", file=sys.stderr)
         return 2

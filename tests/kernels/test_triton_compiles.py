@@ -96,3 +96,46 @@ def test_combine(architecture: int) -> None:
     types |= {"num_rows": "i32", "num_heads": "i32"}
     constants = {"SPLITS": 8, "SINKS": True, "INTERPRETED": False}
     compiles(sparse_mla._combine, architecture, types, {"num_warps": 4}, **constants)
+
+
+def test_arguments_that_are_one() -> None:
+    """Triton makes constants of integers that are 1, and constants are no tensors."""
+    types = dict.fromkeys(["part_out", "part_lse", "lse"], "*fp32") | {"out": "*bf16"}
+    constants: dict[str, Any] = {"SPLITS": 2, "SINKS": False, "INTERPRETED": False}
+    ones: dict[str, Any] = {"num_rows": 1, "num_heads": 1}
+    compiles(sparse_mla._combine, HOPPER, types, {"num_warps": 4}, **constants, **ones)
+
+    types = {"q": "*bf16", "values": "*bf16", "rope": "*bf16", "scales": "*bf16"}
+    types |= {"slots": "*i32", "out": "*bf16", "lse": "*fp32", "scale": "fp32", "row_stride": "i32"}
+    constants = {"SPLITS": 1, "FP8": False, "SINKS": False, "INTERPRETED": False}
+    constants |= {"BLOCK_HEADS": 16, "BLOCK_ROWS": 32, "listed": 1}
+    options = {"num_warps": sparse_mla.NUM_WARPS, "num_stages": 1}
+    compiles(sparse_mla._attend, HOPPER, types, options, **constants, **ones)
+
+    types = {"logits": "*fp32", "visible": "*i32", "out": "*i32"}
+    compiles(
+        topk._select,
+        HOPPER,
+        types | {"table_stride": "i32"},
+        {"num_warps": 8},
+        AS_SLOTS=False,
+        BLOCK=topk.BLOCK,
+        logits_stride=1,
+        topk=1,
+    )
+    names = ["block_table", "tile_request", "tile_start", "tile_end", "visible"]
+    types = dict.fromkeys(names, "*i32") | {"q": "*u8", "pages": "*u8"}
+    types |= dict.fromkeys(["weights", "page_scales", "out"], "*fp32")
+    compiles(
+        indexer._logits,
+        HOPPER,
+        types,
+        {"num_warps": 8, "num_stages": 2},
+        HEADS=16,
+        TILE=1,
+        BLOCK=indexer.BLOCK_KEYS,
+        SPLITS=1,
+        FP8_UNIT=True,
+        table_stride=1,
+        out_stride=1,
+    )

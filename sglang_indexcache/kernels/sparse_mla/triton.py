@@ -275,15 +275,14 @@ def _combine(
     head = tl.program_id(1)
     place = row * num_heads + head
     dims = tl.arange(0, _VALUE)
-    parts = tl.arange(0, SPLITS)
-    step = num_rows.to(tl.int64) * num_heads
-    logs = tl.load(part_lse + place + parts * step)
+    parts = place + tl.arange(0, SPLITS).to(tl.int64) * num_rows * num_heads
+    logs = tl.load(part_lse + parts)
     peak = tl.max(logs, 0)
     shares = tl.exp(logs - tl.where(peak > float("-inf"), peak, 0.0))
     total = tl.sum(shares, 0)
     some = tl.where(total > 0.0, total, 1.0)
     log_total = tl.where(total > 0.0, peak + tl.log(some), float("-inf"))
-    values = tl.load(part_out + (place + parts * step)[:, None] * _VALUE + dims[None, :])
+    values = tl.load(part_out + parts[:, None] * _VALUE + dims[None, :])
     result = tl.sum(values * shares[:, None], 0) / some
     if SINKS:
         result = result * _beside_sink(log_total, tl.load(sinks + head))
