@@ -13,25 +13,33 @@ import torch
 from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
 
 Call = Callable[[], Any]
+TopK = Callable[[torch.Tensor, torch.Tensor, int], Any]
 SLICE_BYTES = 4 << 30
 """Logits held at once by anchors that write them; SGLang's own budget is of this order."""
 
 
 def select_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
     """Makers of calls that do what the select ops do."""
-    makers = {"deep_gemm + torch.topk": lambda: _deep_gemm(work, tensors, _torch_topk)}
-    makers["deep_gemm + flashinfer.top_k"] = lambda: _deep_gemm(work, tensors, _flashinfer_topk())
-    return makers
+    return {
+        "deep_gemm + torch.topk": lambda: _deep_gemm(work, tensors, _torch_topk),
+        "deep_gemm + flashinfer.top_k": lambda: _deep_gemm(work, tensors, _flashinfer_topk()),
+        "deep_gemm + sgl_kernel.fast_topk_v2": lambda: _deep_gemm(work, tensors, _sglang_topk()),
+    }
 
 
-def topk_anchors(work: Workload, logits: torch.Tensor) -> dict[str, Callable[[], Call]]:
+def topk_anchors(
+    work: Workload, logits: torch.Tensor, visible: torch.Tensor
+) -> dict[str, Callable[[], Call]]:
     """Makers of calls that select from given logits."""
 
-    def flashinfer() -> Call:
-        topk = _flashinfer_topk()
-        return lambda: topk(logits, work.topk)
+    def bound(topk: TopK) -> Call:
+        return lambda: topk(logits, visible, work.topk)
 
-    return {"torch.topk": lambda: lambda: logits.topk(work.topk), "flashinfer.top_k": flashinfer}
+    return {
+        "torch.topk": lambda: bound(_torch_topk),
+        "flashinfer.top_k": lambda: bound(_flashinfer_topk()),
+        "sgl_kernel.fast_topk_v2": lambda: bound(_sglang_topk()),
+    }
 
 
 def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
@@ -42,18 +50,24 @@ def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable
     return {"flash_mla": lambda: _flash_mla(work, tensors)}
 
 
-def _torch_topk(logits: torch.Tensor, topk: int) -> torch.Tensor:
+def _torch_topk(logits: torch.Tensor, _visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """Cannot be told where a row ends and reads on; only its time is used."""
     return logits.topk(topk).indices
 
 
-def _flashinfer_topk() -> Callable[[torch.Tensor, int], Any]:
+def _flashinfer_topk() -> TopK:
+    """Not deterministic, the way that is fastest; where a row ends as for torch."""
     top_k = importlib.import_module("flashinfer").top_k
-    return lambda logits, topk: top_k(logits, topk)
+    return lambda logits, _visible, topk: top_k(logits, topk)
 
 
-def _deep_gemm(
-    work: Workload, tensors: IndexerTensors, topk: Callable[[torch.Tensor, int], Any]
-) -> Call:
+def _sglang_topk() -> TopK:
+    """SGLang's legacy top-k, which its default Hopper prefill still runs; k is 2048 only."""
+    fast_topk = importlib.import_module("sgl_kernel").fast_topk_v2
+    return lambda logits, visible, topk: fast_topk(logits, visible, topk)
+
+
+def _deep_gemm(work: Workload, tensors: IndexerTensors, topk: TopK) -> Call:
     deep_gemm = importlib.import_module("deep_gemm")
     if work.is_prefill:
         starts = torch.zeros_like(tensors.visible)
@@ -68,9 +82,9 @@ def _deep_gemm(
                     tensors.weights[rows],
                     starts[rows],
                     tensors.visible[rows],
-                    clean_logits=True,  # torch.topk cannot be told where a row ends
+                    clean_logits=False,
                 )
-                topk(logits, work.topk)
+                topk(logits, tensors.visible[rows], work.topk)
 
         return prefill
     lens = tensors.visible.view(-1, 1)
@@ -89,7 +103,7 @@ def _deep_gemm(
             work.context,
             clean_logits=False,
         )
-        topk(logits, work.topk)
+        topk(logits, tensors.visible, work.topk)
 
     return decode
 

@@ -35,7 +35,13 @@ RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
 BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS, RESERVE_SECONDS = 150, 120, 100, 15
 MAX_RESTARTS = 6
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
-ENGINE_ANCHORS = ("deep_gemm + torch.topk", "deep_gemm + flashinfer.top_k", "flash_mla")
+ENGINE_ANCHORS = (
+    "deep_gemm + sgl_kernel.fast_topk_v2",
+    "deep_gemm + torch.topk",
+    "deep_gemm + flashinfer.top_k",
+    "sgl_kernel.fast_topk_v2",
+    "flash_mla",
+)
 """What the engine would run; torch.topk and FlashInfer on given logits are not it."""
 GROUP_OPS = {
     "topk": ("topk",),
@@ -58,6 +64,10 @@ class Clock:
         """Seconds for the next step."""
         passed = time.perf_counter() - self._started
         return max(1.0, min(at_most, self.seconds - RESERVE_SECONDS - passed))
+
+    def step(self, seconds: float) -> "Clock":
+        """A clock for one step, whose jobs share its time however many wait their turn."""
+        return Clock(self.left(seconds) + RESERVE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -175,11 +185,11 @@ def build(clock: Clock) -> dict[str, Any]:
 def check(clock: Clock, implementations: list[str], large: bool) -> dict[str, Any]:
     """The shared grid, a few processes at a time."""
     jobs = [(name, group) for name in implementations for group in GROUPS]
-    seconds = clock.left(CHECK_SECONDS)
+    step = clock.step(CHECK_SECONDS if large else clock.seconds)
 
     def one(job: tuple[str, str]) -> Finished:
         options = ["--implementation", job[0], "--group", job[1]]
-        return run(module("check", *options, *(["--large"] if large else [])), seconds)
+        return run(module("check", *options, *(["--large"] if large else [])), step.left())
 
     with ThreadPoolExecutor(4 if large else 1) as pool:
         finished = list(pool.map(one, jobs))
@@ -216,13 +226,13 @@ def sanitize(clock: Clock) -> dict[str, Any]:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
         return {"problem": "compute-sanitizer is not installed"}
-    seconds = clock.left(SANITIZER_SECONDS)
+    step = clock.step(SANITIZER_SECONDS)
     jobs = [(name, group) for name in SANITIZER_TOOLS for group in GROUPS]
 
     def one(job: tuple[str, str]) -> Finished:
         command = [tool, "--tool", job[0], "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
         child = module("check", "--implementation", "cuda", "--group", job[1])
-        return run([*command, *child], seconds)
+        return run([*command, *child], step.left())
 
     with ThreadPoolExecutor(6) as pool:
         finished = list(pool.map(one, jobs))

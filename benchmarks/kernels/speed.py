@@ -55,7 +55,7 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
         shape = dispatch.Shape(heads=work.heads, topk=work.topk, next_n=1)
     elif work.family == "topk":
         logits, visible = logits_tensors(work, device)
-        others = dict(anchors.topk_anchors(work, logits))
+        others = dict(anchors.topk_anchors(work, logits, visible))
         arguments, shape = (logits, visible, work.topk), dispatch.Shape(topk=work.topk)
     else:
         attention = attention_tensors(work, device)

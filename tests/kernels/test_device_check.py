@@ -22,13 +22,14 @@ def test_dry_run(tmp_path: Path) -> None:
     """One command, every step, one JSON."""
     out = tmp_path / "report.json"
     command = ["bash", str(ROOT / "benchmarks" / "device_check.sh"), "--dry", "--out", str(out)]
+    command += ["--seconds", "3000"]
     done = subprocess.run(
         command,
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3000,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -106,6 +107,14 @@ def test_a_child_is_stopped_in_time() -> None:
 
 def test_a_command_that_is_not_there() -> None:
     assert "No such file" in str(device_check.run(["/nowhere/tool"], 5).problem)
+
+
+def test_jobs_of_a_step_share_its_time() -> None:
+    clock = device_check.Clock(1000)
+    step = clock.step(0.5)
+    assert step.left() <= 1.0  # the least that any job gets
+    assert clock.step(100).left() == pytest.approx(100, abs=1)
+    assert device_check.Clock(30).step(100).left() == pytest.approx(15, abs=1)
 
 
 def outcome(name: str, complaints: list[str], skipped: str | None = None) -> dict[str, Any]:
