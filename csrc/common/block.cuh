@@ -146,9 +146,7 @@ class DeviceBlock {
       }
     }
     sync();
-    const int kept = *counter;
-    sync();  // nobody counts on before everybody has read
-    return kept;
+    return *counter;  // to be changed after another barrier only
   }
 
   // Every thread scans a run of its own; an odd run length keeps the lanes on different banks.

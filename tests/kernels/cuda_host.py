@@ -23,7 +23,7 @@ def host() -> ctypes.CDLL:
         pytest.fail("these tests need a C++ compiler")
     root = source_folder()
     target = Path(mkdtemp(prefix="indexcache-host-")) / "checks.so"
-    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-mfma"]
+    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
     command = [compiler, *flags, f"-I{root}", str(root / "host/checks.cpp"), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ def emulator() -> ctypes.CDLL:
     includes = [build.DEFAULT_HOME / "include", toolkit / "include"]
     root = build.source_folder()
     target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
-    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-mfma"]
+    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
     paths = [root / "host/emulated", root, *(path for path in includes if path.is_dir())]
     source = root / "host/emulated/kernels.cpp"
     command = ["g++", *flags, *(f"-I{path}" for path in paths), str(source), "-o", str(target)]
