@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_indexcache.kernels.conformance import cases, suite
 from sglang_indexcache.kernels.cuda import indexer, sparse_mla, topk
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.topk import reference as topk_reference
@@ -66,7 +67,8 @@ class Emulated:
 
     def topk(self, logits, visible, out) -> None:
         self.calls.append("topk")
-        out.copy_(topk_reference.topk_ascending(logits, visible, out.shape[1]))
+        for row, seen in enumerate(visible.tolist()):
+            run("topk", at(logits[row]), seen, out.shape[1], c_uint64(row), at(out[row]))
 
     def topk_of_requests(self, logits, visible, starts, per_request, table, out) -> None:
         self.calls.append("topk_of_requests")
@@ -78,9 +80,9 @@ class Emulated:
                     seen = 0
             one = logits[row : row + 1, :seen]
             chosen = topk_reference.topk_ascending(one, torch.tensor([seen]), out.shape[1])[0]
-            if table is not None:
+            if table is not None and seen > 0:
                 slots = (
-                    table[min(request, len(table) - 1)][chosen.clamp_min(0) // 64] * 64
+                    table[request][chosen.clamp_min(0) // 64] * 64
                     + chosen % 64
                 )
                 chosen = torch.where(chosen < 0, chosen, slots)
@@ -264,3 +266,53 @@ def test_the_reference_agrees_with_the_oracle_of_these_tests(random: np.random.G
     want_out, want_lse = attention(q, latent, slots.numpy(), 0.1, sinks)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.double(), want_out, rtol=2**-7, atol=2**-8)
+
+
+# -- the suite that every implementation must pass -----------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("sms", [1, 100], ids=["fused", "two launches"])
+@pytest.mark.parametrize("case", cases.PREFILL, ids=str)
+def test_suite_prefill(
+    case: cases.IndexerCase,
+    sms: int,
+    emulated: Emulated,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one multiprocessor there is always a tile for each."""
+    monkeypatch.setattr(indexer, "multiprocessors", lambda device: sms)
+    ops = indexer.indexer_logits_prefill, indexer.indexer_select_prefill
+    inputs = cases.indexer_inputs(case, generator, CPU)
+    assert suite.check_indexer_prefill(*ops, case, inputs) == []
+
+
+@pytest.mark.parametrize("case", cases.DECODE, ids=str)
+def test_suite_decode(
+    case: cases.IndexerCase, emulated: Emulated, generator: torch.Generator
+) -> None:
+    ops = indexer.indexer_logits_decode, indexer.indexer_select_decode
+    inputs = cases.indexer_inputs(case, generator, CPU)
+    assert suite.check_indexer_decode(*ops, case, inputs) == []
+
+
+@pytest.mark.parametrize("sms", [1, 100], ids=["packed", "split"])
+@pytest.mark.parametrize("case", cases.ATTENTION, ids=str)
+def test_suite_attention(
+    case: cases.AttentionCase,
+    sms: int,
+    emulated: Emulated,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sparse_mla, "multiprocessors", lambda device: sms)
+    inputs = cases.attention_inputs(case, generator, CPU)
+    assert suite.check_sparse_mla(sparse_mla.sparse_mla, inputs) == []
+
+
+@pytest.mark.parametrize("case", cases.TOPK, ids=str)
+def test_suite_topk(case: cases.TopKCase, emulated: Emulated, generator: torch.Generator) -> None:
+    logits, visible = cases.topk_inputs(case, generator, CPU)
+    assert suite.check_topk(topk.topk, logits, visible, case.topk) == []

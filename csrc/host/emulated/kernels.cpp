@@ -50,8 +50,10 @@ bool with_tile(int heads, int rows, F f) {
   IC_CASE(32, 2)
   IC_CASE(32, 4)
   IC_CASE(64, 1)
+  IC_CASE(64, 2)
   IC_CASE(64, 4)
   IC_CASE(8, 8)
+  IC_CASE(16, 8)
   IC_CASE(32, 8)
 #undef IC_CASE
   return false;
