@@ -81,10 +81,7 @@ class Emulated:
             one = logits[row : row + 1, :seen]
             chosen = topk_reference.topk_ascending(one, torch.tensor([seen]), out.shape[1])[0]
             if table is not None and seen > 0:
-                slots = (
-                    table[request][chosen.clamp_min(0) // 64] * 64
-                    + chosen % 64
-                )
+                slots = table[request][chosen.clamp_min(0) // 64] * 64 + chosen % 64
                 chosen = torch.where(chosen < 0, chosen, slots)
             out[row] = chosen
 
