@@ -189,7 +189,8 @@ def check(clock: Clock, implementations: list[str], large: bool) -> dict[str, An
 
     def one(job: tuple[str, str]) -> Finished:
         options = ["--implementation", job[0], "--group", job[1]]
-        return run(module("check", *options, *(["--large"] if large else [])), step.left())
+        options += ["--sizes", "large" if large else "small"]
+        return run(module("check", *options), step.left())
 
     with ThreadPoolExecutor(4 if large else 1) as pool:
         finished = list(pool.map(one, jobs))
@@ -222,7 +223,7 @@ def verdicts(checked: dict[str, Any]) -> dict[str, dict[str, bool]]:
 
 
 def sanitize(clock: Clock) -> dict[str, Any]:
-    """compute-sanitizer on the small cases; only our kernels are instrumented."""
+    """compute-sanitizer on the small and wide cases; only our kernels are instrumented."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
         return {"problem": "compute-sanitizer is not installed"}
@@ -231,7 +232,7 @@ def sanitize(clock: Clock) -> dict[str, Any]:
 
     def one(job: tuple[str, str]) -> Finished:
         command = [tool, "--tool", job[0], "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
-        child = module("check", "--implementation", "cuda", "--group", job[1])
+        child = module("check", "--implementation", "cuda", "--group", job[1], "--sizes", "wide")
         return run([*command, *child], step.left())
 
     with ThreadPoolExecutor(6) as pool:

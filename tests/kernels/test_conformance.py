@@ -54,7 +54,9 @@ def test_topk(
 
 @running
 @pytest.mark.parametrize(
-    "case", cases.PREFILL + cases.LARGE_PREFILL if ON_GPU else cases.PREFILL, ids=str
+    "case",
+    cases.PREFILL + cases.WIDE_PREFILL + cases.LARGE_PREFILL if ON_GPU else cases.PREFILL,
+    ids=str,
 )
 def test_indexer_prefill(
     name: dispatch.Implementation, case: cases.IndexerCase, generator: torch.Generator
@@ -83,7 +85,9 @@ def test_indexer_decode(
 
 @running
 @pytest.mark.parametrize(
-    "case", cases.ATTENTION + cases.LARGE_ATTENTION if ON_GPU else cases.ATTENTION, ids=str
+    "case",
+    cases.ATTENTION + cases.WIDE_ATTENTION + cases.LARGE_ATTENTION if ON_GPU else cases.ATTENTION,
+    ids=str,
 )
 def test_sparse_mla(
     name: dispatch.Implementation, case: cases.AttentionCase, generator: torch.Generator

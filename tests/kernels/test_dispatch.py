@@ -133,14 +133,14 @@ def test_command() -> None:
 
 def test_runner_reports_each_case() -> None:
     machine = dataclasses.replace(CPU)
-    one = runner.Runner("reference", machine, torch.device("cpu"), large=False, seed=3)
+    one = runner.Runner("reference", machine, torch.device("cpu"), sizes="small", seed=3)
     outcomes = list(one.run("topk"))
     assert [outcome.case for outcome in outcomes] == [str(case) for case in cases.TOPK]
     assert not any(outcome.complaints or outcome.skipped for outcome in outcomes)
 
 
 def test_runner_skips_what_cannot_run() -> None:
-    one = runner.Runner("cuda", AMPERE, torch.device("cpu"), large=False, seed=3)
+    one = runner.Runner("cuda", AMPERE, torch.device("cpu"), sizes="small", seed=3)
     for group in runner.GROUPS:
         for outcome in one.run(group):
             assert outcome.skipped == "is for 9.0, this is 8.0"
@@ -151,7 +151,7 @@ def test_runner_survives_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(dispatch, "load", lambda *_: crash)
-    one = runner.Runner("triton", AMPERE, torch.device("cpu"), large=False, seed=3)
+    one = runner.Runner("triton", AMPERE, torch.device("cpu"), sizes="small", seed=3)
     for group in runner.GROUPS:
         for outcome in one.run(group):
             assert "illegal memory access" in outcome.complaints[0]

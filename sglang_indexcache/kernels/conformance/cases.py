@@ -93,7 +93,19 @@ DECODE: tuple[IndexerCase, ...] = (
     IndexerCase("no request", 32, ()),
 )
 
+_RAGGED = ((37, 90), (0, 0), (300, 300), (500, 700), (263, 263), (1, 64))
+WIDE_PREFILL: tuple[IndexerCase, ...] = (
+    IndexerCase("1101 rows of 8 heads", 8, _RAGGED, padding=3),
+    IndexerCase("1101 rows of 16 heads", 16, _RAGGED, padding=3, fill="zeros"),
+    IndexerCase("1101 rows of 32 heads", 32, _RAGGED, padding=3, fill="integers"),
+    IndexerCase("1101 rows of 64 heads", 64, _RAGGED, padding=3),
+)
+"""Rows enough to fill a GPU, each short: kernels take other ways then than for few rows."""
 LARGE_PREFILL: tuple[IndexerCase, ...] = (
+    IndexerCase("many rows", 32, ((1100, 9001),), topk=2048),
+    IndexerCase("many rows with ties", 32, ((1100, 5003),), topk=2048, fill="integers"),
+    IndexerCase("many rows of zeros", 64, ((560, 9001),), topk=2048, fill="zeros"),
+    IndexerCase("many rows of many requests", 64, ((90, 4100), (7, 2049)) * 6, topk=2048),
     IndexerCase("many requests", 32, ((5, 900), (1, 4097), (17, 17), (40, 2500)) * 4, topk=2048),
     IndexerCase("long", 64, ((16, 20_011),), topk=2048),
     IndexerCase("long ties", 32, ((24, 12_345),), topk=2048, fill="integers"),
@@ -279,6 +291,15 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase((0, 0), 64, 3),
     AttentionCase((), 64, 20),
 )
+_UNEVEN = (64, 0, 63, 1, 64, 40, 64)
+WIDE_ATTENTION: tuple[AttentionCase, ...] = (
+    AttentionCase(_UNEVEN * 160, 64, 5),
+    AttentionCase(_UNEVEN * 115, 64, 20, sinks="random"),
+    AttentionCase(_UNEVEN * 115, 64, 20, fp8=True, repeats=True),
+    AttentionCase(_UNEVEN * 80, 64, 32, fp8=True),
+    AttentionCase(_UNEVEN * 40, 64, 100),
+)
+"""Queries enough to fill a GPU, see :data:`WIDE_PREFILL`."""
 _EVERY_LENGTH = (2048, 2047, 1, 0, 1500, 64, 63, 2048)
 LARGE_ATTENTION: tuple[AttentionCase, ...] = (
     *(
@@ -287,7 +308,7 @@ LARGE_ATTENTION: tuple[AttentionCase, ...] = (
         for fp8 in (False, True)
     ),
     *(
-        AttentionCase((2048,) * 300, 2048, heads, fp8)
+        AttentionCase((2048, 1999) * (400 if heads == 20 else 150), 2048, heads, fp8)
         for heads in (20, 128)
         for fp8 in (False, True)
     ),

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -13,6 +14,8 @@ from sglang_indexcache.kernels.contracts import FLOAT32_BITS, HOPPER_FP8_BITS, O
 
 Group: TypeAlias = Literal["topk", "indexer_prefill", "indexer_decode", "sparse_mla"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+Sizes: TypeAlias = Literal["small", "wide", "large"]
+SIZES: tuple[Sizes, ...] = get_args(Sizes)
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,25 @@ class Runner:
     """One implementation on one device.
 
     Attributes:
-        large: run the cases for GPUs too.
+        sizes: "small" cases; "wide" ones too, many short rows for a GPU; or all, "large".
         seed: of the inputs.
     """
 
     implementation: dispatch.Implementation
     machine: dispatch.Machine
     device: torch.device
-    large: bool
+    sizes: Sizes
     seed: int
 
     def run(self, group: Group) -> Iterator[Outcome]:
         """Every case of ``group``; an exception is a complaint."""
-        grids: dict[Group, tuple[tuple[object, ...], tuple[object, ...]]] = {
-            "topk": (cases.TOPK, cases.LARGE_TOPK),
-            "indexer_prefill": (cases.PREFILL, cases.LARGE_PREFILL),
-            "indexer_decode": (cases.DECODE, cases.LARGE_DECODE),
-            "sparse_mla": (cases.ATTENTION, cases.LARGE_ATTENTION),
+        grids: dict[Group, tuple[tuple[object, ...], ...]] = {
+            "topk": (cases.TOPK, (), cases.LARGE_TOPK),
+            "indexer_prefill": (cases.PREFILL, cases.WIDE_PREFILL, cases.LARGE_PREFILL),
+            "indexer_decode": (cases.DECODE, (), cases.LARGE_DECODE),
+            "sparse_mla": (cases.ATTENTION, cases.WIDE_ATTENTION, cases.LARGE_ATTENTION),
         }
-        small, large = grids[group]
-        for case in small + large * self.large:
+        for case in chain(*grids[group][: SIZES.index(self.sizes) + 1]):
             started = time.perf_counter()
             complaints, skipped = self._attempt(case)
             seconds = time.perf_counter() - started

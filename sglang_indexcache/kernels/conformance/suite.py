@@ -31,6 +31,9 @@ from sglang_indexcache.kernels.topk import reference as topk_reference
 Op = Callable[..., Any]
 _GUARD = 256
 _POISON = {torch.int32: -0x35014542, torch.float32: 1.2345e33, torch.bfloat16: -7.5e30}
+_EXACT_FILLS = ("integers", "zeros")
+_ROWS_AT_ONCE = 64
+"""Rows checked at a time: the tolerance takes memory for every row, head and key."""
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -152,33 +155,42 @@ def _close_logits(
 ) -> list[str]:
     """Every visible logit against exact arithmetic; bit for bit where all arithmetic is exact."""
     complaints = []
-    exact = case.fill in ("integers", "zeros")
     for request, (start, end) in enumerate(_spans(inputs)):
-        longest = int(inputs.visible[start:end].max()) if end > start else 0
-        if longest == 0:
-            continue
-        keys, scales = indexer_reference.request_keys(
-            inputs.pages, inputs.block_table[request], longest
-        )
-        q, weights = inputs.q[start:end], inputs.weights[start:end]
-        shown = torch.arange(longest, device=q.device) < inputs.visible[start:end, None]
-        got = scores[start:end, :longest][shown].double()
-        per_head = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()
-        wanted = torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double()
-        if exact:
-            wrong = got != wanted[shown]
-        else:
-            bound = logits_tolerance(q, keys, weights, scales, bits)[shown]
-            wanted = wanted[shown]
-            overflowed = got.isinf() & (got.sign() == wanted.sign())
-            overflowed &= wanted.abs() + bound >= _FLOAT32_MAX
-            wrong = ~(((got - wanted).abs() <= bound) | overflowed)
-        if wrong.any():
-            complaints.append(
-                f"logits {phase}: {int(wrong.sum())} of {wrong.numel()} of request {request} are "
-                f"not {'exact' if exact else 'within the tolerance'}"
-            )
+        for low in range(start, end, _ROWS_AT_ONCE):
+            rows = slice(low, min(low + _ROWS_AT_ONCE, end))
+            wrong = _wrong_logits(case, inputs, scores, request, rows, bits)
+            if wrong:
+                how = "exact" if case.fill in _EXACT_FILLS else "within the tolerance"
+                complaints.append(
+                    f"logits {phase}: {wrong} of rows {rows.start} to {rows.stop - 1} (request "
+                    f"{request}) are not {how}"
+                )
     return complaints
+
+
+def _wrong_logits(
+    case: IndexerCase,
+    inputs: IndexerInputs,
+    scores: torch.Tensor,
+    request: int,
+    rows: slice,
+    bits: int,
+) -> int:
+    """How many visible logits of ``rows`` of one request are wrong."""
+    longest = int(inputs.visible[rows].max())
+    block_row = inputs.block_table[request]
+    keys, scales = indexer_reference.request_keys(inputs.pages, block_row, longest)
+    q, weights = inputs.q[rows], inputs.weights[rows]
+    shown = torch.arange(longest, device=q.device) < inputs.visible[rows, None]
+    got = scores[rows, :longest][shown].double()
+    per_head = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()
+    wanted = (torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double())[shown]
+    if case.fill in _EXACT_FILLS:
+        return int((got != wanted).sum())
+    bound = logits_tolerance(q, keys, weights, scales, bits)[shown]
+    overflowed = got.isinf() & (got.sign() == wanted.sign())
+    overflowed &= wanted.abs() + bound >= _FLOAT32_MAX
+    return int((~(((got - wanted).abs() <= bound) | overflowed)).sum())
 
 
 def _alone(select: Op, case: IndexerCase, inputs: IndexerInputs) -> list[str]:
