@@ -202,7 +202,11 @@ def _fingerprint(folder: str) -> str:
     for part in (*FLAGS, *map(str, nvcc_version()), tvm_ffi.__version__):
         digest.update(part.encode() + b"\0")
     root = source_folder()
-    headers = [path for path in root.rglob("*") if path.suffix in {".h", ".cuh"}]
+    headers = [
+        path
+        for path in root.rglob("*")
+        if path.suffix in {".h", ".cuh"} and path.relative_to(root).parts[0] != "host"
+    ]
     for path in sorted([*headers, *sources_of(folder)]):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
