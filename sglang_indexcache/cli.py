@@ -282,6 +282,32 @@ def demo_command(
     run(folder, out)
 
 
+# -- kernels -----------------------------------------------------------------------------------
+
+
+@app.command("kernels")
+@_reporting
+def kernels_command() -> None:
+    """Say which implementation of every kernel would run on this machine, and why."""
+    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.kernels.report import print_table
+
+    print_table(Machine.here(), out)
+
+
+@app.command("build-kernels")
+@_reporting
+def build_kernels_command(
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the registers and spills of every kernel.")
+    ] = False,
+) -> None:
+    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
+    from sglang_indexcache.kernels.cuda.command import build_kernels
+
+    build_kernels(out, show=show)
+
+
 # -- pattern search ----------------------------------------------------------------------------
 
 for _name, _command in COMMANDS.items():

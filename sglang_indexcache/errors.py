@@ -33,6 +33,10 @@ class TrainingError(IndexCacheError):
     """A recipe, data or model that cannot be trained as asked."""
 
 
+class KernelError(IndexCacheError):
+    """A kernel that cannot be built or run here, or that was given the wrong tensors."""
+
+
 class StaleIndexError(RuntimeError):
     """A shared layer asked for indices that its full layer has not written in this forward.
 

@@ -2,30 +2,59 @@
 
 import torch
 
+from sglang_indexcache.kernels.contracts import FP8_ROW_BYTES, VALUE_DIM
+from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
+
 
 def sparse_mla(
-    q: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, scale: float, value_dim: int
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    value_dim: int = VALUE_DIM,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query over its selected latent rows (absorbed MLA).
+    """Attention of every query over its selected latent rows (absorbed MLA), in float64.
+
+    :class:`~sglang_indexcache.kernels.contracts.SparseMLA` for any widths and dtypes.
 
     Args:
         q: ``[T, H, D]`` queries, the latent part first and the rotary part last.
-        latent: ``[S, D]`` the pool's latent rows; their first ``value_dim`` entries are values.
+        latent: ``[S, D]`` the pool's latent rows, their first ``value_dim`` entries are values;
+            or ``[S, 656]`` uint8 rows of the FP8 layout.
         slots: ``[T, k]`` integers, rows of ``latent``; -1 is no row.
         scale: softmax scale.
         value_dim: width of the values (512 in DeepSeek-V3.2 and GLM-5).
+        sinks: ``[H]`` float32, joins the denominator of the output but not the log-sum-exp.
 
     Returns:
         ``[T, H, value_dim]`` output in ``q``'s dtype and ``[T, H]`` float32 log-sum-exp in nats.
         A query without any row gets zeros and -inf.
     """
-    output = q.new_zeros(*q.shape[:2], value_dim)
-    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    for t, chosen in enumerate(slots):
-        rows = latent[chosen[chosen >= 0].long()].to(torch.float64)
-        if len(rows) == 0:
+    if out is None:
+        out = q.new_empty(*q.shape[:2], value_dim)
+    if lse is None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for t, listed in enumerate(slots):
+        chosen = listed[listed >= 0].long()
+        if len(chosen) == 0:
+            out[t], lse[t] = 0.0, float("-inf")
             continue
-        scores = q[t].to(torch.float64) @ rows.T * scale
-        lse[t] = torch.logsumexp(scores, -1).float()
-        output[t] = (scores.softmax(-1) @ rows[:, :value_dim]).to(q.dtype)
-    return output, lse
+        rows = _rows(latent[chosen]).double()
+        scores = q[t].double() @ rows.T * scale
+        peak = scores.logsumexp(-1)
+        values = scores.softmax(-1) @ rows[:, :value_dim]
+        if sinks is not None:  # exp(lse) / (exp(lse) + exp(sink))
+            values *= torch.sigmoid(peak - sinks.double())[:, None]
+        out[t], lse[t] = values.to(out.dtype), peak.float()
+    return out, lse
+
+
+def _rows(stored: torch.Tensor) -> torch.Tensor:
+    if stored.dtype != torch.uint8:
+        return stored
+    assert stored.shape[1] == FP8_ROW_BYTES, stored.shape
+    return dequantize_latent(stored)

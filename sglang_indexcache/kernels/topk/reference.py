@@ -2,18 +2,19 @@
 
 import torch
 
-PADDING = -1
-"""What fills a row that has fewer candidates than k."""
+from sglang_indexcache.kernels.contracts import PADDING
+
+__all__ = ["PADDING", "topk", "topk_ascending"]
 
 
 def topk_ascending(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     """Select the ``topk`` largest of the first ``visible`` logits of every row.
 
-    Ties go to the smaller position, so the result is a function of the values alone: the same
-    on every rank, in every run, for every implementation.
+    Ties (``-0.0`` is ``+0.0``) go to the smaller position, so the result is a function of the
+    values alone: the same on every rank, in every run, for every implementation.
 
     Args:
-        logits: ``[T, S]`` float32, finite or -inf.
+        logits: ``[T, S]`` float32, no NaN.
         visible: ``[T]`` integers in ``[0, S]``, how many positions each row may see.
         topk: how many to keep.
 
@@ -22,9 +23,17 @@ def topk_ascending(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> to
     """
     rows = []
     for row, limit in zip(logits, visible.tolist(), strict=True):
-        order = torch.sort(row[:limit], descending=True, stable=True).indices[:topk]
+        order = torch.sort(row[:limit] + 0.0, descending=True, stable=True).indices[:topk]
         kept = torch.sort(order).values.to(torch.int32)
         rows.append(torch.nn.functional.pad(kept, (0, topk - len(kept)), value=PADDING))
     if not rows:
-        return torch.empty(0, topk, dtype=torch.int32)
+        return torch.empty(0, topk, dtype=torch.int32, device=logits.device)
     return torch.stack(rows)
+
+
+def topk(
+    logits: torch.Tensor, visible: torch.Tensor, topk: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:class:`~sglang_indexcache.kernels.contracts.TopK`."""
+    chosen = topk_ascending(logits, visible, topk)
+    return chosen if out is None else out.copy_(chosen)

@@ -1,0 +1,374 @@
+"""Build, check, sanitise and time the kernels on this machine's card, into one JSON.
+
+    benchmarks/device_check.sh [--dry] [--out FILE] [--seconds 450]
+
+Everything that can fault or hang runs in a process of its own with a time limit, and every step
+leaves what it found: the JSON is written whatever happens. ``--dry`` goes through the same steps
+on a CPU with the reference and tiny shapes; its times mean nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.roofline import bound_seconds, card_named
+from benchmarks.kernels.speed import OPS
+from benchmarks.kernels.workloads import tiny_workloads, workloads
+from sglang_indexcache import __version__
+from sglang_indexcache.kernels.conformance.runner import GROUPS
+from sglang_indexcache.kernels.contracts import OPS as ALL_OPS
+
+ROOT = Path(__file__).parent.parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
+BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS, RESERVE_SECONDS = 150, 120, 100, 15
+MAX_RESTARTS = 6
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
+ENGINE_ANCHORS = (
+    "deep_gemm + sgl_kernel.fast_topk_v2",
+    "deep_gemm + torch.topk",
+    "deep_gemm + flashinfer.top_k",
+    "sgl_kernel.fast_topk_v2",
+    "flash_mla",
+)
+"""What the engine would run; torch.topk and FlashInfer on given logits are not it."""
+GROUP_OPS = {
+    "topk": ("topk",),
+    "indexer_prefill": ("indexer_logits_prefill", "indexer_select_prefill"),
+    "indexer_decode": ("indexer_logits_decode", "indexer_select_decode"),
+    "sparse_mla": ("sparse_mla_prefill", "sparse_mla_decode"),
+}
+
+
+@dataclass
+class Clock:
+    """The time that is left."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def left(self, at_most: float = float("inf")) -> float:
+        """Seconds for the next step."""
+        passed = time.perf_counter() - self._started
+        return max(1.0, min(at_most, self.seconds - RESERVE_SECONDS - passed))
+
+    def step(self, seconds: float) -> "Clock":
+        """A clock for one step, whose jobs share its time however many wait their turn."""
+        return Clock(self.left(seconds) + RESERVE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A child's lines of JSON and how it ended."""
+
+    lines: list[dict[str, Any]]
+    problem: str | None
+    output: str
+
+
+def run(command: list[str], seconds: float) -> Finished:
+    """Run a child to its end or its time limit."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, timeout=seconds, check=False
+        )
+        out, err = done.stdout, done.stderr
+        problem = None if done.returncode == 0 else f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as expired:
+        out, err = expired.stdout or b"", expired.stderr or b""
+        problem = f"stopped after {seconds:.0f} s"
+    except OSError as error:
+        return Finished([], str(error), "")
+    text, errors = (stream.decode(errors="replace") for stream in (out, err))
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    lines = [line for line in lines if isinstance(line, dict)]
+    return Finished(lines, problem, (text + errors)[-4000:])
+
+
+def module(name: str, *options: str) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", f"benchmarks.kernels.{name}", *options]
+
+
+def facts() -> dict[str, Any]:
+    """Card, driver, versions, commit."""
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "version": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "name": "CPU",
+        "capability": None,
+    }
+    for package in ("triton", "tvm_ffi", "deep_gemm", "flash_mla", "flashinfer"):
+        found[package] = version_of(package)
+    found["nvcc"] = first_line([shutil.which("nvcc") or "nvcc", "--version"], last=True)
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
+        found["driver, max SM clock, power limit"] = first_line([*query, "--format=csv,noheader"])
+        properties = torch.cuda.get_device_properties(0)
+        found["name"] = properties.name
+        found["capability"] = [properties.major, properties.minor]
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_bytes"] = properties.total_memory
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, with a mark if it was changed."""
+    head = first_line(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+    if head is None:
+        return os.environ.get("INDEXCACHE_COMMIT", "unknown")
+    changed = first_line(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"])
+    return f"{head}, changed" if changed else head
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package, without importing it."""
+    from importlib import metadata
+
+    names = {"tvm_ffi": "apache-tvm-ffi", "flashinfer": "flashinfer-python"}
+    for name in (names.get(package, package), f"sgl-{package}".replace("_", "-")):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def first_line(command: list[str], *, last: bool = False) -> str | None:
+    """First (or last) line that a command prints, or None."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[-1 if last else 0] if lines else None
+
+
+def build(clock: Clock) -> dict[str, Any]:
+    """Compile every library, side by side."""
+    from sglang_indexcache.kernels.cuda.build import FOLDERS
+
+    seconds = clock.left(BUILD_SECONDS)
+    with ThreadPoolExecutor() as pool:
+        children = pool.map(lambda folder: run(module("build", folder), seconds), FOLDERS)
+        results = dict(zip(FOLDERS, children, strict=True))
+    return {
+        folder: done.lines[-1] if done.lines else {"problem": done.problem, "output": done.output}
+        for folder, done in results.items()
+    }
+
+
+def check(clock: Clock, implementations: list[str], large: bool) -> dict[str, Any]:
+    """The shared grid, a few processes at a time."""
+    jobs = [(name, group) for name in implementations for group in GROUPS]
+    step = clock.step(CHECK_SECONDS if large else clock.seconds)
+
+    def one(job: tuple[str, str]) -> Finished:
+        options = ["--implementation", job[0], "--group", job[1]]
+        options += ["--sizes", "large" if large else "small"]
+        return run(module("check", *options), step.left())
+
+    with ThreadPoolExecutor(4 if large else 1) as pool:
+        finished = list(pool.map(one, jobs))
+    found: dict[str, Any] = {}
+    for (name, group), done in zip(jobs, finished, strict=True):
+        ran = [line for line in done.lines if not line["skipped"]]
+        found.setdefault(name, {})[group] = {
+            "passed": sum(not line["complaints"] for line in ran),
+            "failed": {line["case"]: line["complaints"] for line in ran if line["complaints"]},
+            "skipped": {line["case"]: line["skipped"] for line in done.lines if line["skipped"]},
+            "seconds": sum(line["seconds"] for line in done.lines),
+            "problem": done.problem,
+            **({"output": done.output} if done.problem else {}),
+        }
+    return found
+
+
+def verdicts(checked: dict[str, Any]) -> dict[str, dict[str, bool]]:
+    """Whether every case of every op's group passed, and some did."""
+    return {
+        name: {
+            op: bool(groups[group]["passed"])
+            and not groups[group]["failed"]
+            and not groups[group]["problem"]
+            for group, ops in GROUP_OPS.items()
+            for op in ops
+        }
+        for name, groups in checked.items()
+    }
+
+
+def sanitize(clock: Clock) -> dict[str, Any]:
+    """compute-sanitizer on the small and wide cases; only our kernels are instrumented."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        return {"problem": "compute-sanitizer is not installed"}
+    step = clock.step(SANITIZER_SECONDS)
+    jobs = [(name, group) for name in SANITIZER_TOOLS for group in GROUPS]
+
+    def one(job: tuple[str, str]) -> Finished:
+        command = [tool, "--tool", job[0], "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
+        child = module("check", "--implementation", "cuda", "--group", job[1], "--sizes", "wide")
+        return run([*command, *child], step.left())
+
+    with ThreadPoolExecutor(6) as pool:
+        finished = list(pool.map(one, jobs))
+    return {
+        f"{name} {group}": {
+            "cases": sum(not line["skipped"] for line in done.lines),
+            "problem": done.problem,
+            **({"output": done.output} if done.problem else {}),
+        }
+        for (name, group), done in zip(jobs, finished, strict=True)
+    }
+
+
+def time_all(clock: Clock, tiny: bool) -> dict[str, Any]:
+    """All workloads; a contender that ends the process is left out from there on."""
+    results: list[dict[str, Any]] = []
+    fatal: dict[str, str] = {}
+    unmeasured: list[str] = []
+    first, restarts = 0, 0
+    while True:
+        seconds = clock.left()
+        options = ["--seconds", str(max(1.0, seconds - 15)), "--from", str(first)]
+        options += ["--tiny"] if tiny else []
+        options += ["--skip", *fatal] if fatal else []
+        done = run(module("speed", *options), seconds)
+        results += [line["result"] for line in done.lines if "result" in line]
+        numbers = [line["number"] for line in done.lines if "number" in line]
+        first = max(numbers, default=first - 1) + 1
+        unmeasured = next((x["out_of_time"] for x in done.lines if "out_of_time" in x), [])
+        restarts += 1
+        begun = [line["begin"] for line in done.lines if "begin" in line]
+        if done.problem is None:
+            break
+        if "stopped after" in done.problem or not begun or restarts > MAX_RESTARTS:
+            fatal["(timing)"] = f"{done.problem}: {done.output[-600:]}"
+            unmeasured = [str(work) for work in tiny_workloads() if tiny] or [
+                str(work) for work in list(workloads())[first:]
+            ]
+            break
+        fatal[begun[-1]] = f"{done.problem}: {done.output[-600:]}"
+    return {"results": results, "ended_the_process": fatal, "not_measured": unmeasured}
+
+
+def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
+    """Achieved against the card's bound, in every result."""
+    card = card_named(name)
+    known = {str(work): work for work in (tiny_workloads() if tiny else workloads())}
+    for result in timed["results"]:
+        work = known[result["workload"]]
+        result["flops"], result["memory_bytes"] = work.flops, work.memory_bytes
+        if card is None:
+            result["bound"] = None
+            continue
+        seconds, by = bound_seconds(work, card)
+        result["bound"] = {"us": seconds * 1e6, "by": by}
+        for times in result.get("times", {}).values():
+            times["of_bound"] = seconds * 1e6 / times["median_us"]
+            times["tflops"] = work.flops / times["median_us"] / 1e6
+
+
+def faster(timed: dict[str, Any]) -> dict[str, dict[str, bool | None]]:
+    """Whether ours beat every engine anchor on every workload; None where no anchor ran."""
+    found: dict[str, dict[str, bool | None]] = {}
+    for name in ("cuda", "triton"):
+        found[name] = dict.fromkeys(ALL_OPS)
+        for family, op in OPS.items():
+            wins: list[bool] = []
+            for result in timed["results"]:
+                times = result.get("times", {})
+                rivals = [times[a]["median_us"] for a in ENGINE_ANCHORS if a in times]
+                if result.get("family") == family and name in times and rivals:
+                    wins.append(times[name]["median_us"] < min(rivals))
+            found[name][op] = all(wins) if wins else None
+    return found
+
+
+def summary(report: dict[str, Any]) -> str:
+    """What a person reads at the end."""
+    machine = report["machine"]
+    lines = [f"{machine['name']}, torch {machine['torch']}, commit {machine['commit']}"]
+    for folder, built in report.get("build", {}).items():
+        if isinstance(built, dict) and built.get("problem"):
+            lines.append(f"build {folder}: {str(built['problem'])[:300]}")
+    for name, groups in report["checks"].items():
+        for group, found in groups.items():
+            counts = f"{found['passed']} passed, {len(found['failed'])} failed"
+            problem = f", {found['problem']}" if found["problem"] else ""
+            lines.append(
+                f"check {name} {group}: {counts}, {len(found['skipped'])} skipped{problem}"
+            )
+            lines += [f"  {case}: {said[0]}" for case, said in list(found["failed"].items())[:4]]
+    for name, found in report["sanitizer"].items():
+        text = found if isinstance(found, str) else found["problem"] or "clean"
+        lines.append(f"sanitizer {name}: {text}")
+    for result in report["speed"]["results"]:
+        lines.append(result["workload"])
+        if result.get("bound"):
+            lines.append(f"  bound {result['bound']['us']:10.1f} us ({result['bound']['by']})")
+        for name, times in result.get("times", {}).items():
+            share = f", {times['of_bound']:.0%} of the bound" if "of_bound" in times else ""
+            lines.append(f"  {times['median_us']:16.1f} us  {name}{share}")
+        lines += [f"  not measured: {who}: {why}" for who, why in result.get("missing", {}).items()]
+    lines += [f"not measured: {work}" for work in report["speed"]["not_measured"]]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run every step; 0 if everything that ran was right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="without a GPU, tiny shapes")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
+    options = parser.parse_args()
+    dry_result = Path(tempfile.gettempdir()) / "device_check_dry.json"
+    out = options.out or (dry_result if options.dry else RESULT)
+    if not options.dry and not torch.cuda.is_available():
+        print("error: torch sees no GPU; on a CPU use --dry", file=sys.stderr)
+        return 2
+    clock = Clock(options.seconds)
+    implementations = ["reference"] if options.dry else ["cuda", "triton", "reference"]
+    report: dict[str, Any] = {"dry": options.dry, "machine": facts()}
+    skipped = "skipped: no GPU"
+    report["build"] = {} if options.dry else build(clock)
+    report["checks"] = check(clock, implementations, large=not options.dry)
+    report["correct"] = verdicts(report["checks"])
+    report["sanitizer"] = {"all": skipped} if options.dry else sanitize(clock)
+    report["speed"] = time_all(clock, tiny=options.dry)
+    add_rooflines(report["speed"], report["machine"]["name"], tiny=options.dry)
+    report["faster"] = faster(report["speed"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(summary(report))
+    print(f"wrote {out}")
+    return 0 if all(all(ops.values()) for ops in report["correct"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

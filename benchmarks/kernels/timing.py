@@ -1,0 +1,69 @@
+"""Time calls against each other: A B A B, each after a flush of the L2 cache."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""More than the L2 of any card: what a decode step finds there is not its last step's."""
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, seconds: float, most: int = 20
+) -> dict[str, list[float]]:
+    """Seconds of every repetition of every call; they take turns.
+
+    Args:
+        seconds: for all of them together, roughly; at least 3 repetitions each.
+        most: repetitions of each.
+    """
+    for call in calls.values():
+        call()  # compiles, allocates
+    timer = _cuda_timer(device) if device.type == "cuda" else _host_timer
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    started = time.perf_counter()
+    for repetition in range(most):
+        if repetition >= 3 and time.perf_counter() - started > seconds:
+            break
+        for name, call in calls.items():
+            times[name].append(timer(call))
+    return times
+
+
+def _cuda_timer(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    cuda: Any = torch.cuda  # events are untyped
+    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def timed(call: Callable[[], Any]) -> float:
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        scratch.zero_()
+        # While the GPU is busy the host queues the call, so that launches are not what is timed.
+        cuda._sleep(200_000)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end)) / 1e3
+
+    return timed
+
+
+def _host_timer(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and extremes, in microseconds."""
+    micro = [second * 1e6 for second in times]
+    return {
+        "median_us": statistics.median(micro),
+        "min_us": min(micro),
+        "max_us": max(micro),
+        "repetitions": len(micro),
+    }

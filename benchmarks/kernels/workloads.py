@@ -1,0 +1,219 @@
+"""What is timed, and the least that any kernel would need for it.
+
+Prefill is the last chunk of a prompt (8192 query rows, as SGLang's chunked prefill sends them);
+decode is one token of every request of a batch. Values are random: what a selection costs depends
+on the distribution of the logits, so these figures are not those of a model's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from sglang_indexcache.kernels.contracts import (
+    FP8_ROW_BYTES,
+    INDEX_DIM,
+    LATENT_DIM,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    VALUE_DIM,
+)
+from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
+from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
+
+Family: TypeAlias = Literal["select_prefill", "select_decode", "topk", "mla_prefill", "mla_decode"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One shape of one family.
+
+    Attributes:
+        rows: query rows of the chunk; requests in decode.
+        context: tokens of every request.
+        heads: of the indexer or of MLA.
+        topk: k.
+        fp8: layout of the latent cache.
+    """
+
+    family: Family
+    rows: int
+    context: int
+    heads: int
+    topk: int = 2048
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        layout = "-fp8" if self.fp8 else ""
+        return f"{self.family}-rows{self.rows}-context{self.context}-heads{self.heads}{layout}"
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the rows are one request's, each seeing one token more."""
+        return self.family.endswith("prefill")
+
+    @property
+    def pairs(self) -> int:
+        """Query rows times the tokens that each sees."""
+        if self.is_prefill:
+            return self.rows * self.context - self.rows * (self.rows - 1) // 2
+        return self.rows * self.context
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products, none for heads of padding."""
+        if self.family.startswith("select"):
+            return 2 * INDEX_DIM * self.heads * self.pairs
+        if self.family.startswith("mla"):
+            return 2 * (LATENT_DIM + VALUE_DIM) * self.heads * self.rows * self.topk
+        return 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What has to cross the memory bus once, whatever the algorithm."""
+        written = 4 * self.rows * self.topk
+        if self.family == "topk":
+            return 4 * self.pairs + written
+        if self.family.startswith("select"):
+            requests = 1 if self.is_prefill else self.rows
+            queries = self.rows * self.heads * (INDEX_DIM + 4)
+            return requests * self.context * (INDEX_DIM + 4) + queries + written
+        row = FP8_ROW_BYTES if self.fp8 else 2 * LATENT_DIM
+        gathered = self.rows * self.topk * row
+        pool = self.context * row * (1 if self.is_prefill else self.rows)
+        ends = self.rows * self.heads * 2 * (LATENT_DIM + VALUE_DIM)
+        return min(gathered, pool) + ends + written
+
+
+CONTEXTS = (10_240, 61_440, 122_880, 204_800)
+
+
+def workloads() -> Iterator[Workload]:
+    """Everything that is timed, the shapes that matter most first."""
+    order = (122_880, 204_800, 61_440, 10_240)
+    for context in order:
+        for heads in (32, 64):
+            yield Workload("select_prefill", 8192, context, heads)
+        for heads in (20, 64, 128):
+            yield Workload("mla_prefill", 4096, context, heads)
+        for batch in (1, 8, 64):
+            yield Workload("select_decode", batch, context, 32)
+            for fp8 in (False, True):
+                yield Workload("mla_decode", batch, context, 20, fp8=fp8)
+        yield Workload("topk", 2048, context, 0)
+    for context in order:
+        for batch in (1, 8, 64):
+            yield Workload("select_decode", batch, context, 64)
+            for heads in (64, 128):
+                yield Workload("mla_decode", batch, context, heads, fp8=True)
+
+
+def tiny_workloads() -> Iterator[Workload]:
+    """One of each family, for a run without a GPU."""
+    yield Workload("select_prefill", 5, 130, 8, topk=32)
+    yield Workload("select_decode", 2, 130, 8, topk=32)
+    yield Workload("topk", 3, 200, 0, topk=32)
+    yield Workload("mla_prefill", 3, 90, 20, topk=32)
+    yield Workload("mla_decode", 2, 90, 20, topk=32, fp8=True)
+
+
+@dataclass(frozen=True)
+class IndexerTensors:
+    """Arguments of the select ops, and the same keys gathered for kernels that need them so."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    pages: torch.Tensor
+    block_table: torch.Tensor
+    query_starts: torch.Tensor
+    visible: torch.Tensor
+    keys: torch.Tensor
+    scales: torch.Tensor
+
+
+def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
+    """Draw on the device: a pool whose pages belong to the requests in random order."""
+    requests = 1 if work.is_prefill else work.rows
+    per_request = -(-work.context // PAGE_TOKENS)
+    count = requests * per_request
+    pages = torch.empty(count, PAGE_BYTES, dtype=torch.uint8, device=device)
+    for low in range(0, count, 4096):
+        part = pages[low : low + 4096]
+        values, scales = quantize_e4m3(torch.randn(len(part), 64, INDEX_DIM, device=device))
+        part[:, : PAGE_TOKENS * INDEX_DIM] = values.view(torch.uint8).flatten(1)
+        part[:, PAGE_TOKENS * INDEX_DIM :] = scales.view(torch.uint8)
+    table = torch.randperm(count, device=device).view(requests, per_request).to(torch.int32)
+    q = quantize_e4m3(torch.randn(work.rows, work.heads, INDEX_DIM, device=device))[0]
+    weights = torch.randn(work.rows, work.heads, device=device)
+    starts = torch.tensor([0, work.rows], dtype=torch.int32, device=device)
+    visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
+    if work.is_prefill:
+        visible = visible - torch.arange(work.rows - 1, -1, -1, dtype=torch.int32, device=device)
+    own = pages[table[0].long()] if work.is_prefill else pages[:0]
+    keys = own[:, : PAGE_TOKENS * INDEX_DIM].reshape(-1, INDEX_DIM)[: work.context]
+    gathered = own[:, PAGE_TOKENS * INDEX_DIM :].contiguous().view(torch.float32)
+    return IndexerTensors(
+        q,
+        weights,
+        pages,
+        table,
+        starts,
+        visible,
+        keys.contiguous().view(torch.float8_e4m3fn),
+        gathered.flatten()[: work.context],
+    )
+
+
+def logits_tensors(work: Workload, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits like an indexer's (positive and negative, many near zero), all of them visible."""
+    logits = torch.randn(work.rows, work.context, device=device)
+    visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
+    return logits, visible
+
+
+def _latent_rows(count: int, fp8: bool, device: torch.device) -> torch.Tensor:
+    """A cache, drawn in parts: packing takes several times its memory."""
+    width, dtype = (FP8_ROW_BYTES, torch.uint8) if fp8 else (LATENT_DIM, torch.bfloat16)
+    cache = torch.empty(count, width, dtype=dtype, device=device)
+    for low in range(0, count, 1 << 20):
+        part = cache[low : low + (1 << 20)]
+        rows = torch.randn(len(part), LATENT_DIM, device=device).bfloat16()
+        part.copy_(quantize_latent(rows) if fp8 else rows)
+    return cache
+
+
+@dataclass(frozen=True)
+class AttentionTensors:
+    """Arguments of sparse MLA."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    scale: float
+
+
+def attention_tensors(work: Workload, device: torch.device) -> AttentionTensors:
+    """Rows of one prompt select nearly the same (90 % of the row before, redrawn every 64 rows).
+
+    The overlap of neighbouring rows is an assumption; it decides how often a gathered row is found
+    in the L2 cache.
+    """
+    pool = work.context * (1 if work.is_prefill else work.rows)
+    cache = _latent_rows(pool, work.fp8, device)
+    base = 0 if work.is_prefill else work.context
+    slots = torch.empty(work.rows, work.topk, dtype=torch.int32, device=device)
+    for row in range(work.rows):
+        if not work.is_prefill or row % 64 == 0:
+            chosen = torch.randperm(work.context, device=device)[: work.topk]
+        else:
+            keep = torch.randperm(work.topk, device=device)[work.topk // 10 :]
+            fresh = torch.randperm(work.context, device=device)[: work.topk]
+            known = torch.zeros(work.context, dtype=torch.bool, device=device)
+            known[chosen[keep]] = True
+            fresh = fresh[~known[fresh]][: work.topk - len(keep)]
+            short = work.topk - len(keep) - len(fresh)
+            chosen = torch.cat([chosen[keep], fresh, chosen[keep][:short]])
+        slots[row] = (chosen.sort().values + base * row).to(torch.int32)
+    q = torch.randn(work.rows, work.heads, LATENT_DIM, device=device).bfloat16()
+    return AttentionTensors(q, cache, slots, LATENT_DIM**-0.5)

@@ -1,0 +1,124 @@
+// Host side of a launch: streams, tensor maps, shared-memory limits.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/cuda/base.h>
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
+#include <initializer_list>
+
+#include "common/host_device.h"
+#include "common/requests.h"
+
+namespace indexcache {
+
+using tvm::ffi::TensorView;
+
+template <class T>
+T* data(const TensorView& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+template <class T>
+T* data_or_null(const tvm::ffi::Optional<TensorView>& tensor) {
+  return tensor.has_value() ? data<T>(tensor.value()) : nullptr;
+}
+
+// Where a tensor lives: its device is current while this exists, and its stream is the caller's.
+class Place {
+ public:
+  explicit Place(const TensorView& tensor)
+      : device_(on_gpu(tensor.device())), guard_(device_.device_id) {}
+
+  cudaStream_t stream() const {
+    return static_cast<cudaStream_t>(
+        TVMFFIEnvGetStream(device_.device_type, device_.device_id));
+  }
+
+  int multiprocessors() const {
+    int count = 0;
+    TVM_FFI_CHECK_CUDA_ERROR(
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_.device_id));
+    return count;
+  }
+
+ private:
+  static DLDevice on_gpu(DLDevice device) {
+    TVM_FFI_CHECK(device.device_type == kDLCUDA, ValueError) << "the tensors must be on a GPU";
+    return device;
+  }
+
+  DLDevice device_;
+  tvm::ffi::CUDADeviceGuard guard_;
+};
+
+inline Requests single_rows() { return {nullptr, 0, 1}; }
+
+inline Requests requests_of(const tvm::ffi::Optional<TensorView>& query_starts,
+                            int64_t rows_per_request) {
+  const int count = query_starts.has_value() ? int(query_starts.value().size(0)) - 1 : 0;
+  return {data_or_null<int>(query_starts), count, int(rows_per_request)};
+}
+
+inline BlockTable no_table() { return {nullptr, 0}; }
+
+inline BlockTable table_of(const tvm::ffi::Optional<TensorView>& block_table) {
+  if (!block_table.has_value()) return no_table();
+  return {data<int>(block_table.value()), block_table.value().stride(0)};
+}
+
+// Launch `kernel` on blocks in clusters of `cluster` along x, with dynamic shared memory.
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, int cluster,
+            cudaStream_t stream, Args&&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = ::dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...));
+}
+
+// A tensor map of bytes, innermost dimension first, with the 128-byte swizzle. Reads outside the
+// tensor give zeros. `strides` are those of dimensions 1, 2, ... in bytes, multiples of 16.
+inline CUtensorMap byte_tensor_map(const void* base, std::initializer_list<uint64_t> sizes,
+                                   std::initializer_list<uint64_t> strides,
+                                   std::initializer_list<uint32_t> box) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    TVM_FFI_CHECK_CUDA_ERROR(cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+    TVM_FFI_CHECK(found == cudaDriverEntryPointSuccess, RuntimeError)
+        << "this driver has no cuTensorMapEncodeTiled; CUDA 12 or later is needed";
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  const uint32_t steps[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, static_cast<cuuint32_t>(sizes.size()),
+      const_cast<void*>(base), sizes.begin(), strides.begin(), box.begin(), steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TVM_FFI_CHECK(result == CUDA_SUCCESS, RuntimeError)
+      << "cuTensorMapEncodeTiled failed with CUresult " << static_cast<int>(result);
+  return map;
+}
+
+}  // namespace indexcache

@@ -1,0 +1,179 @@
+// The kernels on the emulated GPU, as plain C functions for tests/kernels/test_cuda_emulated.py. Each
+// returns an empty string, or what went wrong (deadlock, misuse of a barrier, bad address).
+#include "simt.h"
+//
+#include "common/block.cuh"
+#include "indexer/logits.cuh"
+#include "indexer/select.cuh"
+#include "sparse_mla/attend.cuh"
+#include "sparse_mla/pack.h"
+#include "topk/row.h"
+
+using namespace indexcache;
+
+namespace {
+
+std::string last_failure;
+
+const char* report(std::string failure) {
+  last_failure = std::move(failure);
+  return last_failure.c_str();
+}
+
+template <class T>
+CUtensorMap queries_map(const void* queries, int rows) {
+  return tensor_map({static_cast<const unsigned char*>(queries),
+                     2,
+                     {128, int64_t(rows) * T::kHeads, 1},
+                     {1, 128, 0},
+                     {128, T::kColumns, 1}});
+}
+
+CUtensorMap keys_map(const void* pages, int count) {
+  return tensor_map({static_cast<const unsigned char*>(pages),
+                     3,
+                     {128, 64, count},
+                     {1, 128, indexer::kPageBytes},
+                     {128, 64, 1}});
+}
+
+template <class F>
+bool with_tile(int heads, int rows, F f) {
+#define IC_CASE(h, r)                             \
+  if (heads == h && rows == r) {                  \
+    f(static_cast<indexer::Tile<h, r>*>(nullptr)); \
+    return true;                                  \
+  }
+  IC_CASE(8, 4)
+  IC_CASE(16, 4)
+  IC_CASE(32, 1)
+  IC_CASE(32, 2)
+  IC_CASE(32, 4)
+  IC_CASE(64, 1)
+  IC_CASE(64, 2)
+  IC_CASE(64, 4)
+  IC_CASE(8, 8)
+  IC_CASE(16, 8)
+  IC_CASE(32, 8)
+#undef IC_CASE
+  return false;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct IndexerCall {
+  const void* queries;
+  const void* pages;
+  int page_count;
+  const float* weights;
+  const int* visible;
+  int rows;
+  const int* query_starts;  // null in decode
+  int requests;
+  int rows_per_request;
+  const int* table;
+  int64_t table_stride;
+  uint64_t seed;
+};
+
+static indexer::Inputs inputs_of(const IndexerCall& call) {
+  return {static_cast<const unsigned char*>(call.pages),
+          call.weights,
+          call.visible,
+          call.rows,
+          {call.query_starts, call.requests, call.rows_per_request},
+          {call.table, call.table_stride}};
+}
+
+const char* emulate_logits(const IndexerCall* call, int heads, int tile_rows, int rows_per_tile,
+                           int splits, float* out, int64_t stride) {
+  std::string failure = "no such kernel";
+  with_tile(heads, tile_rows, [&](auto* tile) {
+    using T = std::remove_pointer_t<decltype(tile)>;
+    const indexer::LogitsParams params = {inputs_of(*call), rows_per_tile, out, stride};
+    const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
+    const CUtensorMap keys = keys_map(call->pages, call->page_count);
+    failure = simt::launch(dim3(ceil_div(call->rows, rows_per_tile), splits, 1), 1,
+                           indexer::kThreads, sizeof(indexer::Ring<T>) + 1024, call->seed, [&] {
+                             indexer::logits_kernel<T::kHeads, T::kRows>(queries, keys, params);
+                           });
+  });
+  return report(failure);
+}
+
+const char* emulate_select(const IndexerCall* call, int heads, int tile_rows, int k, int blocks,
+                           bool as_slots, int* out) {
+  std::string failure = "no such kernel";
+  with_tile(heads, tile_rows, [&](auto* tile) {
+    using T = std::remove_pointer_t<decltype(tile)>;
+    std::vector<Entry> lists(size_t(blocks) * T::kRows * indexer::kListCapacity, ~Entry(0));
+    const indexer::SelectParams params = {inputs_of(*call), k, out, lists.data(), as_slots};
+    const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
+    const CUtensorMap keys = keys_map(call->pages, call->page_count);
+    failure = simt::launch(dim3(blocks, 1, 1), 1, indexer::kThreads,
+                           sizeof(indexer::SelectShared<T>) + 1024, call->seed, [&] {
+                             indexer::select_kernel<T::kHeads, T::kRows>(queries, keys, params);
+                           });
+  });
+  return report(failure);
+}
+
+const char* emulate_topk(const float* row, int n, int k, uint64_t seed, int* out) {
+  constexpr int kThreads = 64;
+  struct Shared {
+    topk::Scratch scratch;
+    BlockScratch block;
+  };
+  return report(simt::launch(dim3(1, 1, 1), 1, kThreads, sizeof(Shared) + 1024, seed, [&] {
+    Shared& shared = dynamic_shared<Shared>();
+    DeviceBlock<kThreads, 0> block(shared.block);
+    topk::select_row(block, row, n, k, shared.scratch, out, [](int position) { return position; });
+  }));
+}
+
+const char* emulate_pack(const int* slots, int rows, int k, uint64_t seed, int* packed,
+                         unsigned char* masks, int* count) {
+  constexpr int kThreads = 128;
+  struct Shared {
+    sparse_mla::PackScratch scratch;
+    BlockScratch block;
+  };
+  return report(simt::launch(dim3(1, 1, 1), 1, kThreads, sizeof(Shared) + 1024, seed, [&] {
+    Shared& shared = dynamic_shared<Shared>();
+    DeviceBlock<kThreads, 0> block(shared.block);
+    const int found = sparse_mla::pack_rows(block, slots, rows, k, shared.scratch, packed, masks);
+    if (threadIdx.x == 0) *count = found;
+  }));
+}
+
+const char* emulate_attend(const void* q, const void* cache, bool fp8, const float* sinks,
+                           void* out, float* lse, int rows, int heads, int rows_per_tile,
+                           float scale, const int* slots, const unsigned char* masks,
+                           const int* counts, int list_stride, int cluster, uint64_t seed) {
+  const sparse_mla::Params params = {static_cast<const __nv_bfloat16*>(q),
+                                     static_cast<const unsigned char*>(cache),
+                                     sinks,
+                                     static_cast<__nv_bfloat16*>(out),
+                                     lse,
+                                     rows,
+                                     heads,
+                                     rows_per_tile,
+                                     scale * sparse_mla::kLog2e,
+                                     slots,
+                                     masks,
+                                     counts,
+                                     list_stride};
+  return report(simt::launch(
+      dim3(ceil_div(rows, rows_per_tile) * cluster, sparse_mla::head_blocks(heads), 1), cluster,
+      sparse_mla::kThreads, sizeof(sparse_mla::Shared) + 1024, seed, [&] {
+        if (fp8) {
+          sparse_mla::attend_kernel<true>(params);
+        } else {
+          sparse_mla::attend_kernel<false>(params);
+        }
+      }));
+}
+
+}  // extern "C"

@@ -1,0 +1,365 @@
+// A GPU in slow motion: the kernels' own device code, run on the host to see whether its barriers,
+// phases, shuffles and addresses do what was meant.
+//
+// Every thread of a block (or of a cluster's blocks) is a fibre. A fibre runs until it waits for
+// others; which one goes on is random, so that a barrier that is missing shows as a wrong result and
+// one that nobody completes as a deadlock, which is reported. TMA copies land at a random later
+// moment, cp.async when it is waited for, WGMMA when it is waited for.
+//
+// Not modelled: memory proxies and their fences, memory ordering finer than a wait, time.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#define __global__
+#undef __device__
+#define __device__
+#undef __forceinline__
+#define __forceinline__ inline
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+
+namespace simt {
+
+struct Mbarrier {
+  int arrivals = 0;  // of a phase
+  int pending = 0;
+  int64_t bytes = 0;
+  int phase = 0;
+
+  void settle() {
+    if (pending == 0 && bytes == 0) {
+      phase ^= 1;
+      pending = arrivals;
+    }
+  }
+};
+
+struct Meeting {  // of the threads behind a barrier
+  int arrived = 0;
+  int sum = 0;
+  int last_sum = 0;
+  int generation = 0;
+};
+
+struct Warp {
+  uint32_t arrived = 0;
+  int generation = 0;
+  uint64_t values[32];
+  uint64_t last_values[32];
+};
+
+struct WgmmaStep {
+  float* registers;
+  int columns;
+  uint64_t a;
+  uint64_t b;
+  int add;
+  int kind;  // 0: e4m3, 1: bfloat16, 2: bfloat16 with B transposed
+};
+
+struct Warpgroup {
+  std::vector<WgmmaStep> steps[128];
+  int arrived = 0;
+  int generation = 0;
+};
+
+struct Block {
+  std::vector<unsigned char> memory;
+  std::map<uint32_t, Mbarrier> mbarriers;
+  std::map<int, Meeting> meetings;
+  std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  uint3 index;
+  int rank;
+};
+
+struct Fibre {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Block* block;
+  uint3 thread;
+  bool done = false;
+  std::function<bool()> ready;  // what it waits for
+  std::vector<std::function<void()>> copies;  // its cp.async
+};
+
+constexpr size_t kStack = 256 << 10;
+constexpr uint32_t kRankShift = 20;
+
+struct Machine {
+  dim3 grid;
+  int threads = 0;
+  int cluster = 1;
+  std::mt19937_64 random;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fibre>> fibres;
+  std::vector<std::function<void()>> in_flight;  // TMA copies
+  Meeting cluster_meeting;
+  Fibre* current = nullptr;
+  ucontext_t scheduler;
+  std::function<void()> kernel;
+  std::string failure;
+};
+
+inline Machine& machine() {
+  static Machine instance;
+  return instance;
+}
+
+inline Fibre& self() { return *machine().current; }
+inline Block& block() { return *self().block; }
+inline int lane() { return self().thread.x % 32; }
+inline Warp& warp() { return block().warps[self().thread.x / 32]; }
+
+inline void fail(const std::string& what) {
+  if (machine().failure.empty()) machine().failure = what;
+  throw std::runtime_error(what);
+}
+
+inline void wait_until(std::function<bool()> ready) {
+  self().ready = std::move(ready);
+  swapcontext(&self().context, &machine().scheduler);
+}
+
+// Let others go first, sometimes.
+inline void stumble() {
+  if (machine().random() % 16 == 0) wait_until([] { return true; });
+}
+
+inline int meet(Meeting& meeting, int threads, int value = 0) {
+  meeting.sum += value;
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0;
+    meeting.last_sum = meeting.sum;
+    meeting.sum = 0;
+    ++meeting.generation;
+    stumble();
+  } else {
+    wait_until([&meeting, then = meeting.generation] { return meeting.generation != then; });
+  }
+  return meeting.last_sum;
+}
+
+// All lanes of the mask leave a value and see everybody's.
+inline const uint64_t* warp_meet(uint32_t mask, uint64_t value) {
+  Warp& own = warp();
+  own.values[lane()] = value;
+  if (mask == 1u << lane()) return own.values;
+  if (mask != ~0u) fail("a warp meets with a mask that is neither full nor one lane");
+  own.arrived |= 1u << lane();
+  if (own.arrived == mask) {
+    own.arrived = 0;
+    std::memcpy(own.last_values, own.values, sizeof own.values);
+    ++own.generation;
+  } else {
+    wait_until([&own, then = own.generation] { return own.generation != then; });
+  }
+  return own.last_values;
+}
+
+inline unsigned char* shared_pointer(uint32_t address) {
+  Block& owner = *machine().blocks[address >> kRankShift];
+  const uint32_t offset = address & ((1u << kRankShift) - 1);
+  if (offset >= owner.memory.size()) fail("shared memory address out of range");
+  return owner.memory.data() + offset;
+}
+
+inline uint32_t shared_offset(const void* pointer) {
+  Block& own = block();
+  const auto offset = static_cast<const unsigned char*>(pointer) - own.memory.data();
+  if (offset < 0 || size_t(offset) >= own.memory.size()) fail("not a shared memory pointer");
+  return uint32_t(offset) | uint32_t(own.rank) << kRankShift;
+}
+
+inline void entry(unsigned low, unsigned high) {
+  auto* fibre = reinterpret_cast<Fibre*>(uintptr_t(low) | uintptr_t(high) << 32);
+  try {
+    machine().kernel();
+  } catch (const std::exception&) {
+  }
+  fibre->done = true;
+  swapcontext(&fibre->context, &machine().scheduler);
+}
+
+inline void run_blocks() {
+  Machine& m = machine();
+  for (;;) {
+    std::vector<Fibre*> ready;
+    bool alive = false;
+    for (auto& fibre : m.fibres) {
+      if (fibre->done) continue;
+      alive = true;
+      if (!fibre->ready || fibre->ready()) ready.push_back(fibre.get());
+    }
+    if (!m.failure.empty() || !alive) return;
+    if (!m.in_flight.empty() && (ready.empty() || m.random() % 4 == 0)) {
+      const size_t which = m.random() % m.in_flight.size();
+      auto copy = std::move(m.in_flight[which]);
+      m.in_flight.erase(m.in_flight.begin() + which);
+      copy();
+      continue;
+    }
+    if (ready.empty()) {
+      m.failure = "deadlock: every thread waits";
+      return;
+    }
+    std::shuffle(ready.begin(), ready.end(), m.random);
+    for (Fibre* fibre : ready) {  // a round: everyone that could go when it began
+      if (fibre->done || (fibre->ready && !fibre->ready())) continue;
+      fibre->ready = nullptr;
+      m.current = fibre;
+      swapcontext(&m.scheduler, &fibre->context);
+      if (!m.failure.empty()) return;
+    }
+  }
+}
+
+// Run a kernel; returns what went wrong, or nothing.
+inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, uint64_t seed,
+                          std::function<void()> kernel) {
+  Machine& m = machine();
+  m = Machine();
+  m.random.seed(seed);
+  m.grid = grid;
+  m.threads = threads;
+  m.cluster = cluster;
+  m.kernel = std::move(kernel);
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; x += cluster) {
+      m.blocks.clear();
+      m.fibres.clear();
+      m.in_flight.clear();
+      m.cluster_meeting = Meeting();
+      for (int rank = 0; rank < cluster; ++rank) {
+        auto block = std::make_unique<Block>();
+        block->memory.assign(shared, 0xA5);
+        block->warps.resize(threads / 32);
+        block->warpgroups.resize((threads + 127) / 128);
+        block->index = make_uint3(x + rank, y, 0);
+        block->rank = rank;
+        for (int t = 0; t < threads; ++t) {
+          auto fibre = std::make_unique<Fibre>();
+          fibre->block = block.get();
+          fibre->thread = make_uint3(t, 0, 0);
+          fibre->stack.reset(new char[kStack]);
+          getcontext(&fibre->context);
+          fibre->context.uc_stack.ss_sp = fibre->stack.get();
+          fibre->context.uc_stack.ss_size = kStack;
+          fibre->context.uc_link = nullptr;
+          const auto address = reinterpret_cast<uintptr_t>(fibre.get());
+          makecontext(&fibre->context, reinterpret_cast<void (*)()>(entry), 2, unsigned(address),
+                      unsigned(address >> 32));
+          m.fibres.push_back(std::move(fibre));
+        }
+        m.blocks.push_back(std::move(block));
+      }
+      run_blocks();
+      if (!m.failure.empty()) return m.failure;
+      if (!m.in_flight.empty()) return "a block ended while a copy was under way";
+    }
+  }
+  return "";
+}
+
+}  // namespace simt
+
+// -- CUDA's names ------------------------------------------------------------------------------
+
+#define threadIdx (::simt::self().thread)
+#define blockIdx (::simt::block().index)
+#define gridDim (::simt::machine().grid)
+
+inline void __syncthreads() { simt::meet(simt::block().meetings[0], simt::machine().threads); }
+
+inline int __syncthreads_count(bool value) {
+  return simt::meet(simt::block().meetings[0], simt::machine().threads, value);
+}
+
+inline void __syncwarp() { simt::warp_meet(~0u, 0); }
+
+inline uint32_t __activemask() { return 1u << simt::lane(); }
+
+inline uint32_t __ballot_sync(uint32_t mask, bool value) {
+  const uint64_t* all = simt::warp_meet(mask, value);
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= uint32_t(all[i] != 0) << i;
+  return bits;
+}
+
+template <class T>
+T shuffle(uint32_t mask, T value, int source) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  const uint64_t found = simt::warp_meet(mask, bits)[source];
+  std::memcpy(&value, &found, sizeof value);
+  return value;
+}
+
+template <class T>
+T __shfl_sync(uint32_t mask, T value, int source) {
+  return shuffle(mask, value, source);
+}
+
+template <class T>
+T __shfl_xor_sync(uint32_t mask, T value, int bits) {
+  return shuffle(mask, value, simt::lane() ^ bits);
+}
+
+template <class T>
+T __shfl_up_sync(uint32_t mask, T value, int d) {
+  return shuffle(mask, value, simt::lane() >= d ? simt::lane() - d : simt::lane());
+}
+
+template <class T>
+T __shfl_down_sync(uint32_t mask, T value, int d) {
+  return shuffle(mask, value, simt::lane() + d < 32 ? simt::lane() + d : simt::lane());
+}
+
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __ffs(uint32_t bits) { return __builtin_ffs(int(bits)); }
+
+inline int atomicAdd(int* address, int value) {
+  simt::stumble();
+  const int old = *address;
+  *address += value;
+  return old;
+}
+
+inline uint32_t atomicOr(uint32_t* address, uint32_t bits) {
+  simt::stumble();
+  const uint32_t old = *address;
+  *address |= bits;
+  return old;
+}
+
+inline int atomicCAS(int* address, int expected, int desired) {
+  simt::stumble();
+  const int old = *address;
+  if (old == expected) *address = desired;
+  return old;
+}
+
+#ifndef __ldg
+template <class T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+#endif

@@ -1,0 +1,8 @@
+#include "indexer/launch.cuh"
+
+namespace indexcache::indexer {
+
+template void run_logits<16>(const Operands&, int, const LogitsOutput&, const Place&);
+template void run_select<16>(const Operands&, const SelectOutput&, const Place&);
+
+}  // namespace indexcache::indexer

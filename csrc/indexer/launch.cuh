@@ -1,0 +1,63 @@
+// run.h, implemented: tensor maps, grids, and which kernel a tile needs.
+#pragma once
+
+#include "indexer/logits.cuh"
+#include "indexer/run.h"
+#include "indexer/select.cuh"
+
+namespace indexcache::indexer {
+
+template <class T>
+CUtensorMap queries_map(const Operands& operands) {
+  const uint64_t columns = uint64_t(operands.inputs.rows) * T::kHeads;
+  return byte_tensor_map(operands.queries.data_ptr(), {kIndexDim, columns}, {kIndexDim},
+                         {kIndexDim, T::kColumns});
+}
+
+inline CUtensorMap keys_map(const Operands& operands) {
+  const uint64_t pages = operands.pages.size(0);
+  return byte_tensor_map(operands.pages.data_ptr(), {kIndexDim, kPageTokens, pages},
+                         {kIndexDim, kPageBytes}, {kIndexDim, kPageTokens, 1});
+}
+
+// Blocks along a row: enough to fill the GPU four times (lengths differ, and only the device knows
+// them), but at least four pages each. Not measured.
+inline int split_count(int tiles, int width, const Place& place) {
+  const int pages = ceil_div(width, kPageTokens);
+  return larger(1, smaller(ceil_div(pages, 4), ceil_div(4 * place.multiprocessors(), tiles)));
+}
+
+template <int kHeads, int kRows>
+void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutput& output,
+                   const Place& place) {
+  using T = Tile<kHeads, kRows>;
+  const int tiles = ceil_div(operands.inputs.rows, rows_per_tile);
+  const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
+  launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, split_count(tiles, output.width, place)),
+         kThreads, sizeof(Ring<T>) + kSwizzlePeriod, 1, place.stream(), queries_map<T>(operands),
+         keys_map(operands), params);
+}
+
+template <int kHeads>
+void run_logits(const Operands& operands, int rows_per_tile, const LogitsOutput& output,
+                const Place& place) {
+  if constexpr (kHeads >= 32) {
+    if (rows_per_tile == 1) return launch_logits<kHeads, 1>(operands, 1, output, place);
+    if (rows_per_tile == 2) return launch_logits<kHeads, 2>(operands, 2, output, place);
+  }
+  launch_logits<kHeads, 4>(operands, rows_per_tile, output, place);
+}
+
+template <int kHeads>
+void run_select(const Operands& operands, const SelectOutput& output, const Place& place) {
+  constexpr int kRows = select_rows(kHeads);
+  using T = Tile<kHeads, kRows>;
+  constexpr size_t kShared = sizeof(SelectShared<T>) + kSwizzlePeriod;
+  static_assert(kShared <= 227 * 1024, "shared memory of a block");
+  const SelectParams params = {operands.inputs, output.k, output.data, output.lists,
+                               output.as_slots};
+  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), kThreads, kShared, 1, place.stream(),
+         queries_map<T>(operands), keys_map(operands), params);
+}
+
+}  // namespace indexcache::indexer

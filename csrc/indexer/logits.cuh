@@ -1,0 +1,82 @@
+// Logits of paged keys, written out: the first of two launches in decode and in short prefills.
+//
+// Grid (tiles of rows, splits): a block takes every splits-th page of its rows' requests, so that
+// any length spreads evenly and a block beyond the end leaves at once.
+#pragma once
+
+#include "indexer/pipeline.cuh"
+
+namespace indexcache::indexer {
+
+struct LogitsParams {
+  Inputs inputs;
+  int rows_per_tile;  // at most T::kRows
+  float* out;
+  int64_t stride;
+};
+
+// Rows and pages of one block, as both roles walk them.
+template <class Visit>
+__device__ __forceinline__ void for_each_share(const LogitsParams& params, Visit visit) {
+  const int first = blockIdx.x * params.rows_per_tile;
+  const int end = smaller(first + params.rows_per_tile, params.inputs.rows);
+  const int split = blockIdx.y;
+  const int splits = gridDim.y;
+  for (int row = first; row < end;) {
+    const Segment segment = segment_at(params.inputs.requests, row, end);
+    const int pages = pages_of(segment, params.inputs.visible, 0);
+    if (pages > split) visit(segment, ceil_div(pages - split, splits), split, splits);
+    row = segment.end;
+  }
+}
+
+template <int kHeads, int kRows>
+__global__ void __launch_bounds__(kThreads, Tile<kHeads, kRows>::kColumns <= 64 ? 2 : 1)
+    logits_kernel(const __grid_constant__ CUtensorMap queries,
+                  const __grid_constant__ CUtensorMap keys, const LogitsParams params) {
+  using T = Tile<kHeads, kRows>;
+  Ring<T>& ring = dynamic_shared<Ring<T>>();
+  const Inputs& inputs = params.inputs;
+  const int first_row = blockIdx.x * params.rows_per_tile;
+  init_ring(ring);
+
+  if (threadIdx.x >= kMathThreads) {
+    if constexpr (T::kWide) lower_registers<kLoadRegisters>();
+    if (threadIdx.x < kMathThreads + 32) {
+      if (threadIdx.x == kMathThreads) load_queries(ring, &queries, first_row, 0);
+      __syncwarp();
+      int n = 0;
+      for_each_share(params, [&](const Segment& segment, int count, int split, int splits) {
+        load_pages(ring, &keys, inputs, segment.request, count, n,
+                   [&](int i) { return split + i * splits; });
+        n += count;
+      });
+    }
+  } else {
+    if constexpr (T::kWide) raise_registers<kMathRegisters>();
+    const int group = threadIdx.x / 128;
+    float weights[T::kWeights];
+    load_weights<T>(weights, inputs, first_row);
+    mbarrier_wait(&ring.queries_full, 0);
+    int n = 0;
+    for_each_share(params, [&](const Segment& segment, int count, int split, int splits) {
+      int limits[T::Share::kOwned];
+      load_limits<T>(limits, inputs, first_row, segment);
+      for (int i = (group - n) & 1; i < count; i += kMathGroups) {
+        const int start = (split + i * splits) * kPageTokens;
+        float logits[T::Share::kOwned];
+        score_page(logits, ring, weights, n + i);
+#pragma unroll
+        for (int slot = 0; slot < T::Share::kOwned; ++slot) {
+          const int position = start + key_of_slot<T>(slot);
+          if (position < limits[slot]) {
+            params.out[(first_row + row_of_slot<T>(slot)) * params.stride + position] = logits[slot];
+          }
+        }
+      }
+      n += count;
+    });
+  }
+}
+
+}  // namespace indexcache::indexer

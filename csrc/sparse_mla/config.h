@@ -1,0 +1,77 @@
+// Shapes and shared memory of the sparse MLA kernel, and which row of a tile is which query head.
+#pragma once
+
+#include "common/layout.h"
+
+namespace indexcache::sparse_mla {
+
+constexpr int kDim = 576;  // of q and of a key: 512 latent, 64 rotary
+constexpr int kValueDim = 512;
+constexpr int kRows = 64;  // M of WGMMA: query heads of a tile
+constexpr int kKeys = 64;  // keys of a step
+
+constexpr int kTileElements = 64;  // bfloat16 in a 128-byte tile row
+constexpr int kTiles = kDim / kTileElements;
+constexpr int kTileBytes = kRows * kTileRowBytes;  // 64 rows (queries or keys) of 128 bytes
+constexpr int kOperandBytes = kTiles * kTileBytes;
+
+constexpr int kFp8RowBytes = 656;  // 512 e4m3, 4 float32 scales, 64 bfloat16
+constexpr int kFp8Groups = 4;
+constexpr int kFp8GroupValues = kValueDim / kFp8Groups;
+
+constexpr int kStages = 2;
+constexpr int kMathGroups = 2;
+constexpr int kMathThreads = kMathGroups * 128;
+constexpr int kLoadThreads = 128;
+constexpr int kThreads = kMathThreads + kLoadThreads;
+constexpr int kLoadersPerStage = kLoadThreads / kStages;
+constexpr int kMathBarrier = 1;
+constexpr int kMathRegisters = 208;
+constexpr int kLoadRegisters = 88;
+constexpr int kMaxCluster = 8;
+
+// Row stride of the partial outputs, in floats: eight more than 512, so that the eight rows that a
+// warp stores at once begin on different banks.
+constexpr int kPartialStride = kValueDim + 8;
+
+struct Shared {
+  alignas(kSwizzlePeriod) unsigned char queries[kOperandBytes];
+  union {
+    alignas(kSwizzlePeriod) unsigned char keys[kStages][kOperandBytes];
+    struct {  // once the keys are done with
+      float partial[kRows * kPartialStride];  // sum of 2^(s - peak) * value
+      float weights[kMaxCluster][kRows];      // of every block's partial in the output
+    };
+  };
+  alignas(kSwizzlePeriod) unsigned char probabilities[kTileBytes];
+  float peaks[kMathGroups][kRows];
+  float sums[kMathGroups][kRows];
+  unsigned char masks[kStages][kKeys];
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
+
+static_assert(sizeof(Shared) + kSwizzlePeriod <= 227 * 1024, "shared memory of a block");
+
+// A tile's rows: `heads` heads of each of its query rows, one query row after the other.
+struct TileRows {
+  int first_row;
+  int rows;        // query rows, those beyond the batch not counted
+  int first_head;
+  int heads;
+
+  IC_HD int used() const { return rows * heads; }
+  IC_HD int query_of(int m) const { return m / heads; }  // within the tile
+  // The bit of a key's mask that row m obeys: its query's, or one that is never set.
+  IC_HD int mask_bit_of(int m) const { return m < used() ? query_of(m) : 8; }
+  IC_HD int head_of(int m) const { return first_head + m % heads; }
+};
+
+// Heads of one block: what 64 rows can hold, split evenly.
+IC_HD constexpr int head_blocks(int heads) { return ceil_div(heads, kRows); }
+IC_HD constexpr int heads_per_block(int heads) { return ceil_div(heads, head_blocks(heads)); }
+
+// Steps [begin, end) of split `rank` of `splits`.
+IC_HD int split_begin(int steps, int rank, int splits) { return int(int64_t(steps) * rank / splits); }
+
+}  // namespace indexcache::sparse_mla

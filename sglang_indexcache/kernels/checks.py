@@ -1,0 +1,139 @@
+"""What the host can see of an op's arguments, checked against the contract before a launch.
+
+Values on the device are never read: that would stop the stream and break CUDA graphs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels.contracts import (
+    FP8_ROW_BYTES,
+    INDEX_DIM,
+    INDEXER_HEADS,
+    LATENT_DIM,
+    MAX_MLA_HEADS,
+    MAX_NEXT_N,
+    MAX_TOPK,
+    PAGE_BYTES,
+)
+
+
+class Arguments:
+    """Tensors of one call, whose dimensions must agree: a letter has one size throughout."""
+
+    def __init__(self, op: str, device: torch.device) -> None:
+        self._op, self._device = op, device
+        self.sizes: dict[str, int] = {}
+
+    def check(
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        dtype: torch.dtype,
+        dims: Sequence[int | str],
+        *,
+        strided_rows: bool = False,
+    ) -> None:
+        """Check one tensor; None is an optional argument that was not given.
+
+        Raises:
+            KernelError: another dtype, device, shape or layout than the contract's.
+        """
+        if tensor is None:
+            return
+        wanted = f"[{', '.join(map(str, dims))}] {_short(dtype)} on {self._device}"
+        if (
+            tensor.dtype != dtype
+            or tensor.device != self._device
+            or not self._matches(tensor.shape, dims)
+        ):
+            known = ", ".join(f"{letter} = {size}" for letter, size in self.sizes.items())
+            self._fail(f"{name} must be {wanted}, not {describe(tensor)} ({known})")
+        contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+        if not (contiguous if strided_rows else tensor.is_contiguous()):
+            self._fail(f"{name} must be contiguous, its strides are {tensor.stride()}")
+
+    def require(self, holds: bool, message: str) -> None:
+        """Raise KernelError with ``message`` unless ``holds``."""
+        if not holds:
+            self._fail(message)
+
+    def _matches(self, shape: torch.Size, dims: Sequence[int | str]) -> bool:
+        if len(shape) != len(dims):
+            return False
+        for size, dim in zip(shape, dims, strict=True):
+            expected = dim if isinstance(dim, int) else self.sizes.setdefault(dim, size)
+            if size != expected:
+                return False
+        return True
+
+    def _fail(self, message: str) -> None:
+        raise KernelError(f"{self._op}: {message}")
+
+
+def check_indexer(
+    op: str,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    visible: torch.Tensor,
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Arguments that every indexer op has; prefill where ``query_starts`` is given."""
+    arguments = Arguments(op, q.device)
+    rows: list[int | str] = ["B", "next_n"] if query_starts is None else ["T"]
+    arguments.check("q", q, torch.float8_e4m3fn, [*rows, "H", INDEX_DIM])
+    arguments.check("weights", weights, torch.float32, [*rows, "H"])
+    arguments.check("visible", visible, torch.int32, rows)
+    arguments.check("pages", pages, torch.uint8, ["P", PAGE_BYTES])
+    arguments.check("block_table", block_table, torch.int32, ["B", "W"], strided_rows=True)
+    if query_starts is not None:
+        arguments.check("query_starts", query_starts, torch.int32, [block_table.shape[0] + 1])
+    heads, next_n = arguments.sizes["H"], arguments.sizes.get("next_n", 1)
+    arguments.require(heads in INDEXER_HEADS, f"{heads} heads; there are {INDEXER_HEADS}")
+    arguments.require(1 <= next_n <= MAX_NEXT_N, f"next_n is {next_n}; 1 to {MAX_NEXT_N} are known")
+    arguments.require(pages.data_ptr() % 16 == 0, "pages must begin at a multiple of 16 bytes")
+
+
+def check_topk(topk: int, op: str = "topk") -> None:
+    """The k of a selection."""
+    if not 1 <= topk <= MAX_TOPK:
+        raise KernelError(f"{op}: k is {topk}; it can be 1 to {MAX_TOPK}")
+
+
+def check_logits(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> None:
+    """Arguments of the top-k op."""
+    arguments = Arguments("topk", logits.device)
+    arguments.check("logits", logits, torch.float32, ["T", "S"], strided_rows=True)
+    arguments.check("visible", visible, torch.int32, ["T"])
+    check_topk(topk)
+
+
+def check_sparse_mla(
+    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sinks: torch.Tensor | None
+) -> None:
+    """Arguments of sparse MLA."""
+    arguments = Arguments("sparse_mla", q.device)
+    arguments.check("q", q, torch.bfloat16, ["T", "Hq", LATENT_DIM])
+    if cache.dtype == torch.uint8:
+        arguments.check("cache", cache, torch.uint8, ["N", FP8_ROW_BYTES])
+    else:
+        arguments.check("cache", cache, torch.bfloat16, ["N", LATENT_DIM])
+    arguments.check("slots", slots, torch.int32, ["T", "k"])
+    arguments.check("sinks", sinks, torch.float32, ["Hq"])
+    heads = arguments.sizes["Hq"]
+    arguments.require(1 <= heads <= MAX_MLA_HEADS, f"{heads} heads; 1 to {MAX_MLA_HEADS} are known")
+    arguments.require(arguments.sizes["k"] >= 1, "slots must list at least one slot a row")
+    arguments.require(cache.data_ptr() % 16 == 0, "cache must begin at a multiple of 16 bytes")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Shape, dtype and device in a few words."""
+    return f"{list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,144 @@
+"""Exact, deterministic top-k in Triton: one program a row, radix selection, ordered output.
+
+Four passes over the row find the k-th largest value, eight bits at a time: each counts the next
+digit of the values that agree with the digits found so far. A last pass writes, in order, what is
+above it and the first of what equals it. Counts are integers, so no order of execution shows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_indexcache.kernels.checks import check_logits
+from sglang_indexcache.kernels.contracts import PADDING, PAGE_TOKENS
+
+BLOCK = 2048
+_PADDING = tl.constexpr(PADDING)
+_PAGE = tl.constexpr(PAGE_TOKENS)
+
+
+def topk(
+    logits: torch.Tensor, visible: torch.Tensor, topk: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:class:`~sglang_indexcache.kernels.contracts.TopK`."""
+    return topk_of_requests(logits, visible, topk, out=out)
+
+
+def topk_of_requests(
+    logits: torch.Tensor,
+    visible: torch.Tensor,
+    topk: int,
+    *,
+    block_table: torch.Tensor | None = None,
+    request_of_row: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`topk`, positions mapped to physical slots where a ``block_table`` is given.
+
+    Args:
+        block_table: ``[B, W]`` int32.
+        request_of_row: ``[T]`` int32, with ``block_table``.
+    """
+    check_logits(logits, visible, topk)
+    rows = logits.shape[0]
+    if out is None:
+        out = torch.empty(rows, topk, dtype=torch.int32, device=logits.device)
+    if rows:
+        _select[(rows,)](
+            logits,
+            visible,
+            block_table,
+            request_of_row,
+            out,
+            logits.stride(0),
+            0 if block_table is None else block_table.stride(0),
+            topk,
+            AS_SLOTS=block_table is not None,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+    return out
+
+
+@triton.jit
+def _ordered(values):
+    """Unsigned integers in the order of ``values``; both zeros give one number."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _as_output(positions, block_row, AS_SLOTS: tl.constexpr, mask):
+    if AS_SLOTS:
+        page = tl.load(block_row + positions // _PAGE, mask=mask, other=0)
+        return page * _PAGE + positions % _PAGE
+    return positions
+
+
+@triton.jit
+def _select(
+    logits,
+    visible,
+    block_table,
+    request_of_row,
+    out,
+    logits_stride,
+    table_stride,
+    topk,
+    AS_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    limit = tl.load(visible + row)
+    out_row = out + row * topk
+    logits_row = logits + row * logits_stride
+    block_row = block_table
+    if AS_SLOTS:
+        block_row = block_table + tl.load(request_of_row + row).to(tl.int64) * table_stride
+    columns = tl.arange(0, BLOCK)
+    if limit <= topk:
+        for start in range(0, topk, BLOCK):
+            positions = start + columns
+            found = _as_output(positions, block_row, AS_SLOTS, positions < limit)
+            found = tl.where(positions < limit, found, _PADDING)
+            tl.store(out_row + positions, found, mask=positions < topk)
+    else:
+        threshold, ties = _kth_largest(logits_row, limit, topk, BLOCK)
+        written = 0
+        seen = 0
+        for start in range(0, limit, BLOCK):
+            positions = start + columns
+            inside = positions < limit
+            keys = _ordered(tl.load(logits_row + positions, mask=inside, other=0.0))
+            equal = ((keys == threshold) & inside).to(tl.int32)
+            first = seen + tl.cumsum(equal, 0) <= ties
+            keep = inside & ((keys > threshold) | ((equal == 1) & first))
+            order = written + tl.cumsum(keep.to(tl.int32), 0) - 1
+            found = _as_output(positions, block_row, AS_SLOTS, keep)
+            tl.store(out_row + order, found, mask=keep)
+            written += tl.sum(keep.to(tl.int32), 0)
+            seen += tl.sum(equal, 0)
+
+
+@triton.jit
+def _kth_largest(logits_row, limit, topk, BLOCK: tl.constexpr):
+    """The ordered bits of the k-th largest value, and how many of its equals are in the top-k."""
+    bins = tl.arange(0, 256)
+    columns = tl.arange(0, BLOCK)
+    prefix = tl.full((), 0, tl.uint32)
+    wanted = topk
+    for shift in tl.static_range(24, -1, -8):
+        counts = tl.zeros((256,), tl.int32)
+        for start in range(0, limit, BLOCK):
+            positions = start + columns
+            inside = positions < limit
+            keys = _ordered(tl.load(logits_row + positions, mask=inside, other=0.0))
+            if shift < 24:
+                inside = inside & ((keys >> (shift + 8)) == (prefix >> (shift + 8)))
+            digits = ((keys >> shift) & 0xFF).to(tl.int32)
+            counts += tl.histogram(digits, 256, mask=inside)
+        at_least = tl.cumsum(counts, 0, reverse=True)
+        found = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(bins > found, counts, 0), 0)
+        prefix = prefix | (found.to(tl.uint32) << shift)
+    return prefix, wanted

@@ -1,0 +1,83 @@
+"""The host-and-device code of ``csrc/``, compiled for this machine's CPU."""
+
+import ctypes
+import shutil
+import subprocess
+from ctypes import c_float, c_int, c_int64, c_uint32, c_uint64
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sglang_indexcache.kernels.cuda.build import source_folder
+
+
+@cache
+def host() -> ctypes.CDLL:
+    """``csrc/host/checks.cpp`` as a library; built once a process."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.fail("these tests need a C++ compiler")
+    root = source_folder()
+    target = Path(mkdtemp(prefix="indexcache-host-")) / "checks.so"
+    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
+    command = [compiler, *flags, f"-I{root}", str(root / "host/checks.cpp"), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(target))
+    library.check_swizzle128.restype = c_uint32
+    library.check_order_key.restype = c_uint32
+    for name in ("check_k_major", "check_mn_major", "check_advance"):
+        getattr(library, name).restype = c_uint64
+    return library
+
+
+def pointer(array: NDArray) -> ctypes.c_void_p:
+    assert array.flags.c_contiguous
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def topk_row(row: NDArray, k: int, seed: int) -> NDArray:
+    out = np.full(k, 7777777, dtype=np.int32)
+    host().check_topk_row(pointer(row), c_int(len(row)), c_int(k), c_uint64(seed), pointer(out))
+    return out
+
+
+def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
+    """Selection through the streaming gate; also the fullest list and all entries ever listed."""
+    out = np.full(k, 7777777, dtype=np.int32)
+    entries = c_int64()
+    fullest = host().check_gate(
+        pointer(row),
+        c_int(len(row)),
+        c_int(k),
+        c_uint64(seed),
+        pointer(out),
+        ctypes.byref(entries),
+    )
+    return out, fullest, entries.value
+
+
+def order_key(value: float) -> int:
+    return int(host().check_order_key(c_float(value)))
+
+
+def k_major(address: int) -> int:
+    return int(host().check_k_major(c_uint32(address)))
+
+
+def mn_major(address: int, tile_bytes: int) -> int:
+    return int(host().check_mn_major(c_uint32(address), c_uint32(tile_bytes)))
+
+
+def advance(descriptor: int, count: int) -> int:
+    return int(host().check_advance(c_uint64(descriptor), c_int(count)))
+
+
+def constant(name: str) -> int:
+    value = int(host().check_constant(name.encode()))
+    assert value != -1, name
+    return value

@@ -1,0 +1,326 @@
+"""Every CUDA kernel compiles for sm_90a into what the design says; needs nvcc, no GPU.
+
+These are checks of the compiler's output. They say nothing about a run: none has been made.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels import cuda
+from sglang_indexcache.kernels.contracts import INDEXER_HEADS
+from sglang_indexcache.kernels.cuda import build as building
+from sglang_indexcache.kernels.cuda import report
+from sglang_indexcache.kernels.cuda.build import FOLDERS, Library, build
+from sglang_indexcache.kernels.cuda.indexer import select_rows
+
+LOGITS = [(heads, rows) for heads in (32, 64) for rows in (1, 2, 4)] + [(8, 4), (16, 4)]
+SELECT = [(heads, select_rows(heads)) for heads in INDEXER_HEADS]
+INDEXER = {f"logits_kernel<{heads}, {rows}>": heads * rows for heads, rows in LOGITS} | {
+    f"select_kernel<{heads}, {rows}>": heads * rows for heads, rows in SELECT
+}
+KERNELS = {
+    "topk": {"topk_kernel"},
+    "indexer": set(INDEXER),
+    "sparse_mla": {"attend_kernel<0>", "attend_kernel<1>", "pack_kernel"},
+}
+SPILL_BUDGET = 0
+"""Bytes, every kernel: all of them keep their accumulators in registers."""
+
+
+def available() -> bool:
+    try:
+        building.nvcc_version()
+    except KernelError:
+        return False
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not available(), reason="no usable nvcc")
+
+
+@pytest.fixture(scope="module")
+def libraries() -> dict[str, Library]:
+    return {folder: build(folder) for folder in FOLDERS}
+
+
+@pytest.fixture(scope="module")
+def sass(libraries: dict[str, Library]) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    for library in libraries.values():
+        found |= report.instructions(library.path)
+    return found
+
+
+def count(counter: Counter[str], start: str) -> int:
+    return sum(number for name, number in counter.items() if name.startswith(start))
+
+
+# -- what the compiler made ----------------------------------------------------------------------
+
+
+@needs_nvcc
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_instantiation_compiles_without_spills(
+    folder: str, libraries: dict[str, Library]
+) -> None:
+    log = libraries[folder].log.read_text()
+    kernels = report.usage(log)
+    assert {kernel.kernel for kernel in kernels} == KERNELS[folder]
+    assert report.complaints(log) == []
+    for kernel in kernels:
+        assert kernel.spills <= SPILL_BUDGET, kernel
+        assert kernel.stack == 0, f"an array is indexed at run time: {kernel}"
+
+
+@needs_nvcc
+def test_small_tiles_leave_room_for_two_blocks(libraries: dict[str, Library]) -> None:
+    """Decode is bound by memory: 2 blocks of 384 threads share 65536 registers."""
+    for kernel in report.usage(libraries["indexer"].log.read_text()):
+        if kernel.kernel.startswith("logits") and INDEXER[kernel.kernel] <= 64:
+            assert 2 * 384 * kernel.registers <= 65536, kernel
+
+
+@needs_nvcc
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_nothing_is_in_local_memory(folder: str, sass: dict[str, Counter[str]]) -> None:
+    for kernel in KERNELS[folder]:
+        assert sum(sass[kernel].values()) > 100, "the disassembly was not understood"
+        assert count(sass[kernel], "LDL") == 0
+        assert count(sass[kernel], "STL") == 0
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("kernel", "columns"), INDEXER.items())
+def test_indexer_uses_fp8_wgmma_and_tma(
+    kernel: str, columns: int, sass: dict[str, Counter[str]]
+) -> None:
+    code = sass[kernel]
+    shape = f"QGMMA.64x{columns}x32.F32.E4M3.E4M3"
+    assert count(code, shape) == count(code, "QGMMA") == 4, "four K steps of 32"
+    assert count(code, "HMMA") == count(code, "HGMMA") == 0
+    assert count(code, "UTMALDG.2D") >= 1, "queries"
+    assert count(code, "UTMALDG.3D") >= 1, "keys from their pages"
+    assert count(code, "UBLKCP") >= 1, "scales"
+    wide = columns == 256
+    assert (count(code, "USETMAXREG") == 2) == wide, "registers move to the math warpgroups"
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["attend_kernel<0>", "attend_kernel<1>"])
+def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> None:
+    code = sass[kernel]
+    assert count(code, "HGMMA.64x32x16.F32.BF16") == 36, "576 / 16 steps of scores"
+    assert count(code, "HGMMA.64x256x16.F32.BF16") == 4, "64 / 16 steps of output"
+    assert count(code, "HGMMA") == 40
+    assert count(code, "HMMA") == 0
+    assert count(code, "USETMAXREG") == 2
+    assert count(code, "UCGABAR") >= 4, "two barriers of the cluster"
+    fp8 = kernel == "attend_kernel<1>"
+    unpacked = sum(number for name, number in code.items() if "E4M3.UNPACK" in name)
+    assert (unpacked > 0) == fp8
+    assert count(code, "LDGSTS") >= (1 if fp8 else 72), "gathered by asynchronous copies"
+
+
+@needs_nvcc
+def test_libraries_load_and_export(libraries: dict[str, Library]) -> None:
+    for folder, name in (
+        ("topk", "topk"),
+        ("topk", "topk_of_requests"),
+        ("indexer", "indexer_logits"),
+        ("indexer", "indexer_select"),
+        ("sparse_mla", "sparse_mla_pack"),
+        ("sparse_mla", "sparse_mla_attend"),
+    ):
+        assert getattr(cuda.library(folder), name) is not None
+
+
+@needs_nvcc
+def test_arguments_reach_the_libraries(libraries: dict[str, Library]) -> None:
+    """Every export takes what the Python side gives it, and then wants it on a GPU."""
+    ints, floats, data = torch.int32, torch.float32, torch.uint8
+    rows, table = torch.zeros(4, dtype=ints), torch.zeros(2, 8, dtype=ints)
+    starts, logits = torch.zeros(3, dtype=ints), torch.zeros(4, 64, dtype=floats)
+    chosen = torch.zeros(4, 16, dtype=ints)
+    q, pages = torch.zeros(4, 32, 128, dtype=data), torch.zeros(3, 8448, dtype=data)
+    weights = torch.zeros(4, 32, dtype=floats)
+    lists = torch.zeros(1, 8, 8192, dtype=torch.int64)
+    topk, indexer, mla = (cuda.library(folder) for folder in FOLDERS)
+    queries = torch.zeros(4, 20, 576, dtype=torch.bfloat16)
+    cache, slots = torch.zeros(9, 656, dtype=data), torch.zeros(4, 16, dtype=ints)
+    packed = torch.zeros(2, 32, dtype=ints), torch.zeros(2, 32, dtype=data), rows[:2]
+    sinks, out = torch.zeros(20), torch.zeros(4, 20, 512, dtype=torch.bfloat16)
+    lse = torch.zeros(4, 20)
+    calls = [
+        lambda: topk.topk(logits, rows, chosen),
+        lambda: topk.topk_of_requests(logits, rows, starts, 1, table, chosen),
+        lambda: topk.topk_of_requests(logits, rows, None, 2, None, chosen),
+        lambda: indexer.indexer_logits(q, weights, pages, table, starts, 1, rows, logits),
+        lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
+        lambda: indexer.indexer_select(q, weights, pages, table, starts, rows, True, lists, chosen),
+        lambda: mla.sparse_mla_pack(slots, 2, *packed),
+        lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),
+        lambda: mla.sparse_mla_attend(queries, cache, slots, None, None, 1, 0.1, None, 8, out, lse),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="must be on a GPU"):
+            call()
+
+
+@needs_nvcc
+def test_launches_that_the_kernels_cannot_do_are_refused(libraries: dict[str, Library]) -> None:
+    mla = cuda.library("sparse_mla")
+    slots = torch.zeros(4, 4096, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cannot pack 3 rows of 4096 slots"):
+        mla.sparse_mla_pack(slots, 3, slots, slots, slots)
+    q, cache = torch.zeros(4, 33, 576, dtype=torch.bfloat16), torch.zeros(1, 656)
+    with pytest.raises(ValueError, match="a cluster of 3"):
+        mla.sparse_mla_attend(q, cache, slots, None, None, 1, 1.0, None, 3, q, q)
+    with pytest.raises(ValueError, match="2 rows of 33 heads in one tile"):
+        mla.sparse_mla_attend(q, cache, slots, None, None, 2, 1.0, None, 1, q, q)
+
+
+@needs_nvcc
+def test_build_kernels_command(libraries: dict[str, Library]) -> None:
+    from sglang_indexcache.cli import app
+
+    done = CliRunner().invoke(app, ["build-kernels", "--show"])
+    assert done.exit_code == 0, done.output
+    for folder in FOLDERS:
+        assert f"{folder}: in the cache" in done.output
+    assert "select_kernel<32, 8>" in done.output
+
+
+# -- the cache -----------------------------------------------------------------------------------
+
+TRIVIAL = "__global__ void some_kernel(int* out) { *out = 1; }\n"
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A csrc/ of one trivial file, and a cache of its own."""
+    source = tmp_path / "csrc" / "topk" / "small.cu"
+    source.parent.mkdir(parents=True)
+    source.write_text(TRIVIAL)
+    monkeypatch.setattr(building, "source_folder", lambda: tmp_path / "csrc")
+    monkeypatch.setenv(building.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return source
+
+
+@needs_nvcc
+def test_a_library_is_built_once_for_what_it_depends_on(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build("topk")
+    assert first.fresh
+    assert build("topk") == Library(first.path, first.log, fresh=False)
+    small.write_text(TRIVIAL + "// changed\n")
+    changed = build("topk")
+    assert changed.fresh
+    assert changed.path != first.path
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-lineinfo"))
+    assert build("topk").path not in (first.path, changed.path)
+
+
+@needs_nvcc
+def test_a_failed_compilation_shows_the_compilers_words(small: Path) -> None:
+    small.write_text("__global__ void broken() { no_such_function(); }\n")
+    with pytest.raises(KernelError, match='identifier "no_such_function" is undefined'):
+        build("topk")
+    assert not list(building.cache_folder().rglob("*.so"))
+    small.write_text(TRIVIAL)
+    assert build("topk").fresh, "nothing of the failure is kept"
+
+
+# -- errors before anything slow starts ----------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without CUDA; the folder stands for CUDA_HOME."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(building, "DEFAULT_HOME", tmp_path)
+    building.find_nvcc.cache_clear()
+    building.nvcc_version.cache_clear()
+    yield tmp_path
+    building.find_nvcc.cache_clear()
+    building.nvcc_version.cache_clear()
+
+
+def test_without_nvcc(elsewhere: Path) -> None:
+    with pytest.raises(KernelError, match=r"install the CUDA toolkit 12\.5 or later"):
+        build("topk")
+    assert "nvcc" in (cuda.unavailable() or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("Cuda compilation tools, release 11.8, V11.8.89", "is CUDA 11.8; the kernels need 12.5"),
+        ("something else", "names no release"),
+    ],
+)
+def test_with_an_nvcc_that_cannot_serve(elsewhere: Path, words: str, error: str) -> None:
+    nvcc = elsewhere / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho '{words}'\n")
+    nvcc.chmod(0o755)
+    with pytest.raises(KernelError, match=error):
+        build("topk")
+
+
+def test_an_nvcc_that_does_not_run(elsewhere: Path) -> None:
+    nvcc = elsewhere / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\nexit 3\n")
+    nvcc.chmod(0o755)
+    with pytest.raises(KernelError, match="does not run"):
+        build("topk")
+
+
+def test_tensors_elsewhere_than_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match="not on cpu"):
+        cuda.require_hopper("topk", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    with pytest.raises(KernelError, match=r"NVIDIA L40S \(compute capability 8.9\)"):
+        cuda.require_hopper("topk", torch.device("cuda"))
+
+
+def test_outputs_that_the_kernels_cannot_write_are_refused() -> None:
+    cpu = torch.device("cpu")
+    wide = torch.zeros(4, 32)
+    rows = {"shape": (4, 16), "dtype": torch.float32, "device": cpu}
+    assert cuda.output("op", None, **rows).shape == (4, 16)
+    assert cuda.output("op", wide[:, :16], **rows, strided_rows=True).stride() == (32, 1)
+    for wrong in (wide, wide[:, :16], wide[:, ::2], wide[:, :16].int().contiguous()):
+        with pytest.raises(KernelError, match=r"op: out must be \[4, 16\]"):
+            cuda.output("op", wrong, **rows)
+    with pytest.raises(KernelError, match="q must begin at a multiple of 16 bytes"):
+        cuda.require_aligned("op", q=torch.zeros(64, dtype=torch.uint8)[1:])
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(building.CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert building.cache_folder() == Path("/some/cache/sglang-indexcache/kernels")
+    monkeypatch.setenv(building.CACHE_VARIABLE, "/elsewhere")
+    assert building.cache_folder() == Path("/elsewhere")
+    assert os.environ[building.CACHE_VARIABLE] == "/elsewhere"
+
+
+def test_names_are_readable() -> None:
+    names = {
+        "_ZN10indexcache7indexer13select_kernelILi32ELi8EEEv14CU": "select_kernel<32, 8>",
+        "_ZN10indexcache10sparse_mla13attend_kernelILb1EEEvNS0_6ParamsE": "attend_kernel<1>",
+        "_ZN10indexcache4topk11topk_kernelENS0_6ParamsE": "topk_kernel",
+    }
+    for symbol, name in names.items():
+        assert report.readable(symbol) == name

@@ -1,0 +1,384 @@
+"""The kernels' own device code on an emulated GPU (csrc/host/emulated): barriers, phases, data.
+
+A fibre a thread, in random order; TMA lands late, WGMMA is made when it is waited for. Inputs are
+small integers, so every product and sum is exact and results are compared bit for bit, ties
+included. Memory that no row may see holds NaN; table entries that nobody may follow lead nowhere.
+
+This is not a GPU: proxy fences and memory ordering are not modelled (docs/kernels-cuda-review.md).
+"""
+
+import ctypes
+import subprocess
+from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_uint64
+from ctypes import c_void_p as address
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels.contracts import mla_tolerance
+from sglang_indexcache.kernels.cuda import build, sparse_mla
+from tests.kernels.cuda_host import pointer
+from tests.kernels.test_cuda_select import KINDS, make_row, oracle
+
+
+@cache
+def emulator() -> ctypes.CDLL:
+    try:
+        toolkit = build.find_nvcc().resolve().parent.parent
+    except KernelError:
+        pytest.skip("the emulator needs the CUDA toolkit's headers")
+    includes = [build.DEFAULT_HOME / "include", toolkit / "include"]
+    root = build.source_folder()
+    target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
+    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
+    paths = [root / "host/emulated", root, *(path for path in includes if path.is_dir())]
+    source = root / "host/emulated/kernels.cpp"
+    command = ["g++", *flags, *(f"-I{path}" for path in paths), str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    library = ctypes.CDLL(str(target))
+    for name in ("logits", "select", "topk", "pack", "attend"):
+        getattr(library, f"emulate_{name}").restype = c_char_p
+    return library
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"{seed=}")
+    return np.random.default_rng(seed)
+
+
+def run(name: str, *arguments: object) -> None:
+    problem = getattr(emulator(), f"emulate_{name}")(*arguments).decode()
+    assert problem == ""
+
+
+# -- the indexer -------------------------------------------------------------------------------
+
+
+class IndexerCall(Structure):
+    _fields_ = (
+        ("queries", address),
+        ("pages", address),
+        ("page_count", c_int),
+        ("weights", address),
+        ("visible", address),
+        ("rows", c_int),
+        ("query_starts", address),
+        ("requests", c_int),
+        ("rows_per_request", c_int),
+        ("table", address),
+        ("table_stride", c_int64),
+        ("seed", c_uint64),
+    )
+
+
+class Batch:
+    """Requests over a paged pool, and the logits that they must have."""
+
+    def __init__(
+        self,
+        random: np.random.Generator,
+        heads: int,
+        query_lens: list[int],
+        key_lens: list[int],
+        padding: int = 0,
+        decode: int = 0,
+    ) -> None:
+        counts = [-(-keys // 64) for keys in key_lens]
+        pages = sum(counts) + 2
+        order = random.permutation(pages).astype(np.int32)
+        self.table = np.full((len(key_lens), max(counts, default=0) + 1), 1 << 24, dtype=np.int32)
+        raw = np.full((pages, 8448), 0xFF, dtype=np.uint8)  # NaN, in e4m3 and float32
+        self.rows = sum(query_lens) + padding
+        self.q = self.integers(random, self.rows, heads, 128)
+        self.weights = random.integers(-4, 5, (self.rows, heads)).astype(np.float32) / 8
+        self.starts = np.cumsum([0, *query_lens]).astype(np.int32)
+        self.visible = np.full(self.rows, 77, dtype=np.int32)  # padding may say anything
+        self.logits: list[NDArray] = []
+        self.slots: list[NDArray] = []
+        first = 0
+        for b, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
+            own = order[first : first + counts[b]]
+            first += counts[b]
+            self.table[b, : counts[b]] = own
+            slots = own.repeat(64)[:keys] * 64 + np.arange(keys) % 64
+            key = self.integers(random, keys, 128)
+            scale = 2.0 ** random.integers(-2, 3, keys).astype(np.float32)
+            for s, slot in enumerate(slots):
+                page, offset = divmod(int(slot), 64)
+                raw[page, offset * 128 : offset * 128 + 128] = self.bytes(key[s])
+                at = 8192 + offset * 4
+                raw[page, at : at + 4] = np.frombuffer(scale[s].tobytes(), dtype=np.uint8)
+            for row in range(int(self.starts[b]), int(self.starts[b + 1])):
+                seen = keys - queries + 1 + row - int(self.starts[b])
+                self.visible[row] = seen
+                dots = np.maximum(self.q[row] @ key[:seen].T, 0)
+                self.logits.append((self.weights[row] @ dots) * scale[:seen])
+                self.slots.append(slots)
+        self.pages = raw
+        self.q_bytes = self.bytes(self.q)
+        self.call = IndexerCall(
+            pointer(self.q_bytes),
+            pointer(self.pages),
+            pages,
+            pointer(self.weights),
+            pointer(self.visible),
+            self.rows,
+            None if decode else pointer(self.starts),
+            len(key_lens),
+            max(decode, 1),
+            pointer(self.table),
+            self.table.shape[1],
+            int(random.integers(1 << 40)),
+        )
+
+    @staticmethod
+    def integers(random: np.random.Generator, *shape: int) -> NDArray:
+        """Mostly zeros, so that logits repeat and many are exactly zero."""
+        values = random.integers(-2, 3, shape)
+        return (values * (random.random(shape) < 0.2)).astype(np.float32)
+
+    @staticmethod
+    def bytes(values: NDArray) -> NDArray:
+        e4m3 = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
+        return np.ascontiguousarray(e4m3.view(torch.uint8).numpy())
+
+    def selected(self, k: int, *, as_slots: bool) -> NDArray:
+        chosen = np.full((self.rows, k), -1, dtype=np.int32)
+        for row, logits in enumerate(self.logits):
+            positions = oracle(logits, k)
+            found = positions >= 0
+            slots = self.slots[row]
+            chosen[row, found] = slots[positions[found]] if as_slots else positions[found]
+        return chosen
+
+
+SELECT_TILES = [(8, 8), (32, 8), (64, 4)]
+
+
+@pytest.mark.parametrize(("heads", "tile_rows"), SELECT_TILES)
+@pytest.mark.parametrize("as_slots", [False, True])
+def test_select(heads: int, tile_rows: int, as_slots: bool, random: np.random.Generator) -> None:
+    """Ragged requests over tiles, an empty one, rows that see fewer than k tokens, padding rows."""
+    batch = Batch(random, heads, [3, 0, 11, 1, 6], [130, 40, 200, 1, 300], padding=5)
+    k, blocks = 50, 2
+    out = np.full((batch.rows, k), 7777777, dtype=np.int32)
+    run("select", byref(batch.call), heads, tile_rows, k, blocks, c_bool(as_slots), pointer(out))
+    np.testing.assert_array_equal(out, batch.selected(k, as_slots=as_slots))
+
+
+def test_select_through_many_checks(random: np.random.Generator) -> None:
+    """Long enough for the floors to rise several times."""
+    batch = Batch(random, 32, [4, 3], [7001, 2500])
+    out = np.full((batch.rows, 32), 7777777, dtype=np.int32)
+    run("select", byref(batch.call), 32, 8, 32, 1, c_bool(False), pointer(out))
+    np.testing.assert_array_equal(out, batch.selected(32, as_slots=False))
+
+
+def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
+    """The lists fill up with ties and must be cut to exactly k."""
+    batch = Batch(random, 8, [2], [12_000])
+    batch.weights[:] = 0
+    batch.logits = [logits * 0 for logits in batch.logits]
+    out = np.full((batch.rows, 40), 7777777, dtype=np.int32)
+    run("select", byref(batch.call), 8, 8, 40, 1, c_bool(False), pointer(out))
+    np.testing.assert_array_equal(out, batch.selected(40, as_slots=False))
+
+
+def check_logits(batch: Batch, out: NDArray) -> None:
+    for row, logits in enumerate(batch.logits):
+        np.testing.assert_array_equal(out[row, : len(logits)], logits)
+        assert (out[row, len(logits) :] == 1234.5).all(), "nothing beyond what a row may see"
+    assert (out[len(batch.logits) :] == 1234.5).all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_prefill_logits(heads: int, splits: int, random: np.random.Generator) -> None:
+    batch = Batch(random, heads, [2, 0, 5, 1], [130, 3, 700, 64], padding=3)
+    out = np.full((batch.rows, 720), 1234.5, dtype=np.float32)
+    run("logits", byref(batch.call), heads, 4, 4, splits, pointer(out), c_int64(720))
+    check_logits(batch, out)
+
+
+@pytest.mark.parametrize(("heads", "next_n", "tile_rows"), [(32, 1, 1), (64, 1, 1), (32, 2, 2)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_logits(
+    heads: int, next_n: int, tile_rows: int, splits: int, random: np.random.Generator
+) -> None:
+    lens = [next_n, 65, 900]
+    batch = Batch(random, heads, [next_n] * 3, lens, decode=next_n)
+    out = np.full((batch.rows, 960), 1234.5, dtype=np.float32)
+    run("logits", byref(batch.call), heads, tile_rows, next_n, splits, pointer(out), c_int64(960))
+    check_logits(batch, out)
+
+
+def test_decode_logits_of_three_rows(random: np.random.Generator) -> None:
+    """next_n = 3 runs on tiles of four rows; the fourth is the next request's."""
+    batch = Batch(random, 32, [3, 3], [100, 300], decode=3)
+    out = np.full((batch.rows, 320), 1234.5, dtype=np.float32)
+    run("logits", byref(batch.call), 32, 4, 3, 2, pointer(out), c_int64(320))
+    check_logits(batch, out)
+
+
+# -- selection, packing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_topk_on_the_device_executor(kind: str, random: np.random.Generator) -> None:
+    """block.cuh itself: warp scans, histograms, named barriers."""
+    row = make_row(kind, int(random.integers(8200, 12000)), random)
+    k = int(random.integers(1, 2049))
+    out = np.full(k, 7777777, dtype=np.int32)
+    run("topk", pointer(row), len(row), k, c_uint64(int(random.integers(1 << 40))), pointer(out))
+    np.testing.assert_array_equal(out, oracle(row, k))
+
+
+def pack(slots: NDArray, seed: int) -> tuple[NDArray, NDArray, int]:
+    rows, k = slots.shape
+    packed = np.full(rows * k, -7, dtype=np.int32)
+    masks = np.full(rows * k, 0xEE, dtype=np.uint8)
+    count = c_int()
+    arguments = pointer(slots), rows, k, c_uint64(seed), pointer(packed), pointer(masks)
+    run("pack", *arguments, byref(count))
+    return packed, masks, count.value
+
+
+def neighbouring_lists(random: np.random.Generator, rows: int, k: int, pool: int) -> NDArray:
+    """Lists over ``pool`` slots that share most of them, of different lengths, one empty."""
+    slots = np.full((rows, k), -1, dtype=np.int32)
+    for row in range(rows):
+        length = 0 if row == 1 else int(random.integers(k // 2, k + 1))
+        slots[row, :length] = random.permutation(min(pool, k + k // 4))[:length]
+    return slots
+
+
+# -- sparse MLA --------------------------------------------------------------------------------
+
+
+def attention(
+    q: torch.Tensor, latent: torch.Tensor, slots: NDArray, scale: float, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, a row at a time."""
+    rows, heads, _ = q.shape
+    out = torch.zeros(rows, heads, 512, dtype=torch.float64)
+    lse = torch.full((rows, heads), float("-inf"), dtype=torch.float64)
+    for row in range(rows):
+        chosen = latent[slots[row][slots[row] >= 0]].double()
+        if len(chosen) == 0:
+            continue
+        scores = q[row].double() @ chosen.T * scale
+        lse[row] = scores.logsumexp(-1)
+        total = lse[row] if sinks is None else torch.logaddexp(lse[row], sinks.double())
+        out[row] = (scores - total[:, None]).exp() @ chosen[:, :512]
+    return out, lse
+
+
+def fp8_cache(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 656-byte rows, and the bfloat16 rows that they mean."""
+    groups = latent[:, :512].float().unflatten(1, (4, 128))
+    scales = groups.abs().amax(-1) / 448
+    values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
+    meant = (values.float() * scales[..., None]).bfloat16().flatten(1)
+    rotary = latent[:, 512:].contiguous()
+    parts = [values.flatten(1), scales.contiguous(), rotary]
+    rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
+    return rows.contiguous(), torch.cat([meant, rotary], 1)
+
+
+MLA_CASES = [
+    # heads, rows per tile, cluster, fp8, sinks
+    (20, 3, 1, False, False),
+    (20, 3, 1, True, True),
+    (20, 1, 4, False, True),
+    (20, 1, 2, True, False),
+    (1, 4, 1, False, False),
+    (64, 1, 1, False, False),
+    (65, 1, 2, False, True),
+    (128, 1, 1, True, False),
+]
+
+
+@pytest.mark.parametrize(("heads", "packed_rows", "cluster", "fp8", "with_sinks"), MLA_CASES)
+def test_attend(
+    heads: int,
+    packed_rows: int,
+    cluster: int,
+    fp8: bool,
+    with_sinks: bool,
+    random: np.random.Generator,
+) -> None:
+    rows, k, pool, scale = 4, 200, 300, 0.07
+    torch.manual_seed(int(random.integers(1 << 31)))
+    q = torch.randn(rows, heads, 576).bfloat16()
+    latent = torch.randn(pool, 576).bfloat16()
+    slots = neighbouring_lists(random, rows, k, pool)
+    latent[int(slots.max()) + 1 :] = float("nan")
+    cache = latent
+    if fp8:
+        cache, latent = fp8_cache(latent)
+    sinks = torch.randn(heads) * 3 if with_sinks else None
+    if sinks is not None:
+        sinks[0] = float("-inf")
+    lists, masks, counts = slots, None, None
+    if packed_rows > 1:
+        tiles = [
+            pack(np.ascontiguousarray(slots[first : first + packed_rows]), first + 1)
+            for first in range(0, rows, packed_rows)
+        ]
+        width = packed_rows * k
+        lists = np.stack([np.resize(np.append(t[0], -7), width) for t in tiles]).astype(np.int32)
+        masks = np.stack([np.resize(np.append(t[1], 0xEE), width) for t in tiles]).astype(np.uint8)
+        counts = np.array([t[2] for t in tiles], dtype=np.int32)
+    out = torch.full((rows, heads, 512), float("nan")).bfloat16()
+    lse = torch.full((rows, heads), float("nan"))
+    assert packed_rows * sparse_mla.heads_per_block(heads) <= 64
+
+    def run_once() -> tuple[torch.Tensor, torch.Tensor]:
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        run(
+            "attend",
+            address(q.data_ptr()),
+            address(cache.data_ptr()),
+            c_bool(fp8),
+            None if sinks is None else address(sinks.data_ptr()),
+            address(out.data_ptr()),
+            address(lse.data_ptr()),
+            rows,
+            heads,
+            packed_rows,
+            c_float(scale),
+            pointer(lists),
+            None if masks is None else pointer(masks),
+            None if counts is None else pointer(counts),
+            lists.shape[1],
+            cluster,
+            c_uint64(int(random.integers(1 << 40))),
+        )
+        return out.clone(), lse.clone()
+
+    got_out, got_lse = run_once()
+    want_out, want_lse = attention(q, latent, slots, scale, sinks)
+    finite = want_lse > float("-inf")
+    assert (got_lse[~finite] == float("-inf")).all()
+    assert (got_out[~finite] == 0).all()
+    assert finite.any()
+    assert (~finite).any(), "one list is empty"
+    torch.testing.assert_close(got_lse[finite].double(), want_lse[finite], rtol=0, atol=1e-4)
+    for row in range(rows):
+        chosen = latent[slots[row][slots[row] >= 0]]
+        if len(chosen):  # the contract's own bound; a sink only shrinks the output
+            bound, _ = mla_tolerance(q[row], chosen, scale)
+            assert ((got_out[row].double() - want_out[row]).abs() <= bound).all()
+    again = run_once()
+    assert torch.equal(again[0], got_out), "the same bits in every order of execution"
+    assert torch.equal(again[1], got_lse)

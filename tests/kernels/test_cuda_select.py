@@ -1,0 +1,128 @@
+"""The device's selection code (csrc/common/select.h, topk/row.h, indexer/gate.h), on the host.
+
+The same templates that the kernels instantiate run here on an executor that shuffles every loop,
+against a sort.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.kernels import cuda_host
+
+seeds = st.integers(0, 2**31)
+
+
+def oracle(row: NDArray, k: int) -> NDArray:
+    """The k largest, ties to the smaller position, ascending, padded with -1."""
+    order = np.argsort(-row.astype(np.float64), kind="stable")[:k]
+    return np.pad(np.sort(order), (0, k - len(order)), constant_values=-1).astype(np.int32)
+
+
+def make_row(kind: str, n: int, random: np.random.Generator) -> NDArray:
+    normal = random.standard_normal(n).astype(np.float32)
+    if kind == "normal":
+        return normal
+    if kind == "relu":  # more than half of the row is exactly zero, some of it -0.0
+        return np.maximum(normal - 0.5, 0) * random.choice(np.float32([1, -1]), n)
+    if kind == "equal":
+        return np.full(n, normal[0], dtype=np.float32)
+    if kind == "few values":
+        return random.choice(np.float32([-3, -0.0, 0.0, 1.5, 1.5000001, 2]), n)
+    if kind == "one bin":  # differ in the last bits only
+        return (np.float32(1.75) + random.integers(0, 9, n).astype(np.float32) * 2**-23).astype(
+            np.float32
+        )
+    if kind == "ascending":
+        return np.sort(normal)
+    if kind == "descending":
+        return np.sort(normal)[::-1].copy()
+    if kind == "infinite":
+        return np.where(random.random(n) < 0.3, random.choice([np.inf, -np.inf], n), normal).astype(
+            np.float32
+        )
+    if kind == "huge":
+        return (normal.astype(np.float64) * 7e37).clip(-3.4e38, 3.4e38).astype(np.float32)
+    if kind == "denormal":
+        return (normal * np.float32(1e-41)).astype(np.float32)
+    raise ValueError(kind)
+
+
+KINDS = (
+    "normal",
+    "relu",
+    "equal",
+    "few values",
+    "one bin",
+    "ascending",
+    "descending",
+    "infinite",
+    "huge",
+    "denormal",
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=40))
+def test_keys_order_as_the_floats_do(values: list[float]) -> None:
+    keys = [cuda_host.order_key(value) for value in values]
+    for a, key_a in zip(values, keys, strict=True):
+        for b, key_b in zip(values, keys, strict=True):
+            assert (key_a < key_b) == (a < b)
+            assert (key_a == key_b) == (a == b)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(1, 20000), st.integers(1, 2048), seeds)
+def test_topk_row(kind: str, n: int, k: int, seed: int) -> None:
+    row = make_row(kind, n, np.random.default_rng(seed))
+    np.testing.assert_array_equal(cuda_host.topk_row(row, k, seed), oracle(row, k))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(1, 30000), st.integers(1, 2048), seeds)
+def test_gate(kind: str, n: int, k: int, seed: int) -> None:
+    row = make_row(kind, n, np.random.default_rng(seed))
+    chosen, fullest, _ = cuda_host.gate(row, k, seed)
+    assert 0 <= fullest <= cuda_host.constant("gate.list_capacity")
+    np.testing.assert_array_equal(chosen, oracle(row, k))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2047, 2048, 2049, 8191, 8192, 8193, 131072, 131073, 300_001])
+def test_long_rows(kind: str, n: int, generator: object) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"{seed=}")
+    row = make_row(kind, n, np.random.default_rng(seed))
+    wanted = oracle(row, 2048)
+    np.testing.assert_array_equal(cuda_host.topk_row(row, 2048, seed), wanted)
+    chosen, fullest, _ = cuda_host.gate(row, 2048, seed)
+    assert fullest >= 0
+    np.testing.assert_array_equal(chosen, wanted)
+
+
+def test_a_million_tokens() -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"{seed=}")
+    row = make_row("normal", 1 << 20, np.random.default_rng(seed))
+    wanted = oracle(row, 2048)
+    np.testing.assert_array_equal(cuda_host.topk_row(row, 2048, seed), wanted)
+    np.testing.assert_array_equal(cuda_host.gate(row, 2048, seed)[0], wanted)
+
+
+def test_the_gate_lists_few_entries_even_of_a_sorted_row() -> None:
+    """Every prefix of the pages' order is a sample: the list gets about k(1 + ln(n / k))."""
+    n, k = 200_000, 2048
+    row = make_row("ascending", n, np.random.default_rng(1))
+    _, _, entries = cuda_host.gate(row, k, 1)
+    expected = k * (1 + np.log(n / k))
+    assert entries < 2 * expected
+
+
+def test_nan_ends_in_bounds() -> None:
+    row = make_row("normal", 20000, np.random.default_rng(2))
+    row[::7] = np.nan
+    for chosen in (cuda_host.topk_row(row, 2048, 3), cuda_host.gate(row, 2048, 3)[0]):
+        assert ((chosen >= -1) & (chosen < len(row))).all()

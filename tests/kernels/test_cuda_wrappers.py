@@ -1,0 +1,315 @@
+"""The Python side of the CUDA kernels, with the emulated GPU in place of the libraries.
+
+Which launch is chosen, what is sliced, flattened and handed over, and what comes back, against the
+references. The "GPU" has two multiprocessors, and a workspace that forces several launches.
+"""
+
+import ctypes
+from ctypes import byref, c_bool, c_float, c_int64, c_uint64
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_indexcache.kernels.conformance import cases, suite
+from sglang_indexcache.kernels.cuda import indexer, sparse_mla, topk
+from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
+from sglang_indexcache.kernels.topk import reference as topk_reference
+from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
+
+SMS = 2
+
+
+def at(tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+def call_of(q, weights, pages, table, starts, per_request, visible) -> IndexerCall:
+    assert q.is_contiguous()
+    assert weights.is_contiguous()
+    assert visible.is_contiguous()
+    return IndexerCall(
+        at(q),
+        at(pages),
+        len(pages),
+        at(weights),
+        at(visible),
+        len(visible),
+        at(starts),
+        len(table),
+        per_request,
+        at(table),
+        table.stride(0),
+        7,
+    )
+
+
+class Emulated:
+    """The exports of csrc/*/exports.cu and topk.cu; counts the calls of each."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def indexer_logits(self, q, weights, pages, table, starts, per_request, visible, out) -> None:
+        self.calls.append("indexer_logits")
+        call = call_of(q, weights, pages, table, starts, per_request, visible)
+        rows = 4 if starts is not None else per_request
+        tile = {1: 1, 2: 2}.get(rows, 4) if q.shape[1] >= 32 else 4
+        run("logits", byref(call), q.shape[1], tile, rows, 2, at(out), c_int64(out.stride(0)))
+
+    def indexer_select(self, q, weights, pages, table, starts, visible, slots, lists, out) -> None:
+        self.calls.append("indexer_select")
+        assert lists.shape[1:] == (indexer.select_rows(q.shape[1]), indexer.LIST_CAPACITY)
+        call = call_of(q, weights, pages, table, starts, 1, visible)
+        tile, k, blocks = lists.shape[1], out.shape[1], lists.shape[0]
+        run("select", byref(call), q.shape[1], tile, k, blocks, c_bool(slots), at(out))
+
+    def topk(self, logits, visible, out) -> None:
+        self.calls.append("topk")
+        for row, seen in enumerate(visible.tolist()):
+            run("topk", at(logits[row]), seen, out.shape[1], c_uint64(row), at(out[row]))
+
+    def topk_of_requests(self, logits, visible, starts, per_request, table, out) -> None:
+        self.calls.append("topk_of_requests")
+        for row in range(len(out)):
+            request, seen = row // per_request, int(visible[row])
+            if starts is not None:
+                request = int((starts[1:] <= row).sum())
+                if request == len(starts) - 1:
+                    seen = 0
+            one = logits[row : row + 1, :seen]
+            chosen = topk_reference.topk_ascending(one, torch.tensor([seen]), out.shape[1])[0]
+            if table is not None and seen > 0:
+                slots = table[request][chosen.clamp_min(0) // 64] * 64 + chosen % 64
+                chosen = torch.where(chosen < 0, chosen, slots)
+            out[row] = chosen
+
+    def sparse_mla_pack(self, slots, per_tile, packed, masks, counts) -> None:
+        self.calls.append("sparse_mla_pack")
+        for tile in range(len(counts)):
+            own = slots[tile * per_tile : (tile + 1) * per_tile]
+            assert own.is_contiguous()
+            count = counts[tile : tile + 1]
+            rows, k = own.shape
+            targets = at(packed[tile]), at(masks[tile]), at(count)
+            run("pack", at(own), rows, k, c_uint64(tile), *targets)
+
+    def sparse_mla_attend(
+        self, q, cache, slots, masks, counts, per_tile, scale, sinks, cluster, out, lse
+    ) -> None:
+        self.calls.append(f"sparse_mla_attend {per_tile} {cluster}")
+        rows, heads = q.shape[:2]
+        fp8, width = cache.shape[1] == 656, slots.shape[1]
+        results = at(out), at(lse), rows, heads, per_tile, c_float(scale)
+        lists = at(slots), at(masks), at(counts), width, cluster, c_uint64(5)
+        run("attend", at(q), at(cache), c_bool(fp8), at(sinks), *results, *lists)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    library = Emulated()
+    for module in (indexer, sparse_mla, topk):
+        monkeypatch.setattr(module, "library", lambda folder: library)
+        monkeypatch.setattr(module, "require_hopper", lambda op, device: None)
+    for module in (indexer, sparse_mla):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
+    return library
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"{seed=}")
+    return np.random.default_rng(seed)
+
+
+def tensors(batch: Batch) -> SimpleNamespace:
+    return SimpleNamespace(
+        q=torch.from_numpy(batch.q_bytes).view(torch.float8_e4m3fn),
+        weights=torch.from_numpy(batch.weights),
+        pages=torch.from_numpy(batch.pages),
+        table=torch.from_numpy(batch.table),
+        starts=torch.from_numpy(batch.starts),
+        visible=torch.from_numpy(batch.visible),
+    )
+
+
+@pytest.mark.parametrize("as_slots", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "launches"),
+    [
+        ([3, 0, 21, 1], ["indexer_select"]),
+        ([3, 0, 2, 1], ["indexer_logits", "topk_of_requests"]),
+    ],
+)
+def test_select_prefill(
+    lens: list[int],
+    launches: list[str],
+    as_slots: bool,
+    emulated: Emulated,
+    random: np.random.Generator,
+) -> None:
+    """Fused where every multiprocessor gets a tile, in two launches below that."""
+    batch = Batch(random, 32, lens, [130, 9, 200, 70], padding=2)
+    t = tensors(batch)
+    inputs = t.q, t.weights, t.pages, t.table, t.starts, t.visible
+    chosen = indexer.indexer_select_prefill(*inputs, 40, as_slots=as_slots)
+    assert emulated.calls == launches
+    np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=as_slots))
+
+
+@pytest.mark.parametrize("as_slots", [False, True])
+@pytest.mark.parametrize("next_n", [1, 2, 3])
+def test_select_decode_in_parts(
+    next_n: int,
+    as_slots: bool,
+    emulated: Emulated,
+    random: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = Batch(random, 32, [next_n] * 5, [next_n, 65, 190, 64, 128], decode=next_n)
+    width = batch.table.shape[1] * 64
+    monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * next_n * width * 4 + 3)
+    t = tensors(batch)
+    chosen = indexer.indexer_select_decode(
+        t.q.unflatten(0, (5, next_n)),
+        t.weights.unflatten(0, (5, next_n)),
+        t.pages,
+        t.table,
+        t.visible.unflatten(0, (5, next_n)),
+        30,
+        as_slots=as_slots,
+    )
+    assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 3
+    wanted = batch.selected(30, as_slots=as_slots)
+    np.testing.assert_array_equal(chosen.flatten(0, 1).numpy(), wanted)
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+def test_decode_logits_into_strided_rows(
+    gap: int, emulated: Emulated, random: np.random.Generator
+) -> None:
+    batch = Batch(random, 32, [2, 2, 2], [100, 64, 2], decode=2)
+    t = tensors(batch)
+    store = torch.full((3, 2 + gap, 128 + gap), 1234.5)
+    out = store[:, :2, :128]
+    pairs = [x.unflatten(0, (3, 2)) for x in (t.q, t.weights, t.visible)]
+    inputs = pairs[0], pairs[1], t.pages, t.table, pairs[2], 128
+    assert indexer.indexer_logits_decode(*inputs, out=out) is out
+    for row, logits in enumerate(batch.logits):
+        np.testing.assert_array_equal(out[row // 2, row % 2, : len(logits)].numpy(), logits)
+    assert (store[:, 2:] == 1234.5).all()
+    assert (store[:, :, 128:] == 1234.5).all()
+
+
+def test_prefill_logits(emulated: Emulated, random: np.random.Generator) -> None:
+    batch = Batch(random, 64, [2, 5], [100, 64], padding=1)
+    t = tensors(batch)
+    out = indexer.indexer_logits_prefill(t.q, t.weights, t.pages, t.table, t.starts, t.visible, 128)
+    for row, logits in enumerate(batch.logits):
+        np.testing.assert_array_equal(out[row, : len(logits)].numpy(), logits)
+
+
+def test_nothing_to_do(emulated: Emulated, random: np.random.Generator) -> None:
+    t = tensors(Batch(random, 32, [0], [5]))
+    inputs = t.q, t.weights, t.pages, t.table, t.starts, t.visible
+    assert indexer.indexer_select_prefill(*inputs, 7).shape == (0, 7)
+    assert indexer.indexer_logits_prefill(*inputs, 64).shape == (0, 64)
+    assert topk.topk(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int32), 7).shape == (0, 7)
+    q, cache = torch.zeros(0, 20, 576).bfloat16(), torch.zeros(3, 576).bfloat16()
+    out, lse = sparse_mla.sparse_mla(q, cache, torch.zeros(0, 9, dtype=torch.int32), 1.0)
+    assert (out.shape, lse.shape) == ((0, 20, 512), (0, 20))
+    assert emulated.calls == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "sms", "calls"),
+    [
+        (1, 8, ["sparse_mla_attend 1 2"]),  # 100 slots are two steps
+        (2, 2, ["sparse_mla_attend 1 1"]),
+        (14, 2, ["sparse_mla_pack", "sparse_mla_attend 3 1"] * 3),  # workspace: 6, 6, 2 rows
+    ],
+)
+def test_sparse_mla(
+    rows: int,
+    sms: int,
+    calls: list[str],
+    emulated: Emulated,
+    random: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    k = 100
+    monkeypatch.setattr(sparse_mla, "multiprocessors", lambda device: sms)
+    monkeypatch.setattr(sparse_mla, "WORKSPACE_BYTES", 2 * (3 * k * 5 + 4) + 1)
+    torch.manual_seed(int(random.integers(1 << 31)))
+    q, latent = torch.randn(rows, 20, 576).bfloat16(), torch.randn(150, 576).bfloat16()
+    slots = torch.stack([torch.randperm(130)[:k] for _ in range(rows)]).int()
+    slots[0, 60:] = -1
+    sinks = torch.randn(20)
+    out, lse = sparse_mla.sparse_mla(q, latent, slots, 0.05, sinks=sinks)
+    assert emulated.calls == calls
+    want_out, want_lse = attention(q, latent, slots.numpy(), 0.05, sinks)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), want_out, rtol=2**-7, atol=2**-8)
+
+
+def test_the_reference_agrees_with_the_oracle_of_these_tests(random: np.random.Generator) -> None:
+    torch.manual_seed(int(random.integers(1 << 31)))
+    q, latent = torch.randn(3, 5, 576).bfloat16(), torch.randn(50, 576).bfloat16()
+    slots = torch.stack([torch.randperm(50)[:20] for _ in range(3)]).int()
+    sinks = torch.randn(5)
+    out, lse = mla_reference.sparse_mla(q, latent, slots, 0.1, sinks=sinks)
+    want_out, want_lse = attention(q, latent, slots.numpy(), 0.1, sinks)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), want_out, rtol=2**-7, atol=2**-8)
+
+
+# -- the suite that every implementation must pass -----------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("sms", [1, 100], ids=["fused", "two launches"])
+@pytest.mark.parametrize("case", cases.PREFILL, ids=str)
+def test_suite_prefill(
+    case: cases.IndexerCase,
+    sms: int,
+    emulated: Emulated,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one multiprocessor there is always a tile for each."""
+    monkeypatch.setattr(indexer, "multiprocessors", lambda device: sms)
+    ops = indexer.indexer_logits_prefill, indexer.indexer_select_prefill
+    inputs = cases.indexer_inputs(case, generator, CPU)
+    assert suite.check_indexer_prefill(*ops, case, inputs) == []
+
+
+@pytest.mark.parametrize("case", cases.DECODE, ids=str)
+def test_suite_decode(
+    case: cases.IndexerCase, emulated: Emulated, generator: torch.Generator
+) -> None:
+    ops = indexer.indexer_logits_decode, indexer.indexer_select_decode
+    inputs = cases.indexer_inputs(case, generator, CPU)
+    assert suite.check_indexer_decode(*ops, case, inputs) == []
+
+
+@pytest.mark.parametrize("sms", [1, 100], ids=["packed", "split"])
+@pytest.mark.parametrize("case", cases.ATTENTION, ids=str)
+def test_suite_attention(
+    case: cases.AttentionCase,
+    sms: int,
+    emulated: Emulated,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sparse_mla, "multiprocessors", lambda device: sms)
+    inputs = cases.attention_inputs(case, generator, CPU)
+    assert suite.check_sparse_mla(sparse_mla.sparse_mla, inputs) == []
+
+
+@pytest.mark.parametrize("case", cases.TOPK, ids=str)
+def test_suite_topk(case: cases.TopKCase, emulated: Emulated, generator: torch.Generator) -> None:
+    logits, visible = cases.topk_inputs(case, generator, CPU)
+    assert suite.check_topk(topk.topk, logits, visible, case.topk) == []

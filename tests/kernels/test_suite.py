@@ -1,0 +1,181 @@
+"""The shared suite finds what real kernels get wrong: each mutant of the reference is caught."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.kernels.conformance import cases, suite
+from sglang_indexcache.kernels.contracts import FLOAT32_BITS
+from sglang_indexcache.kernels.indexer import reference as indexer
+from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
+from sglang_indexcache.kernels.topk import reference as topk
+
+CPU = torch.device("cpu")
+
+
+def larger_tie(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Ties to the larger position."""
+    rows = []
+    for row, limit in zip(logits, visible.tolist(), strict=True):
+        order = (row[:limit] + 0.0).flip(0).sort(descending=True, stable=True).indices[:k]
+        kept = (limit - 1 - order).sort().values
+        rows.append(torch.nn.functional.pad(kept, (0, k - len(kept)), value=-1))
+    return torch.stack(rows).int()
+
+
+def signed_zeros(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Radix keys that tell -0 from +0."""
+    bits = logits.contiguous().view(torch.int32)
+    keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
+    return topk.topk(keys.double(), visible, k)
+
+
+def descending(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    found = topk.topk(logits, visible, k)
+    return found.flip(1)
+
+
+def reads_on(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """One column too many."""
+    wider = logits.as_strided((len(logits), logits.shape[1] + 1), logits.stride())
+    return topk.topk(wider, (visible + 1).clamp_max(wider.shape[1]), k)
+
+
+def drops_overflow(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Only so many candidates of the threshold's bin are looked at (SGLang's legacy top-k)."""
+    return topk.topk(logits, visible.clamp_max(400), k)
+
+
+def into_out(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def wrapped(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(function(*arguments))
+
+    return wrapped
+
+
+@pytest.mark.parametrize("mutant", [larger_tie, signed_zeros, descending, reads_on, drops_overflow])
+def test_topk_mutants(mutant: Callable[..., torch.Tensor], generator: torch.Generator) -> None:
+    logits, visible = cases.topk_inputs(cases.TopKCase(700, 64), generator, CPU)
+    assert suite.check_topk(topk.topk, logits, visible, 64) == []
+    assert suite.check_topk(into_out(mutant), logits, visible, 64)
+
+
+def test_a_write_outside_is_seen(generator: torch.Generator) -> None:
+    def careless(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
+        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0)
+        return topk.topk(*arguments, out=out)
+
+    logits, visible = cases.topk_inputs(cases.TopKCase(63, 64), generator, CPU)
+    complaints = suite.check_topk(careless, logits, visible, 64)
+    assert any("outside" in complaint for complaint in complaints)
+
+
+def test_what_is_not_written_is_seen(generator: torch.Generator) -> None:
+    def forgets(logits: torch.Tensor, *rest: Any, out: torch.Tensor) -> torch.Tensor:
+        out[:-1] = topk.topk(logits, *rest)[:-1]
+        return out
+
+    logits, visible = cases.topk_inputs(cases.TopKCase(63, 64), generator, CPU)
+    assert suite.check_topk(forgets, logits, visible, 64)
+
+
+def mutated(change: Callable[[list[torch.Tensor]], None], function: Any) -> Any:
+    """``function`` on changed arguments."""
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        changed = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+        change(changed)
+        return function(*changed, **options)
+
+    return wrapped
+
+
+def drop_a_head(arguments: list[torch.Tensor]) -> None:
+    arguments[1][:, -1] = 0
+
+
+def forget_a_scale(arguments: list[torch.Tensor]) -> None:
+    arguments[2].view(torch.float32)[:, -64:] = 1.0
+
+
+def see_one_more(arguments: list[torch.Tensor]) -> None:
+    arguments[5].add_((arguments[5] < arguments[5].max()).int())
+
+
+INDEXER_MUTANTS = [drop_a_head, forget_a_scale]
+
+
+@pytest.mark.parametrize("number", [1, 7])
+@pytest.mark.parametrize("change", INDEXER_MUTANTS)
+def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> None:
+    """Wrong consistently: the selection is the top-k of the wrong logits, only they betray it."""
+    case = cases.PREFILL[number]
+    inputs = cases.indexer_inputs(case, generator, CPU)
+    logits = mutated(change, indexer.indexer_logits_prefill)
+    select = mutated(change, indexer.indexer_select_prefill)
+    complaints = suite.check_indexer_prefill(logits, select, case, inputs, FLOAT32_BITS)
+    assert any(complaint.startswith("logits") for complaint in complaints)
+
+
+@pytest.mark.parametrize("change", [*INDEXER_MUTANTS, see_one_more])
+def test_wrong_selection(change: Any, generator: torch.Generator) -> None:
+    case = cases.PREFILL[10]
+    inputs = cases.indexer_inputs(case, generator, CPU)
+    select = mutated(change, indexer.indexer_select_prefill)
+    complaints = suite.check_indexer_prefill(
+        indexer.indexer_logits_prefill, select, case, inputs, FLOAT32_BITS
+    )
+    assert any(complaint.startswith("select") for complaint in complaints)
+
+
+def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
+    """What bfloat16 logits would be is beyond the tolerance even of Hopper's FP8 unit."""
+
+    def rounded(*arguments: Any, **options: Any) -> torch.Tensor:
+        return options["out"].copy_(indexer.indexer_logits_prefill(*arguments).bfloat16())
+
+    def select(*arguments: Any, **options: Any) -> torch.Tensor:
+        return indexer.indexer_select_prefill(*arguments, **options)
+
+    case = cases.PREFILL[10]
+    inputs = cases.indexer_inputs(case, generator, CPU)
+
+    def logits(*arguments: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(len(inputs.visible), arguments[-1])
+        return rounded(*arguments, out=out)
+
+    complaints = suite.check_indexer_prefill(logits, select, case, inputs, FLOAT32_BITS)
+    assert any("tolerance" in complaint for complaint in complaints)
+
+
+def wrong_scale(q: Any, cache: Any, slots: Any, scale: float, **options: Any) -> Any:
+    return sparse_mla.sparse_mla(q, cache, slots, scale * 1.02, **options)
+
+
+def pads_with_row_0(q: Any, cache: Any, slots: Any, scale: float, **options: Any) -> Any:
+    return sparse_mla.sparse_mla(q, cache, slots.clamp_min(0), scale, **options)
+
+
+def skips_one(q: Any, cache: Any, slots: Any, scale: float, **options: Any) -> Any:
+    fewer = slots.clone()
+    fewer[0, 30] = -1
+    return sparse_mla.sparse_mla(q, cache, fewer, scale, **options)
+
+
+def no_sinks(*arguments: Any, sinks: Any, **options: Any) -> Any:
+    return sparse_mla.sparse_mla(*arguments, **options)
+
+
+def base_2_lse(*arguments: Any, **options: Any) -> Any:
+    out, lse = sparse_mla.sparse_mla(*arguments, **options)
+    return out, lse.mul_(1.4426950408889634)
+
+
+@pytest.mark.parametrize("mutant", [wrong_scale, pads_with_row_0, skips_one, no_sinks, base_2_lse])
+def test_attention_mutants(mutant: Any, generator: torch.Generator) -> None:
+    inputs = cases.attention_inputs(cases.ATTENTION[1], generator, CPU)
+    assert suite.check_sparse_mla(sparse_mla.sparse_mla, inputs) == []
+    assert suite.check_sparse_mla(mutant, inputs)
