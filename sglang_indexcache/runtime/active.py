@@ -23,12 +23,16 @@ class Counters:
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
+        prefill_seconds: in indexers during prefill. The CPU platform only: a GPU runs ahead of us.
+        decode_seconds: in indexers during decode, likewise.
     """
 
     forwards: int = 0
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
     @classmethod
     def for_layers(cls, count: int) -> Counters:
@@ -64,6 +68,13 @@ class ActivePattern:
         """``layer`` stored index keys without scoring any."""
         self.counters.key_writes[self.position(layer)] += 1
 
+    def count_indexer_time(self, seconds: float, *, is_decode: bool) -> None:
+        """An indexer took ``seconds``, whatever it did."""
+        if is_decode:
+            self.counters.decode_seconds += seconds
+        else:
+            self.counters.prefill_seconds += seconds
+
     def replace(self, pattern: Pattern, source: str) -> None:
         """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
         self.pattern, self.source = pattern, source
@@ -89,6 +100,10 @@ class ActivePattern:
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),
             "index_key_writes": list(self.counters.key_writes),
+            "indexer_seconds": {
+                "prefill": self.counters.prefill_seconds,
+                "decode": self.counters.decode_seconds,
+            },
         }
 
 
