@@ -1,0 +1,161 @@
+"""``indexcache bench ...`` and ``indexcache plan``: thin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sglang_indexcache.bench.errors import BenchError
+
+Reporting = Callable[[Callable[..., None]], Callable[..., None]]
+
+out = Console()
+
+ModelOption = Annotated[
+    Path, typer.Option(help="Checkpoint folder (config.json at least), also with --url.")
+]
+PatternOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="As for --indexcache-pattern, or NAME=VALUE; the first is the baseline. Repeat it."
+    ),
+]
+UrlOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A running server for each pattern, in the same order; one server in live mode may "
+        "stand for all. Without it, servers are started one at a time."
+    ),
+]
+LengthOption = Annotated[
+    list[str] | None, typer.Option(help="Prompt tokens: 4096, 200K or 16Ki. Repeat it.")
+]
+RoundsOption = Annotated[int, typer.Option(help="Turns of every pattern: A B A B.")]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Folder for the results.")]
+NoteOption = Annotated[str, typer.Option(help="Kept with the result, e.g. about the weights.")]
+EnvOption = Annotated[
+    list[str] | None, typer.Option(help="NAME=VALUE for the servers that are started. Repeat it.")
+]
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
+"""Server flags come behind ``--``."""
+
+
+def register(app: typer.Typer, reporting: Reporting) -> None:
+    """Add the subcommands.
+
+    Args:
+        app: the ``indexcache`` command.
+        reporting: turns our errors into one line and an exit code.
+    """
+    bench = typer.Typer(help="Measure what sharing gains.", no_args_is_help=True)
+    bench.command("latency", context_settings=PASS_ON)(reporting(latency_command))
+    app.add_typer(bench, name="bench")
+
+
+def latency_command(
+    context: typer.Context,
+    model: ModelOption,
+    output: OutputOption,
+    pattern: PatternOption = None,
+    length: LengthOption = None,
+    url: UrlOption = None,
+    rounds: RoundsOption = 3,
+    new_tokens: Annotated[int, typer.Option(help="Generated per request.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Measurements of a length within a turn.")] = 1,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="prefill, decode or full; all three if left out.")
+    ] = None,
+    full_concurrency: Annotated[
+        int, typer.Option(help="Requests a rank for the full KV cache; 0: as many as fit.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    name: Annotated[str, typer.Option(help="Of the files written.")] = "latency",
+    note: NoteOption = "",
+    env: EnvOption = None,
+) -> None:
+    """The paper's Table 1 and its bar figure, on your servers.
+
+    Flags of the servers come behind --, for example:
+    indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
+    """
+    from sglang_indexcache.bench import latency, tables
+    from sglang_indexcache.bench.prompts import parse_length
+    from sglang_indexcache.bench.results import METRICS
+    from sglang_indexcache.bench.servers import RunningServers, Servers, StartedServers
+
+    target = latency.read_target(model, note)
+    served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
+    settings = latency.Settings(
+        lengths=tuple(parse_length(text) for text in length or ["10K", "60K", "120K", "200K"]),
+        rounds=rounds,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        metrics=tuple(metric or METRICS),  # type: ignore[arg-type]  # checked by Settings.check
+        full_concurrency=full_concurrency,
+        seed=seed,
+    )
+    settings.check()
+    servers: Servers
+    if url:
+        names = [configuration.name for configuration in served]
+        urls = url * len(names) if len(url) == 1 else url
+        if len(urls) != len(names) or context.args:
+            raise BenchError(
+                f"give one --url, or one for each of {', '.join(names)}, and no server flags"
+            )
+        servers = RunningServers(dict(zip(names, urls, strict=True)))
+    else:
+        servers = StartedServers(
+            str(model), context.args, output / "logs", dict(_variable(text) for text in env or [])
+        )
+    result = latency.run(
+        target,
+        servers,
+        served,
+        settings,
+        arguments=context.args,
+        started_servers=not url,
+        report=lambda text: out.print(text, highlight=False),
+    )
+    written = write_latency(result, output, name)
+    for grid in (tables.latency_grid(result), tables.amdahl_grid(result)):
+        if grid is not None:
+            out.print(grid.to_terminal())
+    out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
+
+
+def write_latency(result: object, folder: Path, name: str) -> list[Path]:
+    """Write the result as JSON, Markdown and figures; returns the files."""
+    from sglang_indexcache.bench import figures, tables
+    from sglang_indexcache.bench.results import LatencyResult, save
+    from sglang_indexcache.search.report import write_whole
+
+    assert isinstance(result, LatencyResult)
+    base = folder / name
+    written = [base.with_suffix(suffix) for suffix in (".json", ".md")]
+    save(result, written[0])
+    write_whole(written[1], tables.report(result))
+    shares = figures.share_curves(result)
+    for suffix in (".png", ".svg"):
+        drawn = [folder / f"{name}-speedup{suffix}"]
+        figures.draw_speedups(result, drawn[0])
+        if "prefill" in result.metrics:
+            drawn.append(folder / f"{name}-scaling{suffix}")
+            unit = "prefill time, relative to DSA at the shortest"
+            figures.draw_scaling(figures.prefill_curves(result), drawn[-1], unit)
+        if shares:
+            drawn.append(folder / f"{name}-share{suffix}")
+            figures.draw_shares(shares, drawn[-1])
+        written += drawn
+    return written
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise BenchError(f"--env wants NAME=VALUE, got {text!r}")
+    return name, value
