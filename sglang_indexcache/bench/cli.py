@@ -53,7 +53,9 @@ def register(app: typer.Typer, reporting: Reporting) -> None:
     """
     bench = typer.Typer(help="Measure what sharing gains.", no_args_is_help=True)
     bench.command("latency", context_settings=PASS_ON)(reporting(latency_command))
+    bench.command("layer-stack")(reporting(layer_stack_command))
     app.add_typer(bench, name="bench")
+    app.command("plan")(reporting(plan_command))
 
 
 def latency_command(
@@ -152,6 +154,91 @@ def write_latency(result: object, folder: Path, name: str) -> list[Path]:
             figures.draw_shares(shares, drawn[-1])
         written += drawn
     return written
+
+
+def layer_stack_command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .json file to write.")],
+    model: Annotated[str, typer.Option(help="30b, glm-5, deepseek-v3.2 or a folder.")] = "30b",
+    length: LengthOption = None,
+    requests: Annotated[
+        list[int] | None, typer.Option(help="Requests at once in decode; repeat it.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="To run; the others are taken to cost the same.")] = 4,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk.")] = 8192,
+    repeats: Annotated[int, typer.Option(help="Of everything, F and S in turns.")] = 3,
+    kernels: Annotated[str, typer.Option(help="cpu, triton, cuda or reference.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """The attention path of bare decoder layers: where the time goes, without a server."""
+    from sglang_indexcache.bench import figures, layer_stack, stack_tables
+    from sglang_indexcache.bench.ops import load_ops
+    from sglang_indexcache.bench.prompts import parse_length
+    from sglang_indexcache.bench.results import save
+    from sglang_indexcache.bench.shapes import shape_of
+    from sglang_indexcache.search.report import write_whole
+
+    shape = shape_of(model)
+    result = layer_stack.run(
+        shape,
+        load_ops(kernels, device, (shape.index_heads, shape.heads, shape.topk)),
+        tuple(parse_length(text) for text in length or ["10K", "60K", "120K", "200K"]),
+        layers=layers,
+        chunk=chunk,
+        repeats=repeats,
+        requests=tuple(requests or [1]),
+        device=device,
+        report=lambda text: out.print(text, highlight=False),
+    )
+    save(result, output)
+    grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]
+    write_whole(output.with_suffix(".md"), "\n".join(grid.to_markdown() for grid in grids))
+    for suffix in (".png", ".svg"):
+        shares = stack_tables.share_curves(result)
+        figures.draw_shares(shares, output.with_name(f"{output.stem}-share{suffix}"))
+        costs, unit = stack_tables.cost_curves(result)
+        figures.draw_scaling(costs, output.with_name(f"{output.stem}-scaling{suffix}"), unit)
+    for grid in grids:
+        out.print(grid.to_terminal())
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(help="30b, glm-5, deepseek-v3.2 or a folder.")],
+    pattern: Annotated[
+        list[str] | None, typer.Option(help="As for --indexcache-pattern. Repeat it.")
+    ] = None,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Tokens: 4096, 200K or 16Ki. Repeat it.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="For a roofline: h100, h200 or b200.")] = "h100",
+    rates: Annotated[
+        Path | None, typer.Option(help="Measured rates instead: a result of indexcache bench.")
+    ] = None,
+    kv: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    cache_tokens: Annotated[
+        str, typer.Option(help="KV tokens of a GPU, for the full-cache figure.")
+    ] = "800K",
+    tp: Annotated[int, typer.Option(help="Ranks that share heads and experts.")] = 1,
+) -> None:
+    """Predict prefill and decode speed-up and memory of a pattern before serving it."""
+    from sglang_indexcache.bench import plan
+    from sglang_indexcache.bench.prompts import parse_length
+    from sglang_indexcache.bench.roofline import find_gpu
+    from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
+    from sglang_indexcache.library import Library
+
+    shape = shape_of(model)
+    found: plan.Rates = (
+        plan.read_rates(rates, shape) if rates else plan.RooflineRates(shape, find_gpu(gpu), kv, tp)
+    )
+    checkpoint = checkpoint_of(shape)
+    named = [
+        (value, Library.default().resolve(value, checkpoint).pattern)
+        for value in pattern or ["uniform:1/2", "uniform:1/4"]
+    ]
+    lengths = [parse_length(text) for text in context or ["10K", "60K", "120K", "200K"]]
+    grid = plan.plan_grid(shape, found, named, lengths, parse_length(cache_tokens))
+    out.print(grid.to_terminal())
+    out.print(plan.memory_grid(shape, named, kv).to_terminal())
 
 
 def _variable(text: str) -> tuple[str, str]:
