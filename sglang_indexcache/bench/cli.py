@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from sglang_indexcache.bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from sglang_indexcache.bench.results import Configuration
+    from sglang_indexcache.bench.servers import Servers
 
 Reporting = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -53,6 +57,7 @@ def register(app: typer.Typer, reporting: Reporting) -> None:
     """
     bench = typer.Typer(help="Measure what sharing gains.", no_args_is_help=True)
     bench.command("latency", context_settings=PASS_ON)(reporting(latency_command))
+    bench.command("replay", context_settings=PASS_ON)(reporting(replay_command))
     bench.command("layer-stack")(reporting(layer_stack_command))
     app.add_typer(bench, name="bench")
     app.command("plan")(reporting(plan_command))
@@ -87,7 +92,6 @@ def latency_command(
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.prompts import parse_length
     from sglang_indexcache.bench.results import METRICS
-    from sglang_indexcache.bench.servers import RunningServers, Servers, StartedServers
 
     target = latency.read_target(model, note)
     served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
@@ -101,19 +105,7 @@ def latency_command(
         seed=seed,
     )
     settings.check()
-    servers: Servers
-    if url:
-        names = [configuration.name for configuration in served]
-        urls = url * len(names) if len(url) == 1 else url
-        if len(urls) != len(names) or context.args:
-            raise BenchError(
-                f"give one --url, or one for each of {', '.join(names)}, and no server flags"
-            )
-        servers = RunningServers(dict(zip(names, urls, strict=True)))
-    else:
-        servers = StartedServers(
-            str(model), context.args, output / "logs", dict(_variable(text) for text in env or [])
-        )
+    servers = _servers(model, served, url, context.args, output, env)
     result = latency.run(
         target,
         servers,
@@ -128,6 +120,85 @@ def latency_command(
         if grid is not None:
             out.print(grid.to_terminal())
     out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
+
+
+def _servers(
+    model: Path,
+    served: Sequence[Configuration],
+    urls: list[str] | None,
+    flags: list[str],
+    output: Path,
+    env: list[str] | None,
+) -> Servers:
+    from sglang_indexcache.bench.servers import RunningServers, StartedServers
+
+    if not urls:
+        variables = dict(_variable(text) for text in env or [])
+        return StartedServers(str(model), flags, output / "logs", variables)
+    names = [configuration.name for configuration in served]
+    every = urls * len(names) if len(urls) == 1 else urls
+    if len(every) != len(names) or flags:
+        raise BenchError(
+            f"give one --url, or one for each of {', '.join(names)}, and no server flags"
+        )
+    return RunningServers(dict(zip(names, every, strict=True)))
+
+
+def replay_command(
+    context: typer.Context,
+    model: ModelOption,
+    output: OutputOption,
+    limit: Annotated[str, typer.Option(help="Tokens of the longest session: the 90th percentile.")],
+    pattern: PatternOption = None,
+    url: UrlOption = None,
+    rounds: RoundsOption = 2,
+    sessions: Annotated[int, typer.Option(help="Conversations.")] = 32,
+    turns: Annotated[float, typer.Option(help="Of a conversation, on average.")] = 3.0,
+    system: Annotated[int, typer.Option(help="Tokens of the shared system prompt.")] = 1024,
+    answer: Annotated[int, typer.Option(help="Tokens generated in a turn.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Conversations at once.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of lengths and texts.")] = 0,
+    name: Annotated[str, typer.Option(help="Of the files written.")] = "replay",
+    note: NoteOption = "",
+    env: EnvOption = None,
+) -> None:
+    """Agent-like traffic with prefix-cache hits: TTFT and TPOT percentiles.
+
+    Flags of the servers come behind --. Needs the model's tokenizer with a chat template.
+    """
+    from sglang_indexcache.bench import latency, replay
+    from sglang_indexcache.bench.prompts import parse_length
+    from sglang_indexcache.bench.results import save
+    from sglang_indexcache.bench.traffic import Mix
+    from sglang_indexcache.search.report import write_whole
+
+    target = latency.read_target(model, note)
+    served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
+    mix = Mix(
+        sessions=sessions,
+        turns=turns,
+        limit=parse_length(limit),
+        system=system,
+        answer=answer,
+        concurrency=concurrency,
+        seed=seed,
+    )
+    mix.check()
+    result = replay.run(
+        target,
+        model,
+        _servers(model, served, url, context.args, output, env),
+        served,
+        mix,
+        output / "logs",
+        rounds=rounds,
+        arguments=context.args,
+        report=lambda text: out.print(text, highlight=False),
+    )
+    save(result, output / f"{name}.json")
+    grid = replay.replay_grid(result)
+    write_whole(output / f"{name}.md", grid.to_markdown())
+    out.print(grid.to_terminal())
 
 
 def write_latency(result: object, folder: Path, name: str) -> list[Path]:

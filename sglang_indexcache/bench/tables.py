@@ -18,7 +18,7 @@ from sglang_indexcache.bench.results import (
 )
 
 NOT_MEASURED = "not measured"
-_NAMES: dict[Metric, str] = {
+NAMES: dict[Metric, str] = {
     "prefill": "Prefill time",
     "decode": "Decode throughput, per request",
     "full": "Decode throughput, full KV cache",
@@ -65,7 +65,7 @@ def latency_grid(result: LatencyResult) -> Grid:
     header = ("", *(format_length(length) for length in result.lengths))
     rows: list[tuple[str, ...]] = []
     for metric in result.metrics:
-        rows.append((METRICS[metric] if result.on_gpu else f"{_NAMES[metric]}, speed-up",))
+        rows.append((METRICS[metric] if result.on_gpu else f"{NAMES[metric]}, speed-up",))
         rows += [_row(result, metric, configuration) for configuration in result.configurations]
         rows += _paper_rows(result, metric)
     return Grid(_title(result), header, tuple(rows))
@@ -126,7 +126,7 @@ def amdahl_grid(result: LatencyResult) -> Grid | None:
         shares = [result.indexer_share(metric, length) for length in result.lengths]
         if None in shares:
             continue
-        rows.append((_NAMES[metric],))
+        rows.append((NAMES[metric],))
         rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares if share)))
         for configuration in result.configurations[1:]:
             found = [result.speedup(configuration.name, metric, n) for n in result.lengths]
