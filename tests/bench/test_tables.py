@@ -101,7 +101,7 @@ def test_drift_between_rounds_cancels() -> None:
 def test_a_cpus_absolute_times_are_not_shown() -> None:
     text = tables.latency_grid(result()).to_markdown()
     assert "1.50x (1.40-1.60)" in text
-    assert not re.search(r"\b(40|50|200|2000|80)\b(?!\.)", text.split("---")[-1])
+    assert not re.search(r"\| [\d.]+ \(", text)  # a time or a rate before its ratio
     assert "(s)" not in text
 
 

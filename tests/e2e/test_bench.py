@@ -82,7 +82,7 @@ def test_a_cached_prompt_is_refused(live: Client) -> None:
 
 
 def test_a_prompt_longer_than_the_pool_is_refused(live: Client) -> None:
-    with pytest.raises(BenchError, match="refused a request: .*2000 tokens"):
+    with pytest.raises(BenchError, match=r"refused a request: .*2000 tokens"):
         stream(live, [prompt(2000, 1)], 3)
 
 
