@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +84,9 @@ def latency_command(
     name: Annotated[str, typer.Option(help="Of the files written.")] = "latency",
     note: NoteOption = "",
     env: EnvOption = None,
+    side_by_side: Annotated[
+        bool, typer.Option(help="Keep all servers up and take turns at every length.")
+    ] = False,
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers.
 
@@ -105,16 +109,15 @@ def latency_command(
         seed=seed,
     )
     settings.check()
-    servers = _servers(model, served, url, context.args, output, env)
-    result = latency.run(
-        target,
-        servers,
-        served,
-        settings,
-        arguments=context.args,
-        started_servers=not url,
-        report=lambda text: out.print(text, highlight=False),
-    )
+    with _servers(model, served, url, context.args, output, env, side_by_side) as servers:
+        result = latency.run(
+            target,
+            servers,
+            served,
+            settings,
+            arguments=context.args,
+            report=lambda text: out.print(text, highlight=False),
+        )
     written = write_latency(result, output, name)
     for grid in (tables.latency_grid(result), tables.amdahl_grid(result)):
         if grid is not None:
@@ -129,19 +132,21 @@ def _servers(
     flags: list[str],
     output: Path,
     env: list[str] | None,
-) -> Servers:
+    side_by_side: bool = False,
+) -> AbstractContextManager[Servers]:
     from sglang_indexcache.bench.servers import RunningServers, StartedServers
 
     if not urls:
         variables = dict(_variable(text) for text in env or [])
-        return StartedServers(str(model), flags, output / "logs", variables)
+        logs = output / "logs"
+        return StartedServers(str(model), flags, logs, variables, side_by_side=side_by_side)
     names = [configuration.name for configuration in served]
     every = urls * len(names) if len(urls) == 1 else urls
     if len(every) != len(names) or flags:
         raise BenchError(
             f"give one --url, or one for each of {', '.join(names)}, and no server flags"
         )
-    return RunningServers(dict(zip(names, every, strict=True)))
+    return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
 
 
 def replay_command(
@@ -161,6 +166,7 @@ def replay_command(
     name: Annotated[str, typer.Option(help="Of the files written.")] = "replay",
     note: NoteOption = "",
     env: EnvOption = None,
+    side_by_side: Annotated[bool, typer.Option(help="Keep all servers up.")] = False,
 ) -> None:
     """Agent-like traffic with prefix-cache hits: TTFT and TPOT percentiles.
 
@@ -184,17 +190,18 @@ def replay_command(
         seed=seed,
     )
     mix.check()
-    result = replay.run(
-        target,
-        model,
-        _servers(model, served, url, context.args, output, env),
-        served,
-        mix,
-        output / "logs",
-        rounds=rounds,
-        arguments=context.args,
-        report=lambda text: out.print(text, highlight=False),
-    )
+    with _servers(model, served, url, context.args, output, env, side_by_side) as servers:
+        result = replay.run(
+            target,
+            model,
+            servers,
+            served,
+            mix,
+            output / "logs",
+            rounds=rounds,
+            arguments=context.args,
+            report=lambda text: out.print(text, highlight=False),
+        )
     save(result, output / f"{name}.json")
     grid = replay.replay_grid(result)
     write_whole(output / f"{name}.md", grid.to_markdown())

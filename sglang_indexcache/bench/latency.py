@@ -5,6 +5,8 @@ speed-up is the ratio of two neighbours. In a visit every length is measured by
 
 * one request a data-parallel rank ("single request on each GPU"): TTFT and decode rate, then
 * as many requests as the KV cache holds: tokens per second while all of them decode.
+
+A visit is a server start and all lengths, or one length where servers run side by side.
 """
 
 from __future__ import annotations
@@ -154,7 +156,6 @@ def run(
     settings: Settings,
     *,
     arguments: Sequence[str] = (),
-    started_servers: bool = True,
     report: Report = lambda _: None,
 ) -> LatencyResult:
     """Measure everything; nothing is returned unless every server did what was asked.
@@ -165,7 +166,6 @@ def run(
         served: the first is the baseline.
         settings: how to measure.
         arguments: the servers' flags, for the record.
-        started_servers: whether ``servers`` starts them, for the record.
         report: told what is going on.
 
     Raises:
@@ -175,31 +175,38 @@ def run(
     machine = environment()
     visits: list[Visit] = []
     samples: list[Sample] = []
+    warm: set[str] = set()
+    lengths = settings.lengths
+    turns = [(length,) for length in lengths] if servers.side_by_side else [lengths]
     for number in range(settings.rounds):
-        for configuration in served:
-            report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
-            foreign = busy_cores(settings.watch_seconds)
-            with servers.visit(configuration) as client:
-                check_served(client, configuration)
-                here = facts(client)
-                visits.append(
-                    Visit(
-                        configuration=configuration.name,
-                        round=number,
-                        facts=here,
-                        busy_cores=foreign,
+        for turn in turns:
+            for configuration in served:
+                report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
+                foreign = busy_cores(settings.watch_seconds)
+                with servers.visit(configuration) as client:
+                    check_served(client, configuration)
+                    here = facts(client)
+                    visits.append(
+                        Visit(
+                            configuration=configuration.name,
+                            round=number,
+                            facts=here,
+                            busy_cores=foreign,
+                        )
                     )
-                )
-                visit = _Visit(client, target, settings, configuration, number, here)
-                for sample in visit.measure():
-                    samples.append(sample)
-                    report(
-                        f"  {format_length(sample.length)} {sample.metric}: {sample.value:.4g} "
-                        f"({sample.requests} at once)"
-                    )
+                    visit = _Visit(client, target, settings, configuration, number, here)
+                    if not servers.side_by_side or configuration.name not in warm:
+                        visit.warm_up()
+                        warm.add(configuration.name)
+                    for sample in visit.measure(turn):
+                        samples.append(sample)
+                        report(
+                            f"  {format_length(sample.length)} {sample.metric}: "
+                            f"{sample.value:.4g} ({sample.requests} at once)"
+                        )
     return LatencyResult(
         environment=machine,
-        started_servers=started_servers,
+        side_by_side=servers.side_by_side,
         model=target.model,
         arguments=tuple(arguments),
         configurations=tuple(served),
@@ -230,13 +237,10 @@ class _Visit:
         self._round = number
         self._server = server
 
-    def measure(self) -> Iterator[Sample]:
-        """Warm up, measure every length, check that the pattern was obeyed."""
+    def measure(self, lengths: Sequence[int]) -> Iterator[Sample]:
+        """Measure some lengths, then check that the pattern was obeyed."""
         before = self._client.states()
-        for length in self._settings.lengths:
-            self._check_room(length)
-        self._warm_up()
-        for length in self._settings.lengths:
+        for length in lengths:
             for repeat in range(self._settings.repeats):
                 if {"prefill", "decode"} & set(self._settings.metrics):
                     yield from self._single(length, repeat)
@@ -262,8 +266,14 @@ class _Visit:
                 "--max-total-tokens or leave the length out."
             )
 
-    def _warm_up(self) -> None:
-        """Pay for whatever the first batch of a shape pays for."""
+    def warm_up(self) -> None:
+        """Pay for whatever the first batch of a shape pays for.
+
+        Raises:
+            BenchError: a length does not fit the KV cache.
+        """
+        for length in self._settings.lengths:
+            self._check_room(length)
         chunk = self._server.chunked_prefill
         longest = 2 * chunk if chunk > 0 else max(self._settings.lengths)
         for length in sorted({min(length, longest) for length in self._settings.lengths}):

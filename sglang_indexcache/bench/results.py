@@ -167,21 +167,21 @@ class LatencyResult(Strict):
 
     Attributes:
         kind: tells result files apart.
-        environment: of the client; servers that it started ran on the same machine.
-        started_servers: whether this benchmark started the servers, one at a time.
+        environment: of the client; servers that the benchmark starts run on the same machine.
+        side_by_side: whether the servers ran at once, so that turns were one length long.
         model: what was served.
         arguments: server flags beside the model and the pattern.
         configurations: the first is the baseline.
         lengths: prompt tokens.
         new_tokens: generated per request.
         rounds: times that every configuration was visited, in turns: A B A B.
-        visits: one server start, or one visit to a running server.
+        visits: one server start with all lengths, or one length on a running server.
         samples: everything measured; warm-up is not among them.
     """
 
     kind: Literal["latency"] = "latency"
     environment: Environment
-    started_servers: bool
+    side_by_side: bool
     model: Model
     arguments: tuple[str, ...]
     configurations: tuple[Configuration, ...] = Field(min_length=1)

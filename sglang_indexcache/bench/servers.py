@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,13 @@ TIMEOUT = 3600.0
 
 
 class Servers(Protocol):
-    """Where configurations are served."""
+    """Where configurations are served.
+
+    Attributes:
+        side_by_side: whether a visit costs nothing, so that turns can be short.
+    """
+
+    side_by_side: bool
 
     def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
         """A server that serves ``configuration``, ready, for the block's duration."""
@@ -25,13 +31,17 @@ class Servers(Protocol):
 class StartedServers:
     """Starts ``sglang.launch_server`` for each visit and stops it afterwards.
 
-    Only one runs at a time: on one node there is room for one, and an idle neighbour is not idle.
+    Only one runs at a time unless ``side_by_side``: then each stays up until the end of the block
+    that uses this object, asleep while another is measured, and turns can be as short as one
+    length. That keeps a drifting machine out of the ratios, where memory for all of them is at
+    hand.
 
     Args:
         model: checkpoint folder or a name that SGLang can resolve.
         arguments: flags beside the model, the backend and the pattern.
         logs: folder for the servers' logs.
         environment: variables for the servers.
+        side_by_side: keep every server up.
     """
 
     def __init__(
@@ -40,23 +50,57 @@ class StartedServers:
         arguments: Sequence[str],
         logs: Path,
         environment: Mapping[str, str] | None = None,
+        *,
+        side_by_side: bool = False,
     ) -> None:
         self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
+        if side_by_side:
+            self._command.append("--sleep-on-idle")
         self._logs = logs
         self._environment = environment
+        self.side_by_side = side_by_side
+        self._kept = ExitStack()
+        self._running: dict[str, Server] = {}
+
+    def __enter__(self) -> StartedServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
 
     @contextmanager
     def visit(self, configuration: Configuration) -> Iterator[Client]:
         """See :class:`Servers`; what the log says last is part of a failure's message."""
+        if self.side_by_side:
+            if configuration.name not in self._running:
+                server = self._kept.enter_context(self._server(configuration))
+                self._running[configuration.name] = server
+            server = self._running[configuration.name]
+            with _explained(server):
+                yield _patient_client(server)
+            return
+        with self._server(configuration) as server, _explained(server):
+            yield _patient_client(server)
+
+    def _server(self, configuration: Configuration) -> Server:
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
         command = [*self._command, "--indexcache-pattern", configuration.value]
-        with Server(command, log, env=self._environment) as server:
-            try:
-                server.wait_until_ready(timeout=TIMEOUT)
-                yield Client(server.client.url, timeout=TIMEOUT)
-            except (BenchError, ServerError) as error:
-                raise BenchError(f"{error}\nThe server's log ends:\n{server.log_tail()}") from error
+        return Server(command, log, env=self._environment)
+
+
+def _patient_client(server: Server) -> Client:
+    server.wait_until_ready(timeout=TIMEOUT)
+    return Client(server.client.url, timeout=TIMEOUT)
+
+
+@contextmanager
+def _explained(server: Server) -> Iterator[None]:
+    """Add the end of the server's log to what goes wrong with it."""
+    try:
+        yield
+    except (BenchError, ServerError) as error:
+        raise BenchError(f"{error}\nThe server's log ends:\n{server.log_tail()}") from error
 
 
 class RunningServers:
@@ -66,6 +110,8 @@ class RunningServers:
         urls: by configuration name. A server in live mode may stand for several configurations;
             it is switched between them.
     """
+
+    side_by_side = True
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls
@@ -163,15 +209,3 @@ def indexer_seconds(client: Client) -> tuple[float, float] | None:
     prefill = sum(one["prefill"] for one in spent) / len(spent)
     decode = sum(one["decode"] for one in spent) / len(spent)
     return prefill, decode
-
-
-__all__ = [
-    "RunningServers",
-    "ServerError",
-    "Servers",
-    "StartedServers",
-    "check_served",
-    "check_skipped",
-    "facts",
-    "indexer_seconds",
-]

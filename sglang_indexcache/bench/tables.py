@@ -25,6 +25,12 @@ NAMES: dict[Metric, str] = {
 }
 
 
+_TURNS = {
+    False: "one server at a time, started anew for every visit",
+    True: "servers side by side, in turns at every length",
+}
+
+
 @dataclass(frozen=True)
 class Grid:
     """A table without a format.
@@ -168,7 +174,7 @@ def conditions(result: LatencyResult) -> str:
         f"{', '.join(f'{name} {number}' for name, number in machine.versions.items())}.",
         f"Machine: {', '.join(machine.gpus) or f'{machine.cores} cores of {machine.cpu}'}.",
         f"{result.rounds} rounds of [{order}], {result.new_tokens} new tokens a request, "
-        f"{'one server at a time' if result.started_servers else 'servers running side by side'}.",
+        f"{_TURNS[result.side_by_side]}.",
     ]
     busy = [visit.busy_cores for visit in result.visits if visit.busy_cores is not None]
     if busy:

@@ -40,7 +40,7 @@ def measure(
             name: stack.enter_context(fake_server(behaviour))
             for name, behaviour in behaviours.items()
         }
-        return run(TARGET, RunningServers(urls), served, settings, started_servers=False)
+        return run(TARGET, RunningServers(urls), served, settings)
 
 
 def good(**changes: object) -> dict[str, Behaviour]:
@@ -73,9 +73,16 @@ def test_the_servers_own_indexer_time_gives_the_share() -> None:
 def test_configurations_take_turns_and_warm_up_is_left_out() -> None:
     behaviours = good()
     result = measure(behaviours)
-    assert [(v.configuration, v.round) for v in result.visits] == [
-        ("full", 0), ("1/2", 0), ("full", 1), ("1/2", 1),
-    ]  # fmt: skip
+    turns = ["full", "1/2"] * 2  # two lengths
+    assert [v.configuration for v in result.visits] == turns * 2
+    assert [v.round for v in result.visits] == [0] * 4 + [1] * 4
+    order = [(s.round, s.length, s.configuration) for s in result.samples if s.metric == "full"]
+    assert order == [
+        (number, length, name)
+        for number in (0, 1)
+        for length in (64, 256)
+        for name in ("full", "1/2")
+    ]
     counts = Counter((s.configuration, s.round, s.length, s.metric) for s in result.samples)
     assert set(counts.values()) == {1}
     # Two lengths, one single and one full request each; the rest was warm-up.
@@ -149,7 +156,7 @@ def test_one_live_server_stands_for_all() -> None:
     with fake_server(behaviour) as url:
         served = configurations(("full", "uniform:1/4"), CHECKPOINT)
         servers = RunningServers({c.name: url for c in served})
-        result = run(TARGET, servers, served, QUICK, started_servers=False)
+        result = run(TARGET, servers, served, QUICK)
     assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
 
 

@@ -62,7 +62,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
     shape = dict(checkpoint_of(PRESETS["30b"]).shape)
     return LatencyResult(
         environment=environment(),
-        started_servers=True,
+        side_by_side=False,
         model=Model(name="m", architecture="a", digest="", shape=shape),
         arguments=("--tp", "8"),
         configurations=served,

@@ -67,7 +67,7 @@ def test_one_live_server_stands_for_all_patterns(
     live: Client, target: Target, served: tuple[Configuration, ...]
 ) -> None:
     servers = RunningServers({c.name: live.url for c in served})
-    result = latency.run(target, servers, served, SETTINGS, started_servers=False)
+    result = latency.run(target, servers, served, SETTINGS)
     assert {v.configuration for v in result.visits} == {"full", "half"}
     assert len(result.samples) == 2 * 2 * 3
 
