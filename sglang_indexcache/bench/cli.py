@@ -81,6 +81,13 @@ def latency_command(
         int, typer.Option(help="Requests a rank for the full KV cache; 0: as many as fit.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    clock: Annotated[
+        str,
+        typer.Option(
+            help="wall, or processor: the scheduler's processor time, for a CPU that others use, "
+            "with one thread a rank (--env OMP_NUM_THREADS=1)."
+        ),
+    ] = "wall",
     name: Annotated[str, typer.Option(help="Of the files written.")] = "latency",
     note: NoteOption = "",
     env: EnvOption = None,
@@ -107,6 +114,7 @@ def latency_command(
         metrics=tuple(metric or METRICS),  # type: ignore[arg-type]  # checked by Settings.check
         full_concurrency=full_concurrency,
         seed=seed,
+        clock=clock,  # type: ignore[arg-type]  # likewise
     )
     settings.check()
     with _servers(model, served, url, context.args, output, env, side_by_side) as servers:

@@ -12,6 +12,7 @@ A visit is a server start and all lengths, or one length where servers run side 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.prompts import format_length, random_prompts
 from sglang_indexcache.bench.results import (
     METRICS,
+    ClockName,
     Configuration,
     LatencyResult,
     Metric,
@@ -37,7 +39,7 @@ from sglang_indexcache.bench.servers import (
     facts,
     indexer_seconds,
 )
-from sglang_indexcache.bench.stream import Answer, steady_window, stream
+from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, SearchError
 from sglang_indexcache.library import Library
@@ -63,6 +65,7 @@ class Settings:
         metrics: which of the three.
         full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds.
         seed: of the prompts.
+        clock: how to count seconds.
         watch_seconds: how long to look for foreign work before each visit.
     """
 
@@ -73,6 +76,7 @@ class Settings:
     metrics: tuple[Metric, ...] = tuple(METRICS)
     full_concurrency: int = 0
     seed: int = 0
+    clock: ClockName = "wall"
     watch_seconds: float = 2.0
 
     def check(self) -> None:
@@ -81,6 +85,8 @@ class Settings:
             raise BenchError("give at least one length, one round and one repeat")
         if self.new_tokens < 2:
             raise BenchError("a decode rate needs --new-tokens of at least 2")
+        if self.clock not in ("wall", "processor"):
+            raise BenchError(f"the clocks are wall and processor, got {self.clock!r}")
         unknown = set(self.metrics) - set(METRICS)
         if unknown or not self.metrics:
             raise BenchError(f"the metrics are {', '.join(METRICS)}, got {sorted(unknown)}")
@@ -194,7 +200,10 @@ def run(
                             busy_cores=foreign,
                         )
                     )
-                    visit = _Visit(client, target, settings, configuration, number, here)
+                    clock: Clock = time.perf_counter
+                    if settings.clock == "processor":
+                        clock = servers.processor_clock()
+                    visit = _Visit(client, target, settings, configuration, number, here, clock)
                     if not servers.side_by_side or configuration.name not in warm:
                         visit.warm_up()
                         warm.add(configuration.name)
@@ -212,6 +221,7 @@ def run(
         configurations=tuple(served),
         lengths=settings.lengths,
         new_tokens=settings.new_tokens,
+        clock=settings.clock,
         rounds=settings.rounds,
         visits=tuple(visits),
         samples=tuple(samples),
@@ -229,8 +239,10 @@ class _Visit:
         configuration: Configuration,
         number: int,
         server: ServerFacts,
+        clock: Clock,
     ) -> None:
         self._client = client
+        self._clock = clock
         self._target = target
         self._settings = settings
         self._configuration = configuration
@@ -242,9 +254,8 @@ class _Visit:
         before = self._client.states()
         for length in lengths:
             for repeat in range(self._settings.repeats):
-                if {"prefill", "decode"} & set(self._settings.metrics):
-                    yield from self._single(length, repeat)
-                if "full" in self._settings.metrics:
+                yield from self._single(length, repeat)
+                if "full" in self._settings.metrics and not self._one_fills(length):
                     yield self._full(length, repeat)
         check_served(self._client, self._configuration)
         check_skipped(before, self._client)
@@ -257,6 +268,10 @@ class _Visit:
             pages * server.page
         )
         return a_rank * server.dp
+
+    def _one_fills(self, length: int) -> bool:
+        """Whether a rank's cache is full with one request: then that is measured already."""
+        return self.concurrency(length) == self._server.dp
 
     def _check_room(self, length: int) -> None:
         if self.concurrency(length) < 1:
@@ -287,14 +302,14 @@ class _Visit:
             count, length, self._target.vocab_size, self._settings.seed, self._round, length, *seed
         )
         self._client.flush_cache()
-        return stream(self._client, prompts, new_tokens)
+        return stream(self._client, prompts, new_tokens, self._clock)
 
     def _single(self, length: int, repeat: int) -> Iterator[Sample]:
         """One request a rank: TTFT and decode rate."""
         count = self._server.dp
-        before = indexer_seconds(self._client)
+        before = indexer_seconds(self._client, self._settings.clock)
         answers = self._send(length, count, self._settings.new_tokens, "single", repeat)
-        after = indexer_seconds(self._client)
+        after = indexer_seconds(self._client, self._settings.clock)
         first = median(answer.first_token for answer in answers)
         prefill_share = decode_share = None
         if before is not None and after is not None:
@@ -303,16 +318,18 @@ class _Visit:
             decode_share = (after[1] - before[1]) / decoding
         if "prefill" in self._settings.metrics:
             yield self._sample(length, "prefill", first, count, prefill_share)
+        rate = median(answer.decode_rate for answer in answers)
         if "decode" in self._settings.metrics:
-            rate = median(answer.decode_rate for answer in answers)
             yield self._sample(length, "decode", rate, count, decode_share)
+        if "full" in self._settings.metrics and self._one_fills(length):
+            yield self._sample(length, "full", count * rate, count, decode_share)
 
     def _full(self, length: int, repeat: int) -> Sample:
         """As many requests as fit: the rate while all of them decode."""
         count = self.concurrency(length)
-        before = indexer_seconds(self._client)
+        before = indexer_seconds(self._client, self._settings.clock)
         answers = self._send(length, count, self._settings.new_tokens, "full", repeat)
-        after = indexer_seconds(self._client)
+        after = indexer_seconds(self._client, self._settings.clock)
         window = steady_window(answers)
         share = None
         if before is not None and after is not None:

@@ -20,6 +20,9 @@ from sglang_indexcache.search.report import write_whole
 
 Metric = Literal["prefill", "decode", "full"]
 
+ClockName = Literal["wall", "processor"]
+"""How seconds were counted; ``processor`` is the CPU platform's, for a machine that is shared."""
+
 METRICS: dict[Metric, str] = {
     "prefill": "Prefill time (s)",
     "decode": "Decode throughput, per request (tok/s)",
@@ -174,6 +177,7 @@ class LatencyResult(Strict):
         configurations: the first is the baseline.
         lengths: prompt tokens.
         new_tokens: generated per request.
+        clock: how seconds were counted.
         rounds: times that every configuration was visited, in turns: A B A B.
         visits: one server start with all lengths, or one length on a running server.
         samples: everything measured; warm-up is not among them.
@@ -187,6 +191,7 @@ class LatencyResult(Strict):
     configurations: tuple[Configuration, ...] = Field(min_length=1)
     lengths: tuple[int, ...]
     new_tokens: int
+    clock: ClockName
     rounds: int
     visits: tuple[Visit, ...]
     samples: tuple[Sample, ...]

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.bench.results import Configuration, ServerFacts
+from sglang_indexcache.bench.results import ClockName, Configuration, ServerFacts
+from sglang_indexcache.bench.stream import Clock
 from sglang_indexcache.serving import Client, Server, ServerError
 
 TIMEOUT = 3600.0
@@ -26,6 +28,9 @@ class Servers(Protocol):
 
     def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
         """A server that serves ``configuration``, ready, for the block's duration."""
+
+    def processor_clock(self) -> Clock:
+        """Of the server being visited; BenchError if it does not run here."""
 
 
 class StartedServers:
@@ -61,6 +66,7 @@ class StartedServers:
         self.side_by_side = side_by_side
         self._kept = ExitStack()
         self._running: dict[str, Server] = {}
+        self._visited: Server | None = None
 
     def __enter__(self) -> StartedServers:
         return self
@@ -75,12 +81,18 @@ class StartedServers:
             if configuration.name not in self._running:
                 server = self._kept.enter_context(self._server(configuration))
                 self._running[configuration.name] = server
-            server = self._running[configuration.name]
+            self._visited = server = self._running[configuration.name]
             with _explained(server):
                 yield _patient_client(server)
             return
         with self._server(configuration) as server, _explained(server):
+            self._visited = server
             yield _patient_client(server)
+
+    def processor_clock(self) -> Clock:
+        """See :class:`Servers`."""
+        assert self._visited is not None
+        return ProcessorClock(self._visited.pid)
 
     def _server(self, configuration: Configuration) -> Server:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -126,6 +138,10 @@ class RunningServers:
         if state["mode"] == "live" and state["pattern"] != configuration.pattern:
             client.switch_pattern(configuration.pattern)
         yield client
+
+    def processor_clock(self) -> Clock:
+        """See :class:`Servers`."""
+        raise BenchError("the processor clock needs servers that are started here, not --url")
 
 
 def check_served(client: Client, configuration: Configuration) -> None:
@@ -197,15 +213,15 @@ def facts(client: Client) -> ServerFacts:
     )
 
 
-def indexer_seconds(client: Client) -> tuple[float, float] | None:
+def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float] | None:
     """Seconds spent in indexers since the pattern was set, ``(prefill, decode)``, a rank's mean.
 
     None where the server does not tell: on a GPU, kernels run behind the clock.
     """
-    states = client.states()
-    spent = [state.get("indexer_seconds", {}) for state in states]
+    suffix = "_processor" if clock == "processor" else ""
+    spent = [state.get("indexer_seconds", {}) for state in client.states()]
     if not all(one.get("prefill") or one.get("decode") for one in spent):
         return None
-    prefill = sum(one["prefill"] for one in spent) / len(spent)
-    decode = sum(one["decode"] for one in spent) / len(spent)
+    prefill = sum(one[f"prefill{suffix}"] for one in spent) / len(spent)
+    decode = sum(one[f"decode{suffix}"] for one in spent) / len(spent)
     return prefill, decode

@@ -9,7 +9,7 @@ prompt length that the server counted, and never asks which pattern served.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,25 +56,35 @@ class Answer:
         return float(before[1])
 
 
-def stream(client: Client, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Answer]:
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+def stream(
+    client: Client,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    clock: Clock = time.perf_counter,
+) -> list[Answer]:
     """Send ``prompts`` at once and generate exactly ``new_tokens`` for each.
 
     Args:
         client: of the server.
         prompts: token ids.
         new_tokens: at least 1.
+        clock: read at every arrival.
 
     Raises:
         BenchError: anything but a full, uncached answer to every prompt.
         ServerError: the server refused or went away.
     """
     answers = [Answer() for _ in prompts]
-    started = time.perf_counter()
+    started = clock()
     for chunk in client.stream(
         input_ids=[list(prompt) for prompt in prompts],
         sampling_params={"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True},
     ):
-        now = time.perf_counter() - started
+        now = clock() - started
         answer = answers[chunk.get("index", 0)]
         answer.meta = chunk["meta_info"]
         answer.arrivals.append((now, answer.meta["completion_tokens"]))

@@ -176,6 +176,11 @@ def conditions(result: LatencyResult) -> str:
         f"{result.rounds} rounds of [{order}], {result.new_tokens} new tokens a request, "
         f"{_TURNS[result.side_by_side]}.",
     ]
+    if result.clock == "processor":
+        lines.append(
+            "Seconds are processor time of the scheduler's only thread, because other work shared "
+            "the machine; on a quiet one the wall clock shows the same."
+        )
     busy = [visit.busy_cores for visit in result.visits if visit.busy_cores is not None]
     if busy:
         lines.append(

@@ -23,16 +23,20 @@ class Counters:
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
-        prefill_seconds: in indexers during prefill. The CPU platform only: a GPU runs ahead of us.
-        decode_seconds: in indexers during decode, likewise.
+        indexer_seconds: in indexers, by phase and clock ("prefill", "decode", and each with
+            "_processor" for this thread's processor time). The CPU platform only: a GPU's kernels
+            run behind the clock.
     """
 
     forwards: int = 0
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    indexer_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
+        )
+    )
 
     @classmethod
     def for_layers(cls, count: int) -> Counters:
@@ -68,12 +72,10 @@ class ActivePattern:
         """``layer`` stored index keys without scoring any."""
         self.counters.key_writes[self.position(layer)] += 1
 
-    def count_indexer_time(self, seconds: float, *, is_decode: bool) -> None:
-        """An indexer took ``seconds``, whatever it did."""
-        if is_decode:
-            self.counters.decode_seconds += seconds
-        else:
-            self.counters.prefill_seconds += seconds
+    def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
+        """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
+        self.counters.indexer_seconds[phase] += wall
+        self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
     def replace(self, pattern: Pattern, source: str) -> None:
         """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
@@ -100,10 +102,7 @@ class ActivePattern:
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),
             "index_key_writes": list(self.counters.key_writes),
-            "indexer_seconds": {
-                "prefill": self.counters.prefill_seconds,
-                "decode": self.counters.decode_seconds,
-            },
+            "indexer_seconds": dict(self.counters.indexer_seconds),
         }
 
 

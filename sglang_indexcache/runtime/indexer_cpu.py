@@ -47,13 +47,15 @@ def indexer_forward(
         # A rank without requests keeps step with the others. Its rows, if any, are padding that
         # no layer attends with, so nothing is stored, read or counted.
         return _nothing(indexer, x)
-    started = time.perf_counter()
+    wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
     indices = _store_and_select(
         indexer, backend, x, q_lora, positions, forward_batch, layer_id, return_indices
     )
     backend.active.count_indexer_time(
-        time.perf_counter() - started, is_decode=forward_batch.forward_mode.is_decode()
+        "decode" if forward_batch.forward_mode.is_decode() else "prefill",
+        time.perf_counter() - wall,
+        time.thread_time() - processor,
     )
     return indices
 

@@ -55,7 +55,10 @@ class Behaviour:
             "last_rejection": "",
             "indexer_selections": list(self.runs),
             "index_k_bytes_per_token": 132 * self.pattern.count("F"),
-            "indexer_seconds": dict(self.spent),
+            "indexer_seconds": {
+                **self.spent,
+                **{f"{k}_processor": v for k, v in self.spent.items()},
+            },
         }
         return {"memory_usage": {"token_capacity": self.capacity}, "indexcache": indexcache}
 

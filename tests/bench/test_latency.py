@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Settings, Target, configurations, run
 from sglang_indexcache.bench.results import LatencyResult, Model
@@ -177,12 +181,49 @@ def test_a_prompt_that_does_not_fit() -> None:
         (Settings(lengths=()), "at least one length"),
         (Settings(lengths=(1,), rounds=0), "one round"),
         (Settings(lengths=(1,), new_tokens=1), "at least 2"),
+        (Settings(lengths=(1,), clock="sun"), "clocks are wall and processor"),  # type: ignore[arg-type]
         (Settings(lengths=(1,), metrics=("speed",)), "the metrics are prefill, decode, full"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_without_a_result(settings: Settings, message: str) -> None:
     with pytest.raises(BenchError, match=message):
         settings.check()
+
+
+def test_one_request_that_fills_the_cache_is_measured_once() -> None:
+    behaviours = {name: Behaviour(b.pattern, capacity=400) for name, b in good().items()}
+    result = measure(behaviours)
+    by_metric = {
+        metric: [s.value for s in result.samples if s.metric == metric and s.length == 256]
+        for metric in ("decode", "full")
+    }
+    assert by_metric["decode"] == by_metric["full"]
+    assert len(by_metric["full"]) == 4
+
+
+def test_the_processor_clock_needs_a_server_of_ours() -> None:
+    with pytest.raises(BenchError, match="started here, not --url"):
+        measure(good(), replace(QUICK, clock="processor"))
+
+
+def test_the_processor_clock_counts_work_and_not_waiting() -> None:
+    code = (
+        "import time\nprint(flush=True)\ntime.sleep(0.3)\nwhile time.process_time() < 0.4: pass\n"
+    )
+    code += "print(flush=True)\ntime.sleep(60)  # scheduler"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        clock = ProcessorClock(process.pid)
+        before = clock()
+        process.stdout.readline()
+        spent = clock() - before
+        process.kill()
+    assert 0.2 < spent <= 0.5  # of at least 0.7 seconds on the wall
+    with pytest.raises(BenchError, match="needs Linux and servers"):
+        ProcessorClock(os.getpgid(0) + 10**7)
 
 
 def test_names_must_differ() -> None:

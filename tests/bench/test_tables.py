@@ -68,6 +68,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
         configurations=served,
         lengths=LENGTHS,
         new_tokens=64,
+        clock="wall",
         rounds=3,
         visits=tuple(visits),
         samples=tuple(samples),
