@@ -106,7 +106,11 @@ class LayerStackResult(Strict):
 
 
 class Stopwatch:
-    """Seconds by stage. On a GPU the stream is timed with events, read only at the end."""
+    """Seconds by stage.
+
+    On a GPU the stream is timed with events, read only at the end; on a CPU this process's
+    processor time counts, so that other work on the machine does not.
+    """
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device != "cpu"
@@ -123,9 +127,9 @@ class Stopwatch:
             end.record()
             self._pending.append((name, start, end))
         else:
-            started = time.perf_counter()
+            started = time.process_time()
             yield
-            self._spent[name] += time.perf_counter() - started
+            self._spent[name] += time.process_time() - started
 
     def read(self) -> dict[str, float]:
         """Everything so far."""
@@ -415,12 +419,15 @@ def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    if device != "cpu":
-        torch.cuda.synchronize()
+    """How long ``run`` takes: the wall's seconds on a GPU, the processor's on a CPU."""
+    if device == "cpu":
+        started = time.process_time()
+        run()
+        return time.process_time() - started
+    torch.cuda.synchronize()
     started = time.perf_counter()
     run()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - started
 
 

@@ -84,7 +84,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
     "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
     "replay-cpu": (_replay, "replay/cpu/replay.json"),
-    "layer-stack-cpu": (_stack, "layer_stack/cpu-30b.json"),
+    "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
     "plan-and-paper": (_plan, ""),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""

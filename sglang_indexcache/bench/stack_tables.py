@@ -48,7 +48,7 @@ def speedup_grids(result: LayerStackResult) -> list[Grid]:
         rows = [row for row in result.rows if row.phase == phase]
         header = ("", *(_name(row) for row in rows))
         cells = []
-        for ratio in RATIOS:
+        for ratio in (ratio for ratio in RATIOS if ratio <= result.shape.layers):
             pattern = Pattern.uniform(result.shape.layers, ratio)
             counts = len(pattern.full_layers), len(pattern.shared_layers)
             speeds = [row.seconds(sum(counts), 0) / row.seconds(*counts) for row in rows]
