@@ -36,6 +36,10 @@ def _latency(folder: Path, path: str) -> str:
     return tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
 
 
+def _latency_only(folder: Path, path: str) -> str:
+    return tables.latency_grid(load(LatencyResult, folder / path)).to_markdown()
+
+
 def _amdahl(folder: Path, path: str) -> str:
     grid = tables.amdahl_grid(load(LatencyResult, folder / path))
     return grid.to_markdown() if grid else NOT_MEASURED + "\n"
@@ -78,6 +82,7 @@ def _plan(_folder: Path, _path: str) -> str:
 
 
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
+    "latency-cpu-table": (_latency_only, "latency/cpu/latency.json"),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),
