@@ -218,7 +218,7 @@ def _drive(client: Client, model: Path, path: Path, mix: Mix, folder: Path) -> d
         *(sys.executable, "-m", "sglang.benchmark.serving"),
         *("--backend", "sglang-oai-chat", "--base-url", client.url),
         *("--model", str(model), "--tokenizer", str(model)),
-        *("--dataset-name", "agentic_trace", "--dataset-path", str(path)),
+        *("--dataset-name", "agentic-trace", "--dataset-path", str(path)),
         *("--num-prompts", str(mix.sessions), "--sharegpt-output-len", str(mix.answer)),
         *("--max-concurrency", str(mix.concurrency), "--seed", str(mix.seed)),
         *("--warmup-requests", "0", "--disable-tqdm", "--cache-report"),

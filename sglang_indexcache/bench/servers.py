@@ -204,7 +204,7 @@ def facts(client: Client) -> ServerFacts:
     return ServerFacts(
         device=info["device"],
         tp=info["tp_size"],
-        dp=info["dp_size"],
+        dp=len(info["internal_states"]),  # dp_size is 1 under dp_attention
         dp_attention=bool(info.get("enable_dp_attention")),
         chunked_prefill=info["chunked_prefill_size"],
         page=info["page_size"],

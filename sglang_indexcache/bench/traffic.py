@@ -143,7 +143,7 @@ class Words:
 
 
 def trace(mix: Mix, conversations: Sequence[Session], words: Words, salt: str) -> dict[str, Any]:
-    """What ``sglang.benchmark.serving --dataset-name agentic_trace`` reads.
+    """What ``sglang.benchmark.serving --dataset-name agentic-trace`` reads.
 
     Args:
         mix: for the system prompt and the seed.

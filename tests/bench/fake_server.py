@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         info = {
             "device": "cpu",
             "tp_size": self.behaviour.dp,
-            "dp_size": self.behaviour.dp,
+            "dp_size": 1,  # as SGLang says under dp_attention
             "enable_dp_attention": self.behaviour.dp > 1,
             "chunked_prefill_size": 512,
             "page_size": 64,
