@@ -89,14 +89,15 @@ def test_a_prompt_longer_than_the_pool_is_refused(live: Client) -> None:
 def test_traffic_through_sglangs_own_benchmark(
     live: Client, glm: Path, target: Target, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
-    mix = Mix(sessions=3, limit=700, system=128, answer=4, concurrency=2, turns=2.0, seed=1)
+    mix = Mix(sessions=4, limit=900, system=64, answer=4, concurrency=1, turns=3.0, seed=0)
     servers = RunningServers({c.name: live.url for c in served})
     result = replay.run(target, glm, servers, served, mix, tmp_path, rounds=1)
     assert len(result.replays) == 2
     for one in result.replays:
-        assert len(one.turns) >= 4
-        assert 0 < one.hit_rate < 1
+        assert len(one.turns) == 3 + 1 + 3 + 5
+        assert one.turns[0].cached == 0
         assert all(turn.cached > 0 for turn in one.turns if turn.turn)
+        assert 0 < one.hit_rate < 1
     assert replay.replay_grid(result).rows[0][1] == "1.00x"
 
 
