@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_indexcache import __version__
+from sglang_indexcache.bench.cli import register as register_bench
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.library import Entry, Library, load_entry
@@ -316,6 +317,10 @@ for _name, _command in COMMANDS.items():
 # -- training ----------------------------------------------------------------------------------
 
 register_training(app, _reporting)
+
+# -- benchmarks and planning -------------------------------------------------------------------
+
+register_bench(app, _reporting)
 
 
 if __name__ == "__main__":

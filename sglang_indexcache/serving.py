@@ -7,6 +7,7 @@ kernel sends the signal, so nothing is left behind even after kill -9.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,6 +50,31 @@ class Client:
     def generate(self, **body: Any) -> Any:
         """SGLang's native ``/generate``."""
         return self._request("POST", "/generate", body)
+
+    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
+        """SGLang's native ``/generate``, chunk by chunk as they arrive.
+
+        Raises:
+            ServerError: the server refused, reported an error, or went away before the end.
+        """
+        try:
+            with self._http.stream("POST", "/generate", json={**body, "stream": True}) as response:
+                if response.status_code != 200:
+                    text = response.read().decode(errors="replace")[:500]
+                    raise ServerError(
+                        f"POST {self.url}/generate answered {response.status_code}: {text}"
+                    )
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        chunk = json.loads(line[len("data: ") :])
+                        if "error" in chunk:
+                            raise ServerError(f"{self.url} answered an error: {chunk['error']}")
+                        yield chunk
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"the server at {self.url} stopped answering in the middle of a request "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``."""

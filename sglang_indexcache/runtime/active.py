@@ -23,12 +23,20 @@ class Counters:
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
+        indexer_seconds: in indexers, by phase and clock ("prefill", "decode", and each with
+            "_processor" for this thread's processor time). The CPU platform only: a GPU's kernels
+            run behind the clock.
     """
 
     forwards: int = 0
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
+    indexer_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
+        )
+    )
 
     @classmethod
     def for_layers(cls, count: int) -> Counters:
@@ -64,6 +72,11 @@ class ActivePattern:
         """``layer`` stored index keys without scoring any."""
         self.counters.key_writes[self.position(layer)] += 1
 
+    def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
+        """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
+        self.counters.indexer_seconds[phase] += wall
+        self.counters.indexer_seconds[f"{phase}_processor"] += processor
+
     def replace(self, pattern: Pattern, source: str) -> None:
         """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
         self.pattern, self.source = pattern, source
@@ -89,6 +102,7 @@ class ActivePattern:
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),
             "index_key_writes": list(self.counters.key_writes),
+            "indexer_seconds": dict(self.counters.indexer_seconds),
         }
 
 

@@ -7,6 +7,7 @@ within each request, ascending, so that they mean the same to every rank and to 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ def indexer_forward(
     layer_id: int,
     return_indices: bool = True,
 ) -> torch.Tensor | None:
-    """Store this layer's index keys, then select the top-k or take the shared indices.
+    """Store this layer's index keys, then select the top-k or take the shared indices; timed.
 
     Args:
         x: ``[T, hidden]`` hidden states.
@@ -46,7 +47,29 @@ def indexer_forward(
         # A rank without requests keeps step with the others. Its rows, if any, are padding that
         # no layer attends with, so nothing is stored, read or counted.
         return _nothing(indexer, x)
+    wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
+    indices = _store_and_select(
+        indexer, backend, x, q_lora, positions, forward_batch, layer_id, return_indices
+    )
+    backend.active.count_indexer_time(
+        "decode" if forward_batch.forward_mode.is_decode() else "prefill",
+        time.perf_counter() - wall,
+        time.thread_time() - processor,
+    )
+    return indices
+
+
+def _store_and_select(
+    indexer: Indexer,
+    backend: CpuIndexCacheBackend,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    return_indices: bool,
+) -> torch.Tensor | None:
     backend.index_keys.store(
         layer_id, forward_batch.out_cache_loc, _keys(indexer, x, positions, backend)
     )

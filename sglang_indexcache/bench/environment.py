@@ -1,0 +1,161 @@
+"""Where and when a figure was measured, and whether anything else was running."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.search.provenance import versions
+
+_STAT = Path("/proc/stat")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class Environment(BaseModel):
+    """The machine and the software of one measurement.
+
+    Attributes:
+        date: UTC, to the second.
+        cpu: model name of the processor.
+        cores: logical CPUs.
+        gpus: name and driver of each GPU, empty on a machine without.
+        versions: of Python and of every package that decides a speed.
+        commit: of this repository, with "+" if files were changed; empty outside a checkout.
+        load_before: 1-minute load average before anything was started.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    date: str
+    cpu: str
+    cores: int
+    gpus: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    load_before: float
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether absolute figures mean anything to others."""
+        return bool(self.gpus)
+
+
+def environment() -> Environment:
+    """This machine, now."""
+    return Environment(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        cpu=_cpu(),
+        cores=os.cpu_count() or 1,
+        gpus=_gpus(),
+        versions=versions(),
+        commit=_commit(),
+        load_before=round(os.getloadavg()[0], 2),
+    )
+
+
+def busy_cores(seconds: float = 1.0) -> float | None:
+    """How many cores' worth of work the machine does right now; None where Linux cannot tell.
+
+    Args:
+        seconds: how long to watch.
+    """
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None:
+        return None
+    total, idle = after[0] - before[0], after[1] - before[1]
+    return round((os.cpu_count() or 1) * (1 - idle / max(1, total)), 2)
+
+
+class ProcessorClock:
+    """Processor seconds of the scheduler of a server on this machine, read by Linux's accounting.
+
+    With one thread a rank this is what the wall clock would show if nothing else ran: the clock
+    for a CPU that others use. On several ranks it is their mean.
+
+    Args:
+        group: process group of the server.
+
+    Raises:
+        BenchError: no scheduler is in it, or this is not Linux.
+    """
+
+    def __init__(self, group: int) -> None:
+        members = (entry for entry in Path("/proc").glob("[0-9]*") if _group(entry) == group)
+        found = [entry for entry in members if "scheduler" in _command(entry)]
+        self._files = [entry / "schedstat" for entry in found]
+        if not self._files or not all(file.exists() for file in self._files):
+            raise BenchError("the processor clock needs Linux and servers that are started here")
+
+    def __call__(self) -> float:
+        """Seconds that the schedulers' main threads have run, the mean."""
+        return (
+            sum(int(file.read_text().split()[0]) for file in self._files) / 1e9 / len(self._files)
+        )
+
+
+def _group(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return None
+
+
+def _command(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Clock ticks of all CPUs since boot: ``(all, idle)``."""
+    if not _STAT.exists():
+        return None
+    fields = [int(field) for field in _STAT.read_text().splitlines()[0].split()[1:]]
+    return sum(fields[:8]), fields[3] + fields[4]
+
+
+def _cpu() -> str:
+    if _CPUINFO.exists():
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[str, ...]:
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    found = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return tuple(line.strip() for line in found.stdout.splitlines() if found.returncode == 0)
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    revision = _git(folder, "rev-parse", "--short=12", "HEAD")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return revision + ("+" if revision and changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
+    found = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() if found.returncode == 0 else ""

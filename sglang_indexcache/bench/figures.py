@@ -1,0 +1,171 @@
+"""The paper's figures from our results: relative speed-up, indexer share, scaling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.bench.prompts import format_length
+from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
+from sglang_indexcache.bench.tables import label
+
+_COLORS = ("#9a9a9a", "#6fa8d6", "#1f5fa8", "#123b6b")
+_PANELS: dict[Metric, str] = {
+    "prefill": "prefill",
+    "decode": "decode, per request",
+    "full": "decode, full KV cache",
+}
+
+
+def draw_speedups(result: LatencyResult, path: Path) -> None:
+    """Bars of relative speed-up, DSA = 100 % (paper, figure "Relative speedup").
+
+    The whisker spans the rounds; the short black line is what Amdahl's law allows; a diamond is
+    the paper's own figure, where it has one for this shape and context.
+    """
+    metrics = result.metrics
+    figure, axes = _panels(len(metrics))
+    width = 0.8 / len(result.configurations)
+    for axis, metric in zip(axes, metrics, strict=True):
+        for number, configuration in enumerate(result.configurations):
+            offset = (number - (len(result.configurations) - 1) / 2) * width
+            for place, length in enumerate(result.lengths):
+                speed = result.speedup(configuration.name, metric, length)
+                middle, x = 100 * speed.median, place + offset
+                spread = [[middle - 100 * speed.low], [100 * speed.high - middle]]
+                axis.bar(
+                    x,
+                    middle,
+                    width * 0.92,
+                    color=_COLORS[number % len(_COLORS)],
+                    yerr=spread if number else None,
+                    error_kw={"lw": 0.8, "capsize": 2},
+                    label=label(result, configuration) if place == 0 else None,
+                )
+                if number and speed.ideal is not None:
+                    ends = (x - width / 2, x + width / 2)
+                    name = "Amdahl" if place == 0 and number == 1 else None
+                    axis.plot(ends, [100 * speed.ideal] * 2, color="black", lw=1.2, label=name)
+                cited = paper_speedup(
+                    result.model.shape, configuration.name.rpartition(":")[2], metric
+                ).get(format_length(length))
+                if cited is not None:
+                    axis.plot(x, 100 * cited, color="#c0392b", marker="D", ms=4, ls="none")
+        axis.axhline(100, color="black", lw=0.6, ls=":")
+        axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
+        axis.set_title(_PANELS[metric], fontsize=10, loc="left")
+        axis.set_xlabel("context, tokens")
+    axes[0].set_ylabel("relative to DSA, %")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+    _save(figure, path)
+
+
+def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
+    """The indexers' share of the time by context length (paper, figure in the introduction).
+
+    Args:
+        curves: share by length, by name (prefill, decode, ...).
+        path: PNG or SVG.
+    """
+    figure, [axis] = _panels(1)
+    for name, curve in curves.items():
+        lengths = sorted(curve)
+        axis.plot(lengths, [100 * curve[n] for n in lengths], marker="o", ms=4, label=name)
+    _context_axis(axis, sorted({n for curve in curves.values() for n in curve}))
+    axis.set_ylabel("indexers' share of the time, %")
+    axis.set_ylim(0, 100)
+    axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def draw_scaling(curves: Mapping[str, Mapping[int, float]], path: Path, unit: str) -> None:
+    """Cost against context length, both logarithmic, with the slope of the last step.
+
+    Args:
+        curves: cost by length, by name.
+        path: PNG or SVG.
+        unit: of the cost, for the axis.
+    """
+    figure, [axis] = _panels(1)
+    for name, curve in curves.items():
+        lengths = sorted(curve)
+        slope = last_slope(curve)
+        text = name if slope is None else f"{name}, grows as L^{slope:.2f} at the end"
+        axis.plot(lengths, [curve[n] for n in lengths], marker="o", ms=4, label=text)
+    axis.set_yscale("log")
+    _context_axis(axis, sorted({n for curve in curves.values() for n in curve}))
+    axis.set_ylabel(unit)
+    axis.legend(fontsize=8, frameon=False)
+    axis.grid(which="both", lw=0.3, alpha=0.5)
+    _save(figure, path)
+
+
+def last_slope(curve: Mapping[int, float]) -> float | None:
+    """``d log(cost) / d log(length)`` between the two longest contexts."""
+    import math
+
+    if len(curve) < 2:
+        return None
+    before, last = sorted(curve)[-2:]
+    return math.log(curve[last] / curve[before]) / math.log(last / before)
+
+
+def prefill_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
+    """Prefill time of each configuration, relative to the baseline at the shortest length."""
+    from statistics import median
+
+    def time(name: str, length: int) -> float:
+        return median(result.values(name, "prefill", length).values())
+
+    unit = time(result.baseline.name, min(result.lengths))
+    return {
+        label(result, configuration): {
+            length: time(configuration.name, length) / unit for length in result.lengths
+        }
+        for configuration in result.configurations
+    }
+
+
+def share_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
+    """The baseline's indexer share by metric and length, where the server told it."""
+    curves: dict[str, dict[int, float]] = {}
+    for metric in result.metrics:
+        shares = {n: result.indexer_share(metric, n) for n in result.lengths}
+        if None not in shares.values():
+            curves[_PANELS[metric]] = {n: share for n, share in shares.items() if share}
+    return curves
+
+
+def _context_axis(axis: Any, lengths: Sequence[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [format_length(n) for n in lengths])
+    axis.minorticks_off()
+    axis.set_xlabel("context, tokens")
+
+
+def _panels(count: int) -> tuple[Any, list[Any]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (3.9 * count, 3.4) if count > 1 else (5.6, 3.6)
+    figure, axes = pyplot.subplots(1, count, figsize=size, squeeze=False)
+    for axis in axes[0]:
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    return figure, list(axes[0])
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write and close; a viewer that watches the file never sees half of it."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".part-{path.name}")
+    figure.tight_layout()
+    figure.savefig(part, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+    os.replace(part, path)

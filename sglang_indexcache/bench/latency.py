@@ -1,0 +1,352 @@
+"""The paper's latency table (Table 1) on real servers.
+
+Configurations take turns, A B A B, so that a machine that drifts moves all of them alike, and a
+speed-up is the ratio of two neighbours. In a visit every length is measured by
+
+* one request a data-parallel rank ("single request on each GPU"): TTFT and decode rate, then
+* as many requests as the KV cache holds: tokens per second while all of them decode.
+
+A visit is a server start and all lengths, or one length where servers run side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from sglang_indexcache.bench.environment import busy_cores, environment
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.prompts import format_length, random_prompts
+from sglang_indexcache.bench.results import (
+    METRICS,
+    ClockName,
+    Configuration,
+    LatencyResult,
+    Metric,
+    Model,
+    Sample,
+    ServerFacts,
+    Visit,
+)
+from sglang_indexcache.bench.servers import (
+    Servers,
+    check_served,
+    check_skipped,
+    facts,
+    indexer_seconds,
+)
+from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import CheckpointError, SearchError
+from sglang_indexcache.library import Library
+from sglang_indexcache.search.provenance import checkpoint_digest
+from sglang_indexcache.serving import Client
+
+WARM_UP_TOKENS = 4
+_SPARE_TOKENS = 8
+"""SGLang keeps a few slots of the pool to itself."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        lengths: prompt tokens.
+        rounds: visits to every configuration.
+        new_tokens: generated per request.
+        repeats: measurements of every length within a visit.
+        metrics: which of the three.
+        full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds.
+        seed: of the prompts.
+        clock: how to count seconds.
+        watch_seconds: how long to look for foreign work before each visit.
+    """
+
+    lengths: tuple[int, ...]
+    rounds: int = 3
+    new_tokens: int = 64
+    repeats: int = 1
+    metrics: tuple[Metric, ...] = tuple(METRICS)
+    full_concurrency: int = 0
+    seed: int = 0
+    clock: ClockName = "wall"
+    watch_seconds: float = 2.0
+
+    def check(self) -> None:
+        """Raise BenchError on numbers that give no result."""
+        if not self.lengths or min(self.lengths) < 1 or self.rounds < 1 or self.repeats < 1:
+            raise BenchError("give at least one length, one round and one repeat")
+        if self.new_tokens < 2:
+            raise BenchError("a decode rate needs --new-tokens of at least 2")
+        if self.clock not in ("wall", "processor"):
+            raise BenchError(f"the clocks are wall and processor, got {self.clock!r}")
+        unknown = set(self.metrics) - set(METRICS)
+        if unknown or not self.metrics:
+            raise BenchError(f"the metrics are {', '.join(METRICS)}, got {sorted(unknown)}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model as its folder describes it.
+
+    Attributes:
+        checkpoint: to resolve patterns with.
+        model: for the result.
+        vocab_size: to draw prompts from.
+    """
+
+    checkpoint: Checkpoint
+    model: Model
+    vocab_size: int
+
+
+def read_target(folder: Path, note: str = "") -> Target:
+    """Read a checkpoint folder; the weights may be missing.
+
+    Raises:
+        CheckpointError: no config.json of a DSA model.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    checkpoint = Checkpoint.from_config(config, str(folder))
+    try:
+        digest = checkpoint_digest(folder)
+    except SearchError:
+        digest = ""
+    shape = {name: value for name, value in checkpoint.shape.items() if isinstance(value, int)}
+    shape.setdefault("num_hidden_layers", checkpoint.num_layers)
+    model = Model(
+        name=folder.resolve().name,
+        architecture=checkpoint.architecture,
+        digest=digest,
+        shape=shape,
+        note=note,
+    )
+    text = config.get("text_config") or config
+    return Target(checkpoint, model, int(text["vocab_size"]))
+
+
+def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
+    """Resolve what the user wrote; ``name=value`` gives a table another name than the value.
+
+    Raises:
+        IndexCacheError: a pattern that does not fit, or one name twice.
+    """
+    found = []
+    for text in values:
+        name, _, value = text.rpartition("=")
+        pattern = Library.default().resolve(value, checkpoint).pattern
+        found.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
+    names = [configuration.name for configuration in found]
+    if len(set(names)) != len(names):
+        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
+    return tuple(found)
+
+
+def run(
+    target: Target,
+    servers: Servers,
+    served: Sequence[Configuration],
+    settings: Settings,
+    *,
+    arguments: Sequence[str] = (),
+    report: Report = lambda _: None,
+) -> LatencyResult:
+    """Measure everything; nothing is returned unless every server did what was asked.
+
+    Args:
+        target: the model.
+        servers: where it is served.
+        served: the first is the baseline.
+        settings: how to measure.
+        arguments: the servers' flags, for the record.
+        report: told what is going on.
+
+    Raises:
+        IndexCacheError: naming what a server did wrong.
+    """
+    settings.check()
+    machine = environment()
+    visits: list[Visit] = []
+    samples: list[Sample] = []
+    warm: set[str] = set()
+    lengths = settings.lengths
+    turns = [(length,) for length in lengths] if servers.side_by_side else [lengths]
+    for number in range(settings.rounds):
+        for turn in turns:
+            for configuration in served:
+                report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
+                foreign = busy_cores(settings.watch_seconds)
+                with servers.visit(configuration) as client:
+                    check_served(client, configuration)
+                    here = facts(client)
+                    visits.append(
+                        Visit(
+                            configuration=configuration.name,
+                            round=number,
+                            facts=here,
+                            busy_cores=foreign,
+                        )
+                    )
+                    clock: Clock = time.perf_counter
+                    if settings.clock == "processor":
+                        clock = servers.processor_clock()
+                    visit = _Visit(client, target, settings, configuration, number, here, clock)
+                    if not servers.side_by_side or configuration.name not in warm:
+                        visit.warm_up()
+                        warm.add(configuration.name)
+                    for sample in visit.measure(turn):
+                        samples.append(sample)
+                        report(
+                            f"  {format_length(sample.length)} {sample.metric}: "
+                            f"{sample.value:.4g} ({sample.requests} at once)"
+                        )
+    return LatencyResult(
+        environment=machine,
+        side_by_side=servers.side_by_side,
+        model=target.model,
+        arguments=tuple(arguments),
+        configurations=tuple(served),
+        lengths=settings.lengths,
+        new_tokens=settings.new_tokens,
+        clock=settings.clock,
+        rounds=settings.rounds,
+        visits=tuple(visits),
+        samples=tuple(samples),
+    )
+
+
+class _Visit:
+    """All measurements on one server."""
+
+    def __init__(
+        self,
+        client: Client,
+        target: Target,
+        settings: Settings,
+        configuration: Configuration,
+        number: int,
+        server: ServerFacts,
+        clock: Clock,
+    ) -> None:
+        self._client = client
+        self._clock = clock
+        self._target = target
+        self._settings = settings
+        self._configuration = configuration
+        self._round = number
+        self._server = server
+
+    def measure(self, lengths: Sequence[int]) -> Iterator[Sample]:
+        """Measure some lengths, then check that the pattern was obeyed."""
+        before = self._client.states()
+        for length in lengths:
+            for repeat in range(self._settings.repeats):
+                yield from self._single(length, repeat)
+                if "full" in self._settings.metrics and not self._one_fills(length):
+                    yield self._full(length, repeat)
+        check_served(self._client, self._configuration)
+        check_skipped(before, self._client)
+
+    def concurrency(self, length: int) -> int:
+        """Requests that the KV caches of all ranks hold at once."""
+        server, settings = self._server, self._settings
+        pages = -(-(length + settings.new_tokens) // server.page)
+        a_rank = settings.full_concurrency or (server.capacity - _SPARE_TOKENS) // (
+            pages * server.page
+        )
+        return a_rank * server.dp
+
+    def _one_fills(self, length: int) -> bool:
+        """Whether a rank's cache is full with one request: then that is measured already."""
+        return self.concurrency(length) == self._server.dp
+
+    def _check_room(self, length: int) -> None:
+        if self.concurrency(length) < 1:
+            raise BenchError(
+                f"the KV cache holds {self._server.capacity} tokens a rank, too few for a prompt "
+                f"of {length} and {self._settings.new_tokens} new tokens. Give the servers "
+                "--max-total-tokens or leave the length out."
+            )
+
+    def warm_up(self) -> None:
+        """Pay for whatever the first batch of a shape pays for.
+
+        Raises:
+            BenchError: a length does not fit the KV cache.
+        """
+        for length in self._settings.lengths:
+            self._check_room(length)
+        chunk = self._server.chunked_prefill
+        longest = 2 * chunk if chunk > 0 else max(self._settings.lengths)
+        for length in sorted({min(length, longest) for length in self._settings.lengths}):
+            self._send(length, self._server.dp, WARM_UP_TOKENS, "warm-up")
+        if "full" in self._settings.metrics:
+            for count in sorted({self.concurrency(length) for length in self._settings.lengths}):
+                self._send(self._server.page, count, WARM_UP_TOKENS, "warm-up")
+
+    def _send(self, length: int, count: int, new_tokens: int, *seed: object) -> list[Answer]:
+        prompts = random_prompts(
+            count, length, self._target.vocab_size, self._settings.seed, self._round, length, *seed
+        )
+        self._client.flush_cache()
+        return stream(self._client, prompts, new_tokens, self._clock)
+
+    def _single(self, length: int, repeat: int) -> Iterator[Sample]:
+        """One request a rank: TTFT and decode rate."""
+        count = self._server.dp
+        before = indexer_seconds(self._client, self._settings.clock)
+        answers = self._send(length, count, self._settings.new_tokens, "single", repeat)
+        after = indexer_seconds(self._client, self._settings.clock)
+        first = median(answer.first_token for answer in answers)
+        prefill_share = decode_share = None
+        if before is not None and after is not None:
+            prefill_share = (after[0] - before[0]) / max(a.first_token for a in answers)
+            decoding = median(a.last_token - a.first_token for a in answers)
+            decode_share = (after[1] - before[1]) / decoding
+        if "prefill" in self._settings.metrics:
+            yield self._sample(length, "prefill", first, count, prefill_share)
+        rate = median(answer.decode_rate for answer in answers)
+        if "decode" in self._settings.metrics:
+            yield self._sample(length, "decode", rate, count, decode_share)
+        if "full" in self._settings.metrics and self._one_fills(length):
+            yield self._sample(length, "full", count * rate, count, decode_share)
+
+    def _full(self, length: int, repeat: int) -> Sample:
+        """As many requests as fit: the rate while all of them decode."""
+        count = self.concurrency(length)
+        before = indexer_seconds(self._client, self._settings.clock)
+        answers = self._send(length, count, self._settings.new_tokens, "full", repeat)
+        after = indexer_seconds(self._client, self._settings.clock)
+        window = steady_window(answers)
+        share = None
+        if before is not None and after is not None:
+            # SGLang prefills first, so all but a few decode steps lie behind the window's start.
+            decoding = max(a.last_token for a in answers) - window.start
+            share = (after[1] - before[1]) / decoding
+        return self._sample(length, "full", window.rate, count, share)
+
+    def _sample(
+        self, length: int, metric: Metric, value: float, requests: int, share: float | None
+    ) -> Sample:
+        return Sample(
+            configuration=self._configuration.name,
+            round=self._round,
+            length=length,
+            metric=metric,
+            value=value,
+            requests=requests,
+            indexer_share=share,
+        )

@@ -1,0 +1,497 @@
+"""The attention path of a model's decoder layers at real dimensions, without a server.
+
+Random weights; layers of one kind cost the same, so a stack of F layers and the same layers as S
+layers, which take the slots that were selected before, give the cost of each kind, and any
+pattern's time follows. Both take turns (A B A B). Left out: the embedding, the output projection,
+sampling, communication between GPUs.
+
+Experts are evenly loaded: token by token they take turns. Hidden states follow an AR(1) process
+along the sequence, so that neighbouring queries select similar tokens as in a trained model; how
+similar is measured and reported, because the cost of the gather depends on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+from sglang_indexcache.bench.environment import Environment, environment
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.ops import Geometry, Ops
+from sglang_indexcache.bench.results import Strict
+from sglang_indexcache.bench.shapes import Shape
+from sglang_indexcache.kernels.indexer.quantization import PAGE_TOKENS
+
+Phase = Literal["prefill", "decode"]
+STAGES = ("index projections", "score and select", "projections", "attention", "mlp")
+INDEXER_STAGES = STAGES[:2]
+CORRELATION = 0.9
+"""Of neighbouring hidden states."""
+
+
+class Row(Strict):
+    """One context length.
+
+    Attributes:
+        phase: which.
+        length: prompt tokens; in decode, tokens in the cache.
+        requests: at once (decode); 1 in prefill.
+        full_layer: seconds by stage of one F layer.
+        shared_layer: likewise of one S layer.
+        full_total: seconds of one F layer with no timer between the stages.
+        shared_total: likewise of one S layer.
+        neighbour_overlap: part of the selection that a query has in common with the next.
+    """
+
+    phase: Phase
+    length: int
+    requests: int
+    full_layer: dict[str, float]
+    shared_layer: dict[str, float]
+    full_total: float
+    shared_total: float
+    neighbour_overlap: float | None
+
+    @property
+    def indexer_share(self) -> float:
+        """Part of an F layer's time that its indexer takes."""
+        stages = self.full_layer
+        return sum(stages[name] for name in INDEXER_STAGES) / sum(stages.values())
+
+    @property
+    def realised(self) -> float:
+        """Time that an S layer should take (an F layer without its indexer) over what it takes."""
+        return self.full_total * (1 - self.indexer_share) / self.shared_total
+
+    def seconds(self, full: int, shared: int) -> float:
+        """Time of a model with so many F and S layers."""
+        return full * self.full_total + shared * self.shared_total
+
+
+class LayerStackResult(Strict):
+    """One run of the layer-stack benchmark.
+
+    Attributes:
+        kind: tells result files apart.
+        environment: where.
+        device: "cpu" or the GPU's name.
+        kernels: who scored, selected and attended.
+        shape: of the model.
+        layers: that were run; the model's other layers are taken to cost the same.
+        dtype: of weights and activations.
+        chunk: tokens of a prefill chunk.
+        repeats: of every length.
+        cuda_graph: whether decode totals were replayed from a CUDA graph.
+        rows: what was measured.
+    """
+
+    kind: Literal["layer-stack"] = "layer-stack"
+    environment: Environment
+    device: str
+    kernels: str
+    shape: Shape
+    layers: int
+    dtype: str
+    chunk: int
+    repeats: int
+    cuda_graph: bool
+    rows: tuple[Row, ...]
+
+
+class Stopwatch:
+    """Seconds by stage.
+
+    On a GPU the stream is timed with events, read only at the end; on a CPU this process's
+    processor time counts, so that other work on the machine does not.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device != "cpu"
+        self._spent: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a block."""
+        if self._on_gpu:
+            start, end = (_event() for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._pending.append((name, start, end))
+        else:
+            started = time.process_time()
+            yield
+            self._spent[name] += time.process_time() - started
+
+    def read(self) -> dict[str, float]:
+        """Everything so far."""
+        if self._pending:
+            torch.cuda.synchronize()
+        for name, start, end in self._pending:
+            self._spent[name] += start.elapsed_time(end) / 1000
+        self._pending.clear()
+        return dict(self._spent)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class NoStopwatch:
+    """Times nothing: for totals, and inside a CUDA graph."""
+
+    @contextmanager
+    def stage(self, _name: str) -> Iterator[None]:
+        """Do nothing around a block."""
+        yield
+
+
+class Layer:
+    """One decoder layer with random weights and its own KV and index caches.
+
+    Args:
+        shape: dimensions.
+        ops: kernels.
+        slots: of its caches.
+        dtype: of weights.
+        device: of everything.
+        generator: of the weights.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        ops: Ops,
+        slots: int,
+        dtype: torch.dtype,
+        device: str,
+        generator: torch.Generator,
+    ) -> None:
+        def weight(*size: int) -> torch.Tensor:
+            values = torch.empty(*size, dtype=dtype, device=device)
+            return values.normal_(0.0, size[-1] ** -0.5, generator=generator)
+
+        s = shape
+        self.shape, self.ops = shape, ops
+        self.down = weight(s.q_lora + s.latent, s.hidden)
+        self.q_up = weight(s.heads * (s.nope + s.rope), s.q_lora)
+        self.k_absorb = weight(s.heads, s.nope, s.kv_lora)
+        self.v_absorb = weight(s.heads, s.kv_lora, s.v)
+        self.out = weight(s.hidden, s.heads * s.v)
+        self.index_q = weight(s.index_heads * s.index_dim, s.q_lora)
+        self.index_k = weight(s.index_dim, s.hidden)
+        self.gates = weight(s.index_heads, s.hidden)
+        self.router = weight(s.experts, s.hidden)
+        self.expert_in = weight(s.experts, s.hidden, 2 * s.expert_width)
+        self.expert_out = weight(s.experts, s.expert_width, s.hidden)
+        width = s.shared_experts * s.expert_width
+        self.shared_in = weight(2 * width, s.hidden) if width else None
+        self.shared_out = weight(s.hidden, width) if width else None
+        self.latent = torch.zeros(slots, s.latent, dtype=dtype, device=device).normal_(
+            generator=generator
+        )
+        self.index_keys = ops.index_cache(slots)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        geometry: Geometry,
+        shared: torch.Tensor | None,
+        watch: Stopwatch | NoStopwatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer.
+
+        Args:
+            x: ``[T, hidden]``.
+            geometry: of the batch.
+            shared: ``[T, k]`` slots from the F layer; None if this is one.
+
+        Returns:
+            ``[T, hidden]`` and the slots attended to.
+        """
+        s = self.shape
+        with watch.stage("projections"):
+            normed = rms_norm(x, (s.hidden,))
+            low = linear(normed, self.down)
+            q_low = rms_norm(low[:, : s.q_lora], (s.q_lora,))
+            self.latent[geometry.new_slots] = low[:, s.q_lora :]
+        slots = shared
+        if slots is None:
+            with watch.stage("index projections"):
+                queries = linear(q_low, self.index_q).view(-1, s.index_heads, s.index_dim)
+                gates = linear(normed, self.gates).float() * s.index_heads**-0.5
+                keys = rms_norm(linear(normed, self.index_k), (s.index_dim,))
+                self.ops.store(self.index_keys, geometry.new_slots, keys)
+            with watch.stage("score and select"):
+                slots = self.ops.select(queries, gates, self.index_keys, geometry, s.topk)
+        with watch.stage("projections"):
+            q = linear(q_low, self.q_up).view(-1, s.heads, s.nope + s.rope)
+            absorbed = torch.bmm(q[..., : s.nope].transpose(0, 1), self.k_absorb).transpose(0, 1)
+            q = torch.cat([absorbed, q[..., s.nope :]], dim=-1).contiguous()
+        with watch.stage("attention"):
+            scale = (s.nope + s.rope) ** -0.5
+            values = self.ops.attend(q, self.latent, slots, scale, s.kv_lora)
+        with watch.stage("projections"):
+            heads = torch.bmm(values.transpose(0, 1), self.v_absorb).transpose(0, 1)
+            x = x + linear(heads.reshape(-1, s.heads * s.v), self.out)
+        with watch.stage("mlp"):
+            x = x + self._experts(rms_norm(x, (s.hidden,)))
+        return x, slots
+
+    def _experts(self, x: torch.Tensor) -> torch.Tensor:
+        """Evenly loaded experts: the same products as after any balanced routing."""
+        s = self.shape
+        tokens = x.shape[0]
+        scores = torch.sigmoid(linear(x, self.router)).topk(s.active_experts, dim=-1).values
+        rows = x.repeat_interleave(s.active_experts, dim=0)
+        used = min(s.experts, rows.shape[0])
+        each = -(-rows.shape[0] // used)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, used * each - rows.shape[0]))
+        gate, up = torch.bmm(padded.view(used, each, -1), self.expert_in[:used]).chunk(2, dim=-1)
+        done = torch.bmm(silu(gate) * up, self.expert_out[:used]).view(used * each, -1)
+        done = done[: rows.shape[0]].view(tokens, s.active_experts, -1)
+        result = (done * scores.unsqueeze(-1)).sum(1)
+        if self.shared_in is not None and self.shared_out is not None:
+            gate, up = linear(x, self.shared_in).chunk(2, dim=-1)
+            result = result + linear(silu(gate) * up, self.shared_out)
+        return result
+
+
+class Stack:
+    """Some layers of a model.
+
+    Args:
+        shape: dimensions.
+        layers: how many.
+        ops: kernels.
+        slots: tokens that its caches hold.
+        dtype: of weights and activations.
+        device: of everything.
+        seed: of weights and inputs.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: int,
+        ops: Ops,
+        slots: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
+        self.room = slots
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.layers = [
+            Layer(shape, ops, slots, dtype, device, self.generator) for _ in range(layers)
+        ]
+
+    def inputs(self, tokens: int) -> torch.Tensor:
+        """``[tokens, hidden]`` states whose neighbours correlate by :data:`CORRELATION`."""
+        noise = torch.empty(tokens, self.shape.hidden, dtype=torch.float32, device=self.device)
+        noise.normal_(generator=self.generator)
+        fresh = (1 - CORRELATION**2) ** 0.5
+        for token in range(1, tokens):
+            noise[token].mul_(fresh).add_(noise[token - 1], alpha=CORRELATION)
+        return noise.to(self.dtype)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        geometry: Geometry,
+        shared: torch.Tensor | None,
+        watch: Stopwatch | NoStopwatch,
+    ) -> torch.Tensor:
+        """All layers, as F or as S layers; returns the last selection.
+
+        Args:
+            x: ``[T, hidden]``.
+            geometry: of the batch.
+            shared: ``[T, k]`` slots that every layer takes; None if every layer selects.
+            watch: times the stages.
+        """
+        slots = shared
+        for layer in self.layers:
+            x, slots = layer.forward(x, geometry, shared, watch)
+        assert slots is not None
+        return slots
+
+
+def prefill(stack: Stack, length: int, chunk: int, repeats: int) -> Row:
+    """A prompt of ``length`` tokens, ``chunk`` at a time."""
+    inputs = stack.inputs(min(chunk, length))
+    ends = [min(start + chunk, length) for start in range(0, length, chunk)]
+    starts = [0, *ends[:-1]]
+    steps = [
+        (inputs[: end - start], Geometry(1, end - start, end, stack.room, stack.device))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return _row(stack, "prefill", length, 1, steps, repeats, graph=False)
+
+
+def decode(stack: Stack, length: int, requests: int, repeats: int, *, graph: bool) -> Row:
+    """One step of ``requests`` requests of ``length`` tokens each."""
+    room = stack.room // requests // PAGE_TOKENS * PAGE_TOKENS
+    if length > room:
+        raise BenchError(f"{requests} requests of {length} tokens do not fit {stack.room} slots")
+    step = (stack.inputs(requests), Geometry(requests, 1, length, room, stack.device))
+    return _row(stack, "decode", length, requests, [step], repeats, graph=graph)
+
+
+Steps = list[tuple[torch.Tensor, Geometry]]
+Selected = Sequence[torch.Tensor | None]
+
+
+def _row(
+    stack: Stack,
+    phase: Phase,
+    length: int,
+    requests: int,
+    steps: Steps,
+    repeats: int,
+    *,
+    graph: bool,
+) -> Row:
+    def run(selected: Selected, watch: Stopwatch | NoStopwatch) -> Selected:
+        pairs = zip(steps, selected, strict=True)
+        return [stack.forward(x, geometry, shared, watch) for (x, geometry), shared in pairs]
+
+    def stages(selected: Selected) -> dict[str, float]:
+        watch = Stopwatch(stack.device)
+        run(selected, watch)
+        return watch.read()
+
+    nothing: Selected = [None] * len(steps)
+    inputs = {"F": nothing, "S": run(nothing, NoStopwatch())}  # also warms up
+    whole: dict[str, Callable[[], Any]] = {
+        kind: partial(run, selected, NoStopwatch()) for kind, selected in inputs.items()
+    }
+    whole["S"]()
+    if graph:
+        whole = {kind: _captured(work) for kind, work in whole.items()}
+    totals: dict[str, list[float]] = {kind: [] for kind in inputs}
+    parts: dict[str, list[dict[str, float]]] = {kind: [] for kind in inputs}
+    for _ in range(repeats):
+        for kind in inputs:
+            totals[kind].append(_seconds(whole[kind], stack.device))
+        for kind, selected in inputs.items():
+            parts[kind].append(stages(selected))
+    count = len(stack.layers)
+
+    def by_stage(kind: str) -> dict[str, float]:
+        return {name: median(part[name] for part in parts[kind]) / count for name in STAGES}
+
+    last = inputs["S"][-1]
+    assert last is not None
+    return Row(
+        phase=phase,
+        length=length,
+        requests=requests,
+        full_layer=by_stage("F"),
+        shared_layer=by_stage("S"),
+        full_total=median(totals["F"]) / count,
+        shared_total=median(totals["S"]) / count,
+        neighbour_overlap=_overlap(last) if phase == "prefill" else None,
+    )
+
+
+def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` as a CUDA graph."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return output  # keeps the graph's memory alive
+
+    return replay
+
+
+def _seconds(run: Callable[[], Any], device: str) -> float:
+    """How long ``run`` takes: the wall's seconds on a GPU, the processor's on a CPU."""
+    if device == "cpu":
+        started = time.process_time()
+        run()
+        return time.process_time() - started
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _overlap(slots: torch.Tensor, rows: int = 64) -> float | None:
+    """Mean part of a row's slots that the next row has too, over the last rows."""
+    pairs = list(zip(slots[-rows:-1], slots[1 - rows :], strict=False))
+    shares = [
+        float(torch.isin(one[one >= 0], other[other >= 0]).float().mean()) for one, other in pairs
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def run(
+    shape: Shape,
+    ops: Ops,
+    lengths: tuple[int, ...],
+    *,
+    layers: int,
+    chunk: int,
+    repeats: int,
+    requests: tuple[int, ...] = (1,),
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    report: Callable[[str], None] = lambda _: None,
+) -> LayerStackResult:
+    """Measure prefill and decode at every length.
+
+    Args:
+        shape: of the model.
+        ops: kernels.
+        lengths: prompt tokens.
+        layers: to run.
+        chunk: tokens of a prefill chunk.
+        repeats: of everything.
+        requests: batch sizes of decode.
+        device: "cpu" or "cuda".
+        dtype: of weights and activations.
+        report: told what is going on.
+
+    Raises:
+        BenchError: nothing to measure.
+    """
+    if not lengths or repeats < 1 or chunk < 1 or min(requests, default=0) < 1:
+        raise BenchError("give lengths, batch sizes, a chunk and repeats of at least 1")
+    machine = environment()
+    room = -(-max(lengths) // PAGE_TOKENS) * PAGE_TOKENS * max(requests)
+    rows = []
+    with torch.inference_mode():
+        stack = Stack(shape, layers, ops, room, dtype, device)
+        for length in lengths:
+            rows.append(prefill(stack, length, chunk, repeats))
+            report(f"prefill {length}: indexer {rows[-1].indexer_share:.0%}")
+            for count in requests:
+                rows.append(decode(stack, length, count, repeats, graph=device != "cpu"))
+                report(f"decode {length} x {count}: indexer {rows[-1].indexer_share:.0%}")
+    return LayerStackResult(
+        environment=machine,
+        device=device if device == "cpu" else torch.cuda.get_device_name(),
+        kernels=ops.name,
+        shape=shape,
+        layers=layers,
+        dtype=str(dtype).removeprefix("torch."),
+        chunk=chunk,
+        repeats=repeats,
+        cuda_graph=device != "cpu",
+        rows=tuple(rows),
+    )

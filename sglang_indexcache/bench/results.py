@@ -1,0 +1,329 @@
+"""What a latency benchmark leaves behind, and what follows from it.
+
+Only samples are stored; medians, speed-ups and the Amdahl check are computed from them, so that
+no table can disagree with the file it is made from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sglang_indexcache.bench.environment import Environment
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.report import write_whole
+
+Metric = Literal["prefill", "decode", "full"]
+
+ClockName = Literal["wall", "processor"]
+"""How seconds were counted; ``processor`` is the CPU platform's, for a machine that is shared."""
+
+METRICS: dict[Metric, str] = {
+    "prefill": "Prefill time (s)",
+    "decode": "Decode throughput, per request (tok/s)",
+    "full": "Decode throughput, full KV cache (tok/s)",
+}
+"""The paper's three metrics (Table 1), in its order."""
+
+
+class Strict(BaseModel):
+    """Base of every stored model: no field may be unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Configuration(Strict):
+    """One way to serve.
+
+    Attributes:
+        name: how tables call it.
+        value: the pattern as the user wrote it.
+        pattern: the F/S string that it came to.
+    """
+
+    name: str
+    value: str
+    pattern: str
+
+    @property
+    def parsed(self) -> Pattern:
+        """The pattern as a value."""
+        return Pattern(self.pattern)
+
+
+class Model(Strict):
+    """What was served.
+
+    Attributes:
+        name: of the checkpoint's folder.
+        architecture: HF architecture.
+        digest: tells checkpoints apart (``search.provenance.checkpoint_digest``); empty if the
+            weights were not at hand.
+        shape: config fields.
+        note: in words, for example that the weights are random.
+    """
+
+    name: str
+    architecture: str
+    digest: str
+    shape: dict[str, int | None]
+    note: str = ""
+
+
+class ServerFacts(Strict):
+    """What a server said about itself.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        tp: tensor-parallel ranks.
+        dp: data-parallel ranks, each with a KV cache and a request of its own.
+        dp_attention: whether attention is data-parallel.
+        chunked_prefill: tokens of a prefill chunk.
+        page: tokens of a page.
+        capacity: KV tokens of each rank.
+        index_k_bytes: index-K bytes of a token on one rank.
+    """
+
+    device: str
+    tp: int
+    dp: int
+    dp_attention: bool
+    chunked_prefill: int
+    page: int
+    capacity: int
+    index_k_bytes: int
+
+
+class Visit(Strict):
+    """One server during one round.
+
+    Attributes:
+        configuration: which.
+        round: from 0.
+        facts: what the server said.
+        busy_cores: cores' worth of foreign work just before it started; None where unknown.
+    """
+
+    configuration: str
+    round: int
+    facts: ServerFacts
+    busy_cores: float | None
+
+
+class Sample(Strict):
+    """One measurement.
+
+    Attributes:
+        configuration: which.
+        round: from 0; samples of one round belong together.
+        length: prompt tokens.
+        metric: which.
+        value: seconds for prefill, tokens per second for the others; the median over requests.
+        requests: sent at once.
+        indexer_share: the part of this metric's time that was spent in indexers, where the server
+            tells (CPU platform).
+    """
+
+    configuration: str
+    round: int
+    length: int
+    metric: Metric
+    value: float = Field(gt=0)
+    requests: int = Field(ge=1)
+    indexer_share: float | None = None
+
+
+class Speedup(Strict):
+    """One configuration against the baseline, over the rounds.
+
+    Attributes:
+        configuration: which.
+        metric: which.
+        length: prompt tokens.
+        median: of the rounds' ratios; above 1 is faster.
+        low: smallest of them.
+        high: largest.
+        ideal: what Amdahl's law gives for the baseline's own indexer share; None if unknown.
+    """
+
+    configuration: str
+    metric: Metric
+    length: int
+    median: float
+    low: float
+    high: float
+    ideal: float | None
+
+    @property
+    def realised(self) -> float | None:
+        """Measured over ideal speed-up."""
+        return None if self.ideal is None else self.median / self.ideal
+
+
+class LatencyResult(Strict):
+    """One run of ``indexcache bench latency``.
+
+    Attributes:
+        kind: tells result files apart.
+        environment: of the client; servers that the benchmark starts run on the same machine.
+        side_by_side: whether the servers ran at once, so that turns were one length long.
+        model: what was served.
+        arguments: server flags beside the model and the pattern.
+        configurations: the first is the baseline.
+        lengths: prompt tokens.
+        new_tokens: generated per request.
+        clock: how seconds were counted.
+        rounds: times that every configuration was visited, in turns: A B A B.
+        visits: one server start with all lengths, or one length on a running server.
+        samples: everything measured; warm-up is not among them.
+    """
+
+    kind: Literal["latency"] = "latency"
+    environment: Environment
+    side_by_side: bool
+    model: Model
+    arguments: tuple[str, ...]
+    configurations: tuple[Configuration, ...] = Field(min_length=1)
+    lengths: tuple[int, ...]
+    new_tokens: int
+    clock: ClockName
+    rounds: int
+    visits: tuple[Visit, ...]
+    samples: tuple[Sample, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> LatencyResult:
+        known = {configuration.name for configuration in self.configurations}
+        strangers = {sample.configuration for sample in self.samples} - known
+        if strangers:
+            raise ValueError(f"samples of unknown configurations: {sorted(strangers)}")
+        return self
+
+    @property
+    def baseline(self) -> Configuration:
+        """What the others are compared with."""
+        return self.configurations[0]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the server ran on a GPU, so that absolute figures may be shown."""
+        return all(visit.facts.device == "cuda" for visit in self.visits)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Those that were measured, in the paper's order."""
+        measured = {sample.metric for sample in self.samples}
+        return tuple(metric for metric in METRICS if metric in measured)
+
+    def values(self, configuration: str, metric: Metric, length: int) -> dict[int, float]:
+        """The median value of each round."""
+        rounds: dict[int, list[float]] = {}
+        for sample in self._matching(configuration, metric, length):
+            rounds.setdefault(sample.round, []).append(sample.value)
+        return {number: median(values) for number, values in rounds.items()}
+
+    def indexer_share(self, metric: Metric, length: int) -> float | None:
+        """Part of the baseline's time that its indexers took, the median over the rounds."""
+        samples = self._matching(self.baseline.name, metric, length)
+        shares = [s.indexer_share for s in samples if s.indexer_share is not None]
+        return median(shares) if shares else None
+
+    def speedup(self, configuration: str, metric: Metric, length: int) -> Speedup:
+        """``configuration`` against the baseline of the same round.
+
+        Raises:
+            BenchError: one of the two was not measured there.
+        """
+        mine = self.values(configuration, metric, length)
+        base = self.values(self.baseline.name, metric, length)
+        if not mine or mine.keys() != base.keys():
+            raise BenchError(f"{configuration} has no {metric} at {length} tokens in every round")
+        ratios = [
+            base[number] / mine[number] if metric == "prefill" else mine[number] / base[number]
+            for number in mine
+        ]
+        share = self.indexer_share(metric, length)
+        removed = removed_share(self.baseline.parsed, self._configuration(configuration).parsed)
+        return Speedup(
+            configuration=configuration,
+            metric=metric,
+            length=length,
+            median=median(ratios),
+            low=min(ratios),
+            high=max(ratios),
+            ideal=None if share is None else amdahl(share, removed),
+        )
+
+    def _matching(self, configuration: str, metric: Metric, length: int) -> list[Sample]:
+        wanted = (configuration, metric, length)
+        return [s for s in self.samples if (s.configuration, s.metric, s.length) == wanted]
+
+    def _configuration(self, name: str) -> Configuration:
+        return next(c for c in self.configurations if c.name == name)
+
+
+def removed_share(baseline: Pattern, pattern: Pattern) -> float:
+    """Part of the baseline's indexers that ``pattern`` does without; layers cost the same."""
+    kept = len(pattern.full_layers) / len(baseline.full_layers)
+    return 1.0 - kept
+
+
+def amdahl(share: float, removed: float) -> float:
+    """The speed-up if ``removed`` of a part that takes ``share`` of the time costs nothing.
+
+    Args:
+        share: 0 to 1.
+        removed: 0 to 1.
+    """
+    return 1.0 / (1.0 - share * removed)
+
+
+def paper_speedup(shape: dict[str, int | None], ratio: str, metric: Metric) -> dict[str, float]:
+    """The paper's own speed-ups for a model of this shape, by context, cited by the library.
+
+    Empty unless the library has a pattern with latencies for it (the paper's 30B model).
+    """
+    names = {"prefill": "prefill time", "decode": "decode, one request", "full": "decode, full"}
+    for entry in Library.default().entries.values():
+        info = entry.model
+        fits = info.num_layers == shape.get("num_hidden_layers") and all(
+            shape.get(name) == value for name, value in info.shape.items()
+        )
+        if fits and entry.retention == ratio and entry.latency:
+            return {
+                row.context: row.all_full / row.value
+                if metric == "prefill"
+                else row.value / row.all_full
+                for row in entry.latency
+                if row.metric.startswith(names[metric]) and row.all_full
+            }
+    return {}
+
+
+_Result = TypeVar("_Result", bound=BaseModel)
+
+
+def save(result: BaseModel, path: Path) -> None:
+    """Write a result; a reader never sees half a file."""
+    write_whole(path, result.model_dump_json(indent=1) + "\n")
+
+
+def load(kind: type[_Result], path: Path) -> _Result:
+    """Read a result.
+
+    Raises:
+        BenchError: the file is missing or not such a result.
+    """
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise BenchError(f"{path} is not a {kind.__name__}: {where}: {first['msg']}") from error

@@ -1,0 +1,159 @@
+"""What a GPU could do: the time of one F and one S layer from arithmetic and published rates.
+
+Each stage takes the longer of its arithmetic and its memory traffic, at a stated part of the
+data sheet's rate. It is a model, not a measurement: ``indexcache plan`` says so beside every
+figure. In decode it also leaves out whatever a scheduler and a host add between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A data sheet, dense rates.
+
+    Attributes:
+        name: as NVIDIA's.
+        bf16: FLOP/s.
+        fp8: FLOP/s.
+        bandwidth: of the memory, bytes/s.
+    """
+
+    name: str
+    bf16: float
+    fp8: float
+    bandwidth: float
+
+
+GPUS = {
+    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12),
+    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12),
+    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12),
+}
+
+INDEXER_PART = 1145 / 1979
+"""Of the FP8 rate: DeepGEMM's MQA logits on an H200 (sglang #11989)."""
+MLA_PART = 640 / 989
+"""Of the bfloat16 rate: FlashMLA's sparse prefill on an H800 (its README)."""
+GEMM_PART = 0.6
+"""Of the bfloat16 rate, for projections and experts: an assumption."""
+MEMORY_PART = 0.8
+"""Of the bandwidth: an assumption."""
+LAUNCH_SECONDS = 4e-6
+"""Of a small kernel inside a CUDA graph, decode's floor: an assumption."""
+INDEXER_LAUNCHES, MLA_LAUNCHES, MLP_LAUNCHES = 7, 12, 8
+"""Kernels of a decode step in SGLang 0.5.23's DSA path, counted in its source."""
+LOGITS_PASSES = 3
+"""The logits matrix is written once and read twice by the top-k."""
+MLA_HEAD_TILE = 64
+"""FlashMLA pads to it."""
+INDEX_K_BYTES = 128 + 4
+KV_BYTES = {"fp8": 656, "bf16": 1152}
+"""Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer.
+
+    Attributes:
+        indexer: projections, scores, selection.
+        attention: sparse MLA and its projections.
+        mlp: experts.
+    """
+
+    indexer: float
+    attention: float
+    mlp: float
+
+    @property
+    def full(self) -> float:
+        """An F layer."""
+        return self.indexer + self.shared
+
+    @property
+    def shared(self) -> float:
+        """An S layer."""
+        return self.attention + self.mlp
+
+
+def find_gpu(name: str) -> Gpu:
+    """A data sheet by name.
+
+    Raises:
+        BenchError: there is none.
+    """
+    if name.lower() not in GPUS:
+        raise BenchError(f"no rates are known for {name!r}; there are {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def prefill_layer(shape: Shape, gpu: Gpu, length: int, tp: int = 1) -> LayerTime:
+    """One layer for a whole prompt; under tensor parallelism the indexer is not split.
+
+    Args:
+        shape: of the model.
+        gpu: data sheet.
+        length: tokens of the prompt.
+        tp: ranks that share the heads and the experts.
+    """
+    pairs = length * (length + 1) / 2
+    scores = 2 * pairs * shape.index_heads * shape.index_dim / (gpu.fp8 * INDEXER_PART)
+    traffic = LOGITS_PASSES * 4 * pairs / (gpu.bandwidth * MEMORY_PART)
+    gemm = 2 * length / (gpu.bf16 * GEMM_PART)
+    heads = -(-shape.heads // tp)
+    padded = -(-heads // MLA_HEAD_TILE) * MLA_HEAD_TILE
+    selected = sum_selected(length, shape.topk)
+    flops = 2 * padded * (shape.latent + shape.kv_lora) * selected
+    return LayerTime(
+        indexer=scores + traffic + gemm * shape.indexer_parameters,
+        attention=flops / (gpu.bf16 * MLA_PART) + gemm * shape.attention_parameters / tp,
+        mlp=gemm * shape.active_mlp_parameters / tp,
+    )
+
+
+def sum_selected(length: int, topk: int) -> float:
+    """Selected tokens over all queries of a prompt: a query that sees fewer than k takes all."""
+    short = min(length, topk)
+    return short * (short + 1) / 2 + (length - short) * topk
+
+
+def decode_layer(
+    shape: Shape, gpu: Gpu, length: int, requests: int = 1, kv: str = "fp8", tp: int = 1
+) -> LayerTime:
+    """One layer for one decode step.
+
+    Args:
+        shape: of the model.
+        gpu: data sheet.
+        length: tokens in the cache of each request.
+        requests: at once on this rank.
+        kv: fp8 or bf16.
+        tp: ranks that share the heads and the experts.
+    """
+    read = 1 / (gpu.bandwidth * MEMORY_PART)
+    keys = requests * length * (INDEX_K_BYTES + LOGITS_PASSES * 4)
+    rows = requests * min(length, shape.topk) * KV_BYTES[kv]
+    busy = min(shape.experts, requests * shape.active_experts) + shape.shared_experts
+    experts = 3 * shape.hidden * shape.expert_width * busy / tp
+    weight = 2  # bytes, bfloat16
+    return LayerTime(
+        indexer=max(
+            (keys + weight * shape.indexer_parameters) * read, INDEXER_LAUNCHES * LAUNCH_SECONDS
+        ),
+        attention=max(
+            (rows + weight * shape.attention_parameters / tp) * read,
+            MLA_LAUNCHES * LAUNCH_SECONDS,
+        ),
+        mlp=max(weight * experts * read, MLP_LAUNCHES * LAUNCH_SECONDS),
+    )
+
+
+def head_seconds(shape: Shape, gpu: Gpu, tp: int = 1) -> float:
+    """The output projection of one decode step."""
+    return 2 * shape.vocab * shape.hidden / tp / (gpu.bandwidth * MEMORY_PART)

@@ -1,0 +1,227 @@
+"""The servers that a benchmark visits: started one at a time, or running already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang_indexcache.bench.environment import ProcessorClock
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.results import ClockName, Configuration, ServerFacts
+from sglang_indexcache.bench.stream import Clock
+from sglang_indexcache.serving import Client, Server, ServerError
+
+TIMEOUT = 3600.0
+"""Seconds: a prefill of a full KV cache says nothing for long."""
+
+
+class Servers(Protocol):
+    """Where configurations are served.
+
+    Attributes:
+        side_by_side: whether a visit costs nothing, so that turns can be short.
+    """
+
+    side_by_side: bool
+
+    def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
+        """A server that serves ``configuration``, ready, for the block's duration."""
+
+    def processor_clock(self) -> Clock:
+        """Of the server being visited; BenchError if it does not run here."""
+
+
+class StartedServers:
+    """Starts ``sglang.launch_server`` for each visit and stops it afterwards.
+
+    Only one runs at a time unless ``side_by_side``: then each stays up until the end of the block
+    that uses this object, asleep while another is measured, and turns can be as short as one
+    length. That keeps a drifting machine out of the ratios, where memory for all of them is at
+    hand.
+
+    Args:
+        model: checkpoint folder or a name that SGLang can resolve.
+        arguments: flags beside the model, the backend and the pattern.
+        logs: folder for the servers' logs.
+        environment: variables for the servers.
+        side_by_side: keep every server up.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        logs: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        side_by_side: bool = False,
+    ) -> None:
+        self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
+        if side_by_side:
+            self._command.append("--sleep-on-idle")
+        self._logs = logs
+        self._environment = environment
+        self.side_by_side = side_by_side
+        self._kept = ExitStack()
+        self._running: dict[str, Server] = {}
+        self._visited: Server | None = None
+
+    def __enter__(self) -> StartedServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+    @contextmanager
+    def visit(self, configuration: Configuration) -> Iterator[Client]:
+        """See :class:`Servers`; what the log says last is part of a failure's message."""
+        if self.side_by_side:
+            if configuration.name not in self._running:
+                server = self._kept.enter_context(self._server(configuration))
+                self._running[configuration.name] = server
+            self._visited = server = self._running[configuration.name]
+            with _explained(server):
+                yield _patient_client(server)
+            return
+        with self._server(configuration) as server, _explained(server):
+            self._visited = server
+            yield _patient_client(server)
+
+    def processor_clock(self) -> Clock:
+        """See :class:`Servers`."""
+        assert self._visited is not None
+        return ProcessorClock(self._visited.pid)
+
+    def _server(self, configuration: Configuration) -> Server:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
+        command = [*self._command, "--indexcache-pattern", configuration.value]
+        return Server(command, log, env=self._environment)
+
+
+def _patient_client(server: Server) -> Client:
+    server.wait_until_ready(timeout=TIMEOUT)
+    return Client(server.client.url, timeout=TIMEOUT)
+
+
+@contextmanager
+def _explained(server: Server) -> Iterator[None]:
+    """Add the end of the server's log to what goes wrong with it."""
+    try:
+        yield
+    except (BenchError, ServerError) as error:
+        raise BenchError(f"{error}\nThe server's log ends:\n{server.log_tail()}") from error
+
+
+class RunningServers:
+    """Servers that somebody else started.
+
+    Args:
+        urls: by configuration name. A server in live mode may stand for several configurations;
+            it is switched between them.
+    """
+
+    side_by_side = True
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self._urls = urls
+
+    @contextmanager
+    def visit(self, configuration: Configuration) -> Iterator[Client]:
+        """See :class:`Servers`."""
+        client = Client(self._urls[configuration.name], timeout=TIMEOUT)
+        if not client.is_ready():
+            raise BenchError(f"no server answers at {client.url}")
+        [state, *_] = client.states()
+        if state["mode"] == "live" and state["pattern"] != configuration.pattern:
+            client.switch_pattern(configuration.pattern)
+        yield client
+
+    def processor_clock(self) -> Clock:
+        """See :class:`Servers`."""
+        raise BenchError("the processor clock needs servers that are started here, not --url")
+
+
+def check_served(client: Client, configuration: Configuration) -> None:
+    """Refuse a server whose pattern is not the one that was asked for.
+
+    Raises:
+        BenchError: on any rank.
+    """
+    for rank, state in enumerate(client.states()):
+        if state["pattern"] != configuration.pattern:
+            raise BenchError(
+                f"the server at {client.url} serves {state['pattern']} on rank {rank}, not the "
+                f"{configuration.pattern} of {configuration.name}. Nothing is reported."
+            )
+
+
+def check_skipped(before: list[dict[str, Any]], client: Client) -> None:
+    """Refuse a server whose layers did not do what its pattern says.
+
+    Args:
+        before: the server's states when the visit began.
+        client: to ask for the states now.
+
+    Raises:
+        BenchError: an S layer ran its indexer, an F layer did not, or nothing ran at all. A CUDA
+            graph's replays are not counted, but every prefill is.
+    """
+    for rank, (old, new) in enumerate(zip(before, client.states(), strict=True)):
+        ran = [
+            later - earlier
+            for earlier, later in zip(
+                old["indexer_selections"], new["indexer_selections"], strict=True
+            )
+        ]
+        wrong = [
+            layer
+            for layer, letter in enumerate(new["pattern"])
+            if (letter == "F") != (ran[layer] > 0)
+        ]
+        if wrong:
+            raise BenchError(
+                f"the pattern {new['pattern']} was not effective on rank {rank} of the server at "
+                f"{client.url}: layers {wrong} did not do what it says (indexer runs by layer: "
+                f"{ran}). Nothing is reported."
+            )
+
+
+def facts(client: Client) -> ServerFacts:
+    """What the server says about itself.
+
+    Raises:
+        BenchError: it does not tell its KV capacity.
+    """
+    info = client.server_info()
+    [state, *_] = info["internal_states"]
+    try:
+        capacity = int(state["memory_usage"]["token_capacity"])
+    except (KeyError, TypeError) as error:
+        raise BenchError(f"the server at {client.url} does not tell its KV capacity") from error
+    return ServerFacts(
+        device=info["device"],
+        tp=info["tp_size"],
+        dp=len(info["internal_states"]),  # dp_size is 1 under dp_attention
+        dp_attention=bool(info.get("enable_dp_attention")),
+        chunked_prefill=info["chunked_prefill_size"],
+        page=info["page_size"],
+        capacity=capacity,
+        index_k_bytes=state["indexcache"]["index_k_bytes_per_token"],
+    )
+
+
+def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float] | None:
+    """Seconds spent in indexers since the pattern was set, ``(prefill, decode)``, a rank's mean.
+
+    None where the server does not tell: on a GPU, kernels run behind the clock.
+    """
+    suffix = "_processor" if clock == "processor" else ""
+    spent = [state.get("indexer_seconds", {}) for state in client.states()]
+    if not all(one.get("prefill") or one.get("decode") for one in spent):
+        return None
+    prefill = sum(one[f"prefill{suffix}"] for one in spent) / len(spent)
+    decode = sum(one[f"decode{suffix}"] for one in spent) / len(spent)
+    return prefill, decode

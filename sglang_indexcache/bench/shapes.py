@@ -1,0 +1,177 @@
+"""Dimensions of the models that the paper and its readers care about, and of any checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.results import Strict
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.pattern import Pattern
+
+
+class Shape(Strict):
+    """What decides the cost of a DSA model's layer. Names are those of the HF config.
+
+    Attributes:
+        name: how results call it.
+        layers: in the model.
+        hidden: width of the residual stream.
+        heads: MLA heads.
+        q_lora: rank of the query's low-rank projection.
+        kv_lora: width of the latent, which is also the value.
+        nope: width of a head's part without rotary embedding.
+        rope: width of the rotary part.
+        v: width of a head's value after the up-projection.
+        index_heads: of the indexer.
+        index_dim: width of an index key.
+        topk: selected tokens.
+        experts: routed experts.
+        active_experts: of them, per token.
+        expert_width: intermediate width of an expert.
+        shared_experts: always active.
+        dense_layers: first layers with a dense MLP instead of experts.
+        dense_width: its intermediate width.
+        vocab: of the output projection.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    q_lora: int
+    kv_lora: int = 512
+    nope: int
+    rope: int = 64
+    v: int
+    index_heads: int
+    index_dim: int = 128
+    topk: int = 2048
+    experts: int
+    active_experts: int
+    expert_width: int
+    shared_experts: int = 1
+    dense_layers: int
+    dense_width: int
+    vocab: int
+
+    @property
+    def latent(self) -> int:
+        """Width of a row of the KV cache."""
+        return self.kv_lora + self.rope
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer's MLA: its five projections."""
+        head = self.nope + self.rope
+        return (
+            self.hidden * self.q_lora
+            + self.q_lora * self.heads * head
+            + self.hidden * self.latent
+            + self.kv_lora * self.heads * (self.nope + self.v)
+            + self.heads * self.v * self.hidden
+        )
+
+    @property
+    def indexer_parameters(self) -> int:
+        """Of one layer's indexer."""
+        queries = self.q_lora * self.index_heads * self.index_dim
+        return queries + self.hidden * (self.index_dim + self.index_heads)
+
+    @property
+    def active_mlp_parameters(self) -> int:
+        """That a token uses in one MoE layer."""
+        active = self.active_experts + self.shared_experts
+        return 3 * self.hidden * self.expert_width * active + self.hidden * self.experts
+
+
+PRESETS = {
+    # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads, 32 x 128).
+    "30b": Shape(
+        name="30b", layers=47, hidden=2048, heads=20, q_lora=768, nope=192, v=256,
+        index_heads=32, experts=64, active_experts=4, expert_width=1536, dense_layers=1,
+        dense_width=10240, vocab=154880,
+    ),
+    "glm-5": Shape(
+        name="glm-5", layers=78, hidden=6144, heads=64, q_lora=2048, nope=192, v=256,
+        index_heads=32, experts=256, active_experts=8, expert_width=2048, dense_layers=3,
+        dense_width=12288, vocab=154880,
+    ),
+    "deepseek-v3.2": Shape(
+        name="deepseek-v3.2", layers=61, hidden=7168, heads=128, q_lora=1536, nope=128, v=128,
+        index_heads=64, experts=256, active_experts=8, expert_width=2048, dense_layers=3,
+        dense_width=18432, vocab=129280,
+    ),
+}  # fmt: skip
+
+
+def preset(name: str) -> Shape:
+    """A shape by name.
+
+    Raises:
+        BenchError: there is none.
+    """
+    if name not in PRESETS:
+        raise BenchError(f"no shape is called {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def checkpoint_of(shape: Shape) -> Checkpoint:
+    """A checkpoint of this shape with every indexer, for the pattern library."""
+    return Checkpoint(
+        architecture=_ARCHITECTURES.get(shape.name, "GlmMoeDsaForCausalLM"),
+        layer_ids=tuple(range(shape.layers)),
+        own=Pattern.full(shape.layers),
+        shape={
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "n_routed_experts": shape.experts,
+        },
+    )
+
+
+_ARCHITECTURES = {"deepseek-v3.2": "DeepseekV32ForCausalLM"}
+
+
+def shape_of(model: str) -> Shape:
+    """A preset by name, or the shape of a checkpoint folder.
+
+    Raises:
+        BenchError: neither, or a config without a field that is needed.
+    """
+    path = Path(model) / "config.json"
+    if not path.exists():
+        return preset(model)
+    config = json.loads(path.read_text())
+    text = config.get("text_config") or config
+    try:
+        return _from_config(Path(model).resolve().name, text)
+    except KeyError as error:
+        raise BenchError(f"{path} has no {error}, which a DSA model's config has") from error
+
+
+def _from_config(name: str, config: dict[str, Any]) -> Shape:
+    return Shape(
+        name=name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        q_lora=config["q_lora_rank"],
+        kv_lora=config["kv_lora_rank"],
+        nope=config["qk_nope_head_dim"],
+        rope=config["qk_rope_head_dim"],
+        v=config["v_head_dim"],
+        index_heads=config["index_n_heads"],
+        index_dim=config["index_head_dim"],
+        topk=config["index_topk"],
+        experts=config["n_routed_experts"],
+        active_experts=config["num_experts_per_tok"],
+        expert_width=config["moe_intermediate_size"],
+        shared_experts=config.get("n_shared_experts") or 0,
+        dense_layers=config.get("first_k_dense_replace") or 0,
+        dense_width=config["intermediate_size"],
+        vocab=config["vocab_size"],
+    )

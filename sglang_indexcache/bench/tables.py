@@ -1,0 +1,194 @@
+"""Latency results as the paper lays them out (Table 1), and the Amdahl check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from sglang_indexcache.bench.prompts import format_length
+from sglang_indexcache.bench.results import (
+    METRICS,
+    Configuration,
+    LatencyResult,
+    Metric,
+    paper_speedup,
+)
+
+NOT_MEASURED = "not measured"
+NAMES: dict[Metric, str] = {
+    "prefill": "Prefill time",
+    "decode": "Decode throughput, per request",
+    "full": "Decode throughput, full KV cache",
+}
+
+
+_TURNS = {
+    False: "one server at a time, started anew for every visit",
+    True: "servers side by side, in turns at every length",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table without a format.
+
+    Attributes:
+        title: in one line.
+        header: of every column.
+        rows: cells; a row with one cell is a heading.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_markdown(self) -> str:
+        """GitHub's table syntax, the title as a bold line above."""
+        lines = [f"**{self.title}**", "", _line(self.header), _line(["---"] * len(self.header))]
+        blank = [""] * (len(self.header) - 1)
+        lines += [_line([f"*{row[0]}*", *blank] if len(row) == 1 else row) for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+    def to_terminal(self) -> Table:
+        """For rich."""
+        table = Table(title=self.title, box=SIMPLE, title_justify="left")
+        for number, name in enumerate(self.header):
+            table.add_column(name, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*row, style="bold" if len(row) == 1 else None)
+        return table
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def latency_grid(result: LatencyResult) -> Grid:
+    """The paper's Table 1: absolute figures on a GPU, only speed-ups on a CPU."""
+    header = ("", *(format_length(length) for length in result.lengths))
+    rows: list[tuple[str, ...]] = []
+    for metric in result.metrics:
+        rows.append((METRICS[metric] if result.on_gpu else f"{NAMES[metric]}, speed-up",))
+        rows += [_row(result, metric, configuration) for configuration in result.configurations]
+        rows += _paper_rows(result, metric)
+    return Grid(_title(result), header, tuple(rows))
+
+
+def _title(result: LatencyResult) -> str:
+    facts = result.visits[0].facts
+    ranks = f", dp_attention with {facts.dp} ranks" if facts.dp_attention else ""
+    where = " and ".join(sorted(set(result.environment.gpus))) if result.on_gpu else "CPU"
+    what = "" if result.on_gpu else f", median of {result.rounds} rounds (lowest to highest)"
+    return f"{result.model.name}{ranks}, {where}{what}"
+
+
+def label(result: LatencyResult, configuration: Configuration) -> str:
+    """How the paper calls it: DSA, + IndexCache (1/4)."""
+    if configuration == result.baseline:
+        return "DSA" if not configuration.parsed.shared_layers else configuration.name
+    return f"+ IndexCache ({configuration.name})"
+
+
+def _row(result: LatencyResult, metric: Metric, configuration: Configuration) -> tuple[str, ...]:
+    cells = []
+    for length in result.lengths:
+        speed = result.speedup(configuration.name, metric, length)
+        if result.on_gpu:
+            values = sorted(result.values(configuration.name, metric, length).values())
+            middle = values[len(values) // 2]
+            cells.append(f"{middle:.3g} ({speed.median:.2f}x)")
+        elif configuration == result.baseline:
+            cells.append("1")
+        else:
+            cells.append(f"{speed.median:.2f}x ({speed.low:.2f}-{speed.high:.2f})")
+    return (label(result, configuration), *cells)
+
+
+def _paper_rows(result: LatencyResult, metric: Metric) -> list[tuple[str, ...]]:
+    """The paper's speed-ups, where the library cites them for a model of the same shape."""
+    rows = []
+    for configuration in result.configurations[1:]:
+        ratio = configuration.name.rpartition(":")[2]
+        cited = paper_speedup(result.model.shape, ratio, metric)
+        if cited:
+            cells = [_cited(cited, length) for length in result.lengths]
+            rows.append((f"paper, IndexCache ({ratio}), H100, dp 8", *cells))
+    return rows
+
+
+def _cited(cited: dict[str, float], length: int) -> str:
+    found = cited.get(format_length(length))
+    return "" if found is None else f"{found:.2f}x"
+
+
+def amdahl_grid(result: LatencyResult) -> Grid | None:
+    """What Amdahl's law allows and how much of it was reached; None if no share was measured."""
+    header = ("", *(format_length(length) for length in result.lengths))
+    rows: list[tuple[str, ...]] = []
+    for metric in result.metrics:
+        shares = [result.indexer_share(metric, length) for length in result.lengths]
+        if None in shares:
+            continue
+        rows.append((NAMES[metric],))
+        rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares if share)))
+        for configuration in result.configurations[1:]:
+            found = [result.speedup(configuration.name, metric, n) for n in result.lengths]
+            cells = [
+                f"{speed.median:.2f}x of {speed.ideal:.2f}x = {speed.realised:.0%}"
+                for speed in found
+            ]
+            rows.append((f"{label(result, configuration)}, realised", *cells))
+    if not rows:
+        return None
+    return Grid("measured of ideal speed-up (Amdahl)", header, tuple(rows))
+
+
+def memory_grid(result: LatencyResult) -> Grid:
+    """Index-K bytes per token and the KV tokens of a rank, as each server reported them."""
+    rows = []
+    for configuration in result.configurations:
+        facts = next(v.facts for v in result.visits if v.configuration == configuration.name)
+        cells = (str(facts.index_k_bytes), str(facts.capacity))
+        rows.append((label(result, configuration), *cells))
+    return Grid(
+        "memory of one rank", ("", "index-K bytes per token", "KV tokens in the pool"), tuple(rows)
+    )
+
+
+def report(result: LatencyResult) -> str:
+    """Everything about a latency result in Markdown."""
+    grids = [latency_grid(result), amdahl_grid(result), memory_grid(result)]
+    parts = [grid.to_markdown() for grid in grids if grid is not None]
+    return "\n".join([*parts, conditions(result)])
+
+
+def conditions(result: LatencyResult) -> str:
+    """How it was measured, in a few sentences."""
+    machine = result.environment
+    order = " ".join(configuration.name for configuration in result.configurations)
+    lines = [
+        f"{machine.date}, commit {machine.commit or 'unknown'}, "
+        f"{', '.join(f'{name} {number}' for name, number in machine.versions.items())}.",
+        f"Machine: {', '.join(machine.gpus) or f'{machine.cores} cores of {machine.cpu}'}.",
+        f"{result.rounds} rounds of [{order}], {result.new_tokens} new tokens a request, "
+        f"{_TURNS[result.side_by_side]}.",
+    ]
+    if result.clock == "processor":
+        lines.append(
+            "Seconds are processor time of the scheduler's only thread, because other work shared "
+            "the machine; on a quiet one the wall clock shows the same."
+        )
+    busy = [visit.busy_cores for visit in result.visits if visit.busy_cores is not None]
+    if busy:
+        lines.append(
+            f"Load average before: {machine.load_before:g}; foreign work before a visit: "
+            f"at most {max(busy):g} of {machine.cores} cores."
+        )
+    if result.arguments:
+        lines.append(f"Server flags: `{' '.join(result.arguments)}`.")
+    if result.model.note:
+        lines.append(result.model.note)
+    return "\n".join(lines) + "\n"

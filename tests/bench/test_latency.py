@@ -1,0 +1,242 @@
+"""The latency benchmark against servers that behave, and against each way not to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.bench.environment import ProcessorClock
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.latency import Settings, Target, configurations, run
+from sglang_indexcache.bench.results import LatencyResult, Model
+from sglang_indexcache.bench.servers import RunningServers
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import ServerError
+from tests.bench.fake_server import Behaviour, fake_server
+
+CONFIG = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "index_topk": 64,
+    "vocab_size": 500,
+}
+CHECKPOINT = Checkpoint.from_config(CONFIG)
+TARGET = Target(CHECKPOINT, Model(name="m", architecture="a", digest="", shape={}), 500)
+HALF = str(Pattern.uniform(8, 2))
+QUICK = Settings(lengths=(64, 256), rounds=2, new_tokens=8, watch_seconds=0.0)
+
+
+def measure(
+    behaviours: dict[str, Behaviour], settings: Settings = QUICK, values: tuple[str, ...] = ()
+) -> LatencyResult:
+    served = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
+    with ExitStack() as stack:
+        urls = {
+            name: stack.enter_context(fake_server(behaviour))
+            for name, behaviour in behaviours.items()
+        }
+        return run(TARGET, RunningServers(urls), served, settings)
+
+
+def good(**changes: object) -> dict[str, Behaviour]:
+    """Two servers; ``changes`` befall the second."""
+    return {"full": Behaviour("F" * 8), "1/2": Behaviour(HALF, **changes)}  # type: ignore[arg-type]
+
+
+def test_a_good_run() -> None:
+    result = measure(good())
+    assert {(s.metric, s.length) for s in result.samples} == {
+        (metric, length) for metric in ("prefill", "decode", "full") for length in (64, 256)
+    }
+    for metric in result.metrics:
+        speed = result.speedup("1/2", metric, 256)
+        assert 0 < speed.low <= speed.median <= speed.high
+        assert result.speedup("full", metric, 256).median == 1.0
+        assert result.indexer_share(metric, 256) is None  # the server does not tell
+
+
+def test_the_servers_own_indexer_time_gives_the_share() -> None:
+    result = measure({name: replace(b, indexer_share=0.5) for name, b in good().items()})
+    for metric in result.metrics:
+        share = result.indexer_share(metric, 256)
+        assert share is not None
+        assert 0 < share <= 0.55  # of what the client saw, which is more than the server slept
+        ideal = result.speedup("1/2", metric, 256).ideal
+        assert ideal == pytest.approx(1 / (1 - share / 2))
+
+
+def test_configurations_take_turns_and_warm_up_is_left_out() -> None:
+    behaviours = good()
+    result = measure(behaviours)
+    turns = ["full", "1/2"] * 2  # two lengths
+    assert [v.configuration for v in result.visits] == turns * 2
+    assert [v.round for v in result.visits] == [0] * 4 + [1] * 4
+    order = [(s.round, s.length, s.configuration) for s in result.samples if s.metric == "full"]
+    assert order == [
+        (number, length, name)
+        for number in (0, 1)
+        for length in (64, 256)
+        for name in ("full", "1/2")
+    ]
+    counts = Counter((s.configuration, s.round, s.length, s.metric) for s in result.samples)
+    assert set(counts.values()) == {1}
+    # Two lengths, one single and one full request each; the rest was warm-up.
+    assert behaviours["full"].requests > 2 * 4
+
+
+def test_the_kv_cache_is_filled() -> None:
+    result = measure(good())
+    # 4096 slots less 8; 64 + 8 tokens take two pages of 64, 256 + 8 take five.
+    at_once = {s.length: s.requests for s in result.samples if s.metric == "full"}
+    assert at_once == {64: 4088 // 128, 256: 4088 // 320}
+
+
+def test_every_rank_gets_a_request() -> None:
+    result = measure({name: Behaviour(b.pattern, dp=2) for name, b in good().items()})
+    assert {s.requests for s in result.samples if s.metric == "prefill"} == {2}
+    assert {s.requests for s in result.samples if s.metric == "full"} == {2 * 31, 2 * 12}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("cache", "took 64 of 64 prompt tokens from its cache"),
+        ("truncation", "read 63 tokens of a 64-token prompt"),
+        ("status", "answered 500.*out of memory"),
+        ("stream error", "answered an error.*CUDA out of memory"),
+        ("abort", "refused a request: the input is too long"),
+        ("no end", "ended an answer before it was finished"),
+        ("early end", "generated 3 of 8 tokens"),
+        ("death", "stopped answering in the middle|ended an answer before"),
+        ("retraction", "the KV cache ran full"),
+    ],
+)
+def test_a_bad_answer_gives_no_result(fault: str, message: str) -> None:
+    with pytest.raises((BenchError, ServerError), match=message):
+        measure(good(fault=fault))
+
+
+def test_a_server_with_another_pattern() -> None:
+    with pytest.raises(BenchError, match="serves FFFFFFFF on rank 0, not the FSFSFSFS of 1/2"):
+        measure({"full": good()["full"], "1/2": Behaviour("F" * 8)})
+
+
+@pytest.mark.parametrize("really", ["F" * 8, "F" + "S" * 7])
+def test_a_server_that_ignores_the_pattern_it_reports(really: str) -> None:
+    with pytest.raises(BenchError, match="was not effective on rank 0"):
+        measure(good(really=really))
+
+
+def test_a_full_cache_that_never_decodes_all_at_once() -> None:
+    from sglang_indexcache.bench.stream import Answer, steady_window
+
+    first, second = Answer([(0.1, 1), (0.5, 5)]), Answer([(0.6, 1), (1.0, 5)])
+    with pytest.raises(BenchError, match="never decoded all at once"):
+        steady_window([first, second])
+
+
+def test_a_steady_window_counts_only_what_lies_inside() -> None:
+    from sglang_indexcache.bench.stream import Answer, steady_window
+
+    first = Answer([(0.0, 1), (1.0, 2), (3.0, 4)])
+    second = Answer([(2.0, 1), (3.0, 2), (4.0, 3)])
+    window = steady_window([first, second])
+    assert (window.start, window.end) == (2.0, 3.0)
+    assert window.tokens == pytest.approx(1 + 1)
+    assert window.rate == pytest.approx(2.0)
+
+
+def test_one_live_server_stands_for_all() -> None:
+    behaviour = Behaviour("F" * 8, mode="live")
+    with fake_server(behaviour) as url:
+        served = configurations(("full", "uniform:1/4"), CHECKPOINT)
+        servers = RunningServers({c.name: url for c in served})
+        result = run(TARGET, servers, served, QUICK)
+    assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
+
+
+def test_a_missing_server() -> None:
+    served = configurations(("full",), CHECKPOINT)
+    with pytest.raises(BenchError, match="no server answers"):
+        run(TARGET, RunningServers({"full": "http://127.0.0.1:9"}), served, QUICK)
+
+
+def test_a_prompt_that_does_not_fit() -> None:
+    with pytest.raises(BenchError, match="too few for a prompt of 5000"):
+        measure(good(), Settings(lengths=(5000,), watch_seconds=0.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings(lengths=()), "at least one length"),
+        (Settings(lengths=(1,), rounds=0), "one round"),
+        (Settings(lengths=(1,), new_tokens=1), "at least 2"),
+        (Settings(lengths=(1,), clock="sun"), "clocks are wall and processor"),  # type: ignore[arg-type]
+        (Settings(lengths=(1,), metrics=("speed",)), "the metrics are prefill, decode, full"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_without_a_result(settings: Settings, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        settings.check()
+
+
+def test_one_request_that_fills_the_cache_is_measured_once() -> None:
+    behaviours = {name: Behaviour(b.pattern, capacity=400) for name, b in good().items()}
+    result = measure(behaviours)
+    by_metric = {
+        metric: [s.value for s in result.samples if s.metric == metric and s.length == 256]
+        for metric in ("decode", "full")
+    }
+    assert by_metric["decode"] == by_metric["full"]
+    assert len(by_metric["full"]) == 4
+
+
+def test_the_processor_clock_needs_a_server_of_ours() -> None:
+    with pytest.raises(BenchError, match="started here, not --url"):
+        measure(good(), replace(QUICK, clock="processor"))
+
+
+def test_the_processor_clock_counts_work_and_not_waiting() -> None:
+    code = (
+        "import time\nprint(flush=True)\ntime.sleep(0.3)\nwhile time.process_time() < 0.4: pass\n"
+    )
+    code += "print(flush=True)\ntime.sleep(60)  # scheduler"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        clock = ProcessorClock(process.pid)
+        before = clock()
+        process.stdout.readline()
+        spent = clock() - before
+        process.kill()
+    assert 0.2 < spent <= 0.5  # of at least 0.7 seconds on the wall
+    with pytest.raises(BenchError, match="needs Linux and servers"):
+        ProcessorClock(os.getpgid(0) + 10**7)
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(BenchError, match="different names"):
+        configurations(("a=full", "a=uniform:1/2"), CHECKPOINT)
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    from sglang_indexcache.bench.results import load, save
+
+    result = measure(good())
+    save(result, tmp_path / "r.json")
+    assert load(LatencyResult, tmp_path / "r.json") == result
+    (tmp_path / "r.json").write_text("{}")
+    with pytest.raises(BenchError, match="is not a LatencyResult: environment"):
+        load(LatencyResult, tmp_path / "r.json")

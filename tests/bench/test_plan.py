@@ -1,0 +1,129 @@
+"""The planner: against the paper where it measured, against arithmetic elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.layer_stack import run
+from sglang_indexcache.bench.ops import CpuOps
+from sglang_indexcache.bench.plan import RooflineRates, memory, predict, read_rates
+from sglang_indexcache.bench.results import amdahl, paper_speedup, save
+from sglang_indexcache.bench.roofline import GPUS, prefill_layer, sum_selected
+from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.cli import app
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from tests.bench.test_layer_stack import TINY
+
+FLASH = PRESETS["30b"]
+
+
+def library(ratio: str) -> Pattern:
+    return Library.default().resolve(ratio, checkpoint_of(FLASH)).pattern
+
+
+@pytest.mark.parametrize("ratio", ["1/2", "1/4"])
+@pytest.mark.parametrize("length", [60_000, 120_000, 200_000])
+def test_the_papers_prefill(ratio: str, length: int) -> None:
+    """Within a tenth of Table 1, from rates alone (at 10K launches and scheduling dominate)."""
+    shape = dict(checkpoint_of(FLASH).shape)
+    cited = paper_speedup(shape, ratio, "prefill")[f"{length // 1000}K"]
+    rates = RooflineRates(FLASH, GPUS["h100"], "bf16")
+    found = predict(FLASH, rates, library(ratio), length, 800_000)
+    assert found.prefill == pytest.approx(cited, rel=0.1)
+
+
+def test_the_paper_is_cited_for_its_own_shape_only() -> None:
+    shape = dict(checkpoint_of(FLASH).shape)
+    assert paper_speedup(shape, "1/4", "decode")["200K"] == pytest.approx(86 / 58)
+    assert paper_speedup(shape, "1/4", "full")["200K"] == pytest.approx(297 / 197)
+    assert paper_speedup(dict(checkpoint_of(PRESETS["glm-5"]).shape), "1/4", "prefill") == {}
+
+
+@given(
+    st.sampled_from(list(PRESETS.values())),
+    st.integers(1, 8),
+    st.lists(st.integers(20_000, 1_000_000), min_size=2, max_size=4, unique=True),
+)
+def test_more_sharing_and_longer_contexts_gain_more(
+    shape: object, ratio: int, lengths: list[int]
+) -> None:
+    assert shape in PRESETS.values()
+    rates = RooflineRates(shape, GPUS["h200"])  # type: ignore[arg-type]
+    layers = shape.layers  # type: ignore[attr-defined]
+    fewer, more = Pattern.uniform(layers, ratio), Pattern.uniform(layers, ratio + 1)
+    speeds = []
+    for length in sorted(lengths):
+        one = predict(shape, rates, fewer, length, 2_000_000)  # type: ignore[arg-type]
+        two = predict(shape, rates, more, length, 2_000_000)  # type: ignore[arg-type]
+        assert 1 <= one.prefill <= two.prefill
+        assert 1 <= one.decode <= two.decode
+        assert 1 <= one.full <= two.full
+        speeds.append(one.prefill)
+    assert speeds == sorted(speeds)
+
+
+def test_the_all_full_pattern_gains_nothing() -> None:
+    rates = RooflineRates(FLASH, GPUS["h100"])
+    found = predict(FLASH, rates, Pattern.full(47), 100_000, 800_000)
+    assert (found.prefill, found.decode, found.full) == (1.0, 1.0, 1.0)
+
+
+def test_indexer_work_at_200k() -> None:
+    """163.8 TFLOP of scores a layer: 2 * 200K^2 / 2 * 32 * 128."""
+    one = prefill_layer(FLASH, GPUS["h100"], 200_000)
+    assert one.indexer >= 163.8e12 / 1145e12
+    assert one.full == pytest.approx(one.indexer + one.shared)
+
+
+@given(st.integers(1, 300), st.integers(1, 100))
+def test_selected_tokens(length: int, topk: int) -> None:
+    assert sum_selected(length, topk) == sum(min(seen, topk) for seen in range(1, length + 1))
+
+
+def test_memory_is_that_of_the_layouts() -> None:
+    found = memory(FLASH, Pattern.uniform(47, 4), "fp8")
+    assert found.index_k_full == 47 * 132
+    assert found.index_k == 12 * 132
+    assert found.tokens_gained == pytest.approx((47 * 788) / (47 * 656 + 12 * 132) - 1)
+
+
+def test_measured_rates(tmp_path: Path) -> None:
+    result = run(TINY, CpuOps(), (128,), layers=2, chunk=64, repeats=1, requests=(1, 2))
+    save(result, tmp_path / "stack.json")
+    rates = read_rates(tmp_path / "stack.json", TINY)
+    assert "measured on cpu" in rates.source
+    row = result.rows[0]
+    share = rates.indexer_share("prefill", 128, 1)
+    assert amdahl(share, 1.0) == pytest.approx(row.full_total / row.shared_total)
+    with pytest.raises(BenchError, match="decode at 64 was not measured; there are 128"):
+        rates.indexer_share("decode", 64, 1)
+    with pytest.raises(BenchError, match="another shape"):
+        read_rates(tmp_path / "stack.json", FLASH)
+    with pytest.raises(BenchError, match="cannot read"):
+        read_rates(tmp_path / "missing.json", FLASH)
+
+
+def test_the_command() -> None:
+    runner = CliRunner()
+    good = runner.invoke(app, ["plan", "--model", "30b", "--pattern", "1/4", "--context", "200K"])
+    assert good.exit_code == 0, good.output
+    assert "roofline of H100 SXM, not a measurement" in " ".join(good.output.split())
+    for arguments, message in (
+        (["--model", "30b", "--gpu", "a100"], "no rates are known"),
+        (["--model", "nothing"], "no shape is called"),
+        (["--model", "deepseek-v3.2", "--pattern", "1/4"], "uniform:1/4"),
+        (["--model", "30b", "--pattern", "FS"], "too short"),
+        (["--model", "30b", "--context", "far"], "a length is a number of tokens"),
+        (["--model", "30b", "--context", "900K"], "holds no request"),
+        (["--model", "30b", "--kv", "int4"], "fp8 or bf16"),
+    ):
+        bad = runner.invoke(app, ["plan", *arguments])
+        assert bad.exit_code == 1, arguments
+        assert message in " ".join(bad.output.split()), bad.output

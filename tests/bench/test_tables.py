@@ -1,0 +1,201 @@
+"""Tables and figures from made-up samples, and that the pages say what the results say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.bench import figures, readme, tables
+from sglang_indexcache.bench.cli import write_latency
+from sglang_indexcache.bench.environment import environment
+from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.prompts import format_length, parse_length, random_prompts
+from sglang_indexcache.bench.results import (
+    Configuration,
+    LatencyResult,
+    Metric,
+    Model,
+    Sample,
+    ServerFacts,
+    Visit,
+    amdahl,
+)
+from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+
+LENGTHS = (10_000, 200_000)
+BASE: dict[Metric, dict[int, float]] = {
+    "prefill": {10_000: 1.0, 200_000: 40.0},
+    "decode": {10_000: 80.0, 200_000: 50.0},
+    "full": {10_000: 2000.0, 200_000: 200.0},
+}
+
+
+def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
+    """Three rounds in which the second configuration is 1.5, 1.6 and 1.4 times as fast."""
+    served = (
+        Configuration(name="full", value="full", pattern="F" * 4),
+        Configuration(name="1/4", value="uniform:1/4", pattern="FSSS"),
+    )
+    facts = ServerFacts(
+        device=device, tp=1, dp=1, dp_attention=False, chunked_prefill=8192, page=64,
+        capacity=800_000, index_k_bytes=528,
+    )  # fmt: skip
+    samples, visits = [], []
+    for number, gain in enumerate((1.5, 1.6, 1.4)):
+        for configuration in served:
+            visits.append(
+                Visit(configuration=configuration.name, round=number, facts=facts, busy_cores=0.1)
+            )
+            for metric, values in BASE.items():
+                for length, value in values.items():
+                    factor = gain if configuration.name == "1/4" else 1.0
+                    value = value / factor if metric == "prefill" else value * factor
+                    samples.append(
+                        Sample(
+                            configuration=configuration.name, round=number, length=length,
+                            metric=metric, value=value, requests=1, indexer_share=share,
+                        )
+                    )  # fmt: skip
+    shape = dict(checkpoint_of(PRESETS["30b"]).shape)
+    return LatencyResult(
+        environment=environment(),
+        side_by_side=False,
+        model=Model(name="m", architecture="a", digest="", shape=shape),
+        arguments=("--tp", "8"),
+        configurations=served,
+        lengths=LENGTHS,
+        new_tokens=64,
+        clock="wall",
+        rounds=3,
+        visits=tuple(visits),
+        samples=tuple(samples),
+    )
+
+
+@pytest.mark.parametrize("metric", ["prefill", "decode", "full"])
+def test_a_speedup_is_the_ratio_of_neighbours(metric: Metric) -> None:
+    speed = result().speedup("1/4", metric, 200_000)
+    assert (speed.median, speed.low, speed.high) == pytest.approx((1.5, 1.4, 1.6))
+    # Three of four indexers gone, which took half of the time.
+    assert speed.ideal == pytest.approx(1 / (1 - 0.5 * 0.75)) == pytest.approx(amdahl(0.5, 0.75))
+    assert speed.realised == pytest.approx(1.5 * (1 - 0.375))
+
+
+def test_drift_between_rounds_cancels() -> None:
+    plain = result()
+    slower = [
+        s.model_copy(update={"value": s.value * (1 + s.round)})
+        if s.metric == "prefill"
+        else s.model_copy(update={"value": s.value / (1 + s.round)})
+        for s in plain.samples
+    ]
+    drifting = plain.model_copy(update={"samples": tuple(slower)})
+    for metric in plain.metrics:
+        assert drifting.speedup("1/4", metric, 10_000).median == pytest.approx(
+            plain.speedup("1/4", metric, 10_000).median
+        )
+
+
+def test_a_cpus_absolute_times_are_not_shown() -> None:
+    text = tables.latency_grid(result()).to_markdown()
+    assert "1.50x (1.40-1.60)" in text
+    assert not re.search(r"\| [\d.]+ \(", text)  # a time or a rate before its ratio
+    assert "(s)" not in text
+
+
+def test_a_gpus_are_as_in_the_paper() -> None:
+    text = tables.latency_grid(result("cuda")).to_markdown()
+    assert "*Prefill time (s)*" in text
+    assert "| DSA | 1 (1.00x) | 40 (1.00x) |" in text
+    assert "26.7 (1.50x)" in text
+
+
+def test_the_papers_figures_stand_beside_ours_for_its_model() -> None:
+    text = tables.latency_grid(result()).to_markdown()
+    assert "| paper, IndexCache (1/4), H100, dp 8 | 1.27x | 1.82x |" in text
+    other = result().model_copy(update={"model": result().model.model_copy(update={"shape": {}})})
+    assert "paper" not in tables.latency_grid(other).to_markdown()
+
+
+def test_the_amdahl_check_needs_a_breakdown() -> None:
+    grid = tables.amdahl_grid(result())
+    assert grid is not None
+    assert "1.50x of 1.60x = 94%" in grid.to_markdown()
+    assert tables.amdahl_grid(result(share=None)) is None
+
+
+def test_a_missing_round_is_an_error() -> None:
+    whole = result()
+    short = whole.model_copy(update={"samples": whole.samples[:-1]})
+    with pytest.raises(BenchError, match="full at 200000 tokens in every round"):
+        short.speedup("1/4", "full", 200_000)
+
+
+def test_strange_samples_are_refused() -> None:
+    data = json.loads(result().model_dump_json())
+    data["samples"][0]["configuration"] = "1/8"
+    with pytest.raises(ValueError, match="unknown configurations"):
+        LatencyResult.model_validate(data)
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    written = write_latency(result(), tmp_path, "latency")
+    assert {path.name for path in written} == {
+        "latency.json", "latency.md", "latency-speedup.png", "latency-speedup.svg",
+        "latency-scaling.png", "latency-scaling.svg", "latency-share.png", "latency-share.svg",
+    }  # fmt: skip
+    assert all(path.stat().st_size > 500 for path in written)
+
+
+def test_the_slope_of_a_square() -> None:
+    assert figures.last_slope({2: 1.0, 8: 4.0, 32: 64.0}) == pytest.approx(2.0)
+    assert figures.last_slope({2: 1.0}) is None
+
+
+@pytest.mark.parametrize("text", ["1", "4096", "200K", "16Ki", "1000Ki"])
+def test_lengths_are_read_and_written(text: str) -> None:
+    assert parse_length(format_length(parse_length(text))) == parse_length(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4k", "1.5K", "Ki"])
+def test_a_bad_length(text: str) -> None:
+    with pytest.raises(BenchError, match="a length is a number"):
+        parse_length(text)
+
+
+def test_prompts_are_exact_and_share_no_prefix() -> None:
+    prompts = random_prompts(50, 33, 400, 1, "x")
+    assert {len(prompt) for prompt in prompts} == {33}
+    assert len({prompt[0] for prompt in prompts}) == 50
+    assert prompts == random_prompts(50, 33, 400, 1, "x")
+    assert prompts != random_prompts(50, 33, 400, 2, "x")
+    with pytest.raises(BenchError, match="cannot make 400 different prompts"):
+        random_prompts(400, 33, 400)
+
+
+# -- the pages ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=str)
+def test_pages_are_up_to_date(page: Path) -> None:
+    text = (readme.ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- bench:" in text
+    assert readme.fill(text, readme.ROOT / readme.RESULTS) == text, (
+        "run python -m sglang_indexcache.bench.readme"
+    )
+
+
+def test_a_part_without_a_result_says_so(tmp_path: Path) -> None:
+    text = "a\n<!-- bench:latency-cpu -->\nold\n<!-- /bench:latency-cpu -->\nb\n"
+    assert readme.fill(text, tmp_path) == text.replace("old", "not measured")
+    with pytest.raises(BenchError, match="no generated part is called"):
+        readme.fill(text.replace("latency-cpu", "speed"), tmp_path)
+
+
+def test_every_committed_result_is_valid() -> None:
+    for name, (_, path) in readme.PARTS.items():
+        if path and (readme.ROOT / readme.RESULTS / path).exists():
+            assert readme.render(name, readme.ROOT / readme.RESULTS)
