@@ -16,7 +16,9 @@ demo: $(INSTALLED)
 	$(BIN)/indexcache demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	# The servers' tests want the whole machine; the others do not.
+	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -m e2e --durations 15
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
