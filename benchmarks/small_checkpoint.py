@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,8 @@ def summary(scores: dict[str, Any]) -> Cell:
     tasks = scores["tasks"]
     found: Cell = {"text_loss": tasks["text"]["loss"], "unigram_loss": scores["unigram_loss"]}
     for task in RETRIEVAL:
-        low, high = tasks[task]["per_document_95"]
-        # JSON knows no infinity: a single document has no interval.
-        half = (high - low) / 2 if math.isfinite(high) else None
+        around = tasks[task]["per_document_95"]
+        half = None if around is None else (around[1] - around[0]) / 2
         found[task] = {"accuracy": tasks[task]["accuracy"], "half_width": half}
     return found
 

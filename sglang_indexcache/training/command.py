@@ -40,6 +40,9 @@ def run(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Start from this DSA checkpoint instead.")
     ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stop after so many of the recipe's stages.")
+    ] = None,
 ) -> None:
     """Train by a recipe, or go on where an interrupted run stopped.
 
@@ -55,7 +58,8 @@ def run(
         overrides["seed"] = seed
     if checkpoint is not None:
         overrides["model"] = {"checkpoint": checkpoint}
-    Trainer(load_recipe(recipe, overrides), folder).run()
+    loaded = load_recipe(recipe, overrides)
+    Trainer(loaded if stages is None else loaded.first(stages), folder).run()
 
 
 def convert_command(

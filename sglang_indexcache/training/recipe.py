@@ -139,6 +139,16 @@ class Recipe(_Part):
         pattern.check_length(num_layers)
         return pattern
 
+    def first(self, stages: int) -> Recipe:
+        """The recipe that ends after its first ``stages`` stages.
+
+        Raises:
+            TrainingError: it does not have so many, or none was asked for.
+        """
+        if not 1 <= stages <= len(self.stages):
+            raise TrainingError(f"{stages} stages: the recipe has 1 to {len(self.stages)}")
+        return self.model_copy(update={"stages": self.stages[:stages]})
+
 
 def parse_pattern(text: str, num_layers: int) -> Pattern:
     """Read an F/S string, "full" or "uniform:1/r"."""

@@ -89,22 +89,21 @@ def evaluate_checkpoint(
 
 
 def _summary(score: Score) -> dict[str, Any]:
-    low, high = interval(score.per_row)
     return {
         "loss": score.loss,
         "accuracy": score.accuracy,
         "tokens": score.tokens,
-        "per_document_95": [low, high],
+        "per_document_95": interval(score.per_row),
         "per_row": list(score.per_row),
     }
 
 
-def interval(values: tuple[float, ...]) -> tuple[float, float]:
-    """Normal 95 % confidence interval of the mean; infinite for fewer than two values."""
+def interval(values: tuple[float, ...]) -> list[float] | None:
+    """Normal 95 % confidence interval of the mean; none for fewer than two values."""
     count = len(values)
     if count < 2:
-        return -math.inf, math.inf
+        return None
     mean = sum(values) / count
     variance = sum((v - mean) ** 2 for v in values) / (count - 1)
     half = 1.96 * math.sqrt(variance / count)
-    return mean - half, mean + half
+    return [mean - half, mean + half]

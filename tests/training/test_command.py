@@ -35,9 +35,27 @@ def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
     documents = [json.loads(line) for line in data.read_text().splitlines()]
     assert [d["task"] for d in documents] == ["text", "recall", "needles", "tracking"] * 2
     assert len({d["text"] for d in documents}) == 8
+    scored = runner.invoke(app, ["train", "evaluate", checkpoint, "--length", "64", "--rows", "1"])
+    assert (
+        json.loads(scored.stdout, parse_constant=pytest.fail)["tasks"]["recall"]["per_document_95"]
+        is None
+    )
     wrong = runner.invoke(app, ["train", "evaluate", checkpoint, "--pattern", "FFFF"])
     assert wrong.exit_code == 1
     assert "ships no indexer weights" in wrong.output
+
+
+def test_the_first_stages_only(runner: CliRunner, tmp_path: Path) -> None:
+    stages = [{**stage, "steps": 1} for stage in tiny()["stages"]]
+    recipe = write(tmp_path / "recipe.yaml", stages=stages)
+    arguments = ["train", "run", str(recipe), str(tmp_path / "run"), "--stages"]
+    assert runner.invoke(app, [*arguments, "1"]).exit_code == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["stage"] for line in lines} == {0}
+    assert (tmp_path / "run" / "checkpoint" / "config.json").exists()
+    refused = runner.invoke(app, [*arguments, "9"])
+    assert refused.exit_code == 1
+    assert f"the recipe has 1 to {len(stages)}" in refused.output
 
 
 def test_errors_are_one_line(runner: CliRunner, tmp_path: Path) -> None:
