@@ -4,6 +4,7 @@ These are checks of the compiler's output. They say nothing about a run: none ha
 """
 
 import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -237,6 +238,34 @@ def test_a_failed_compilation_shows_the_compilers_words(small: Path) -> None:
     assert build("topk").fresh, "nothing of the failure is kept"
 
 
+@needs_nvcc
+def test_a_library_appears_whole_and_for_every_user(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes look for it without the lock, other users share a container's cache."""
+    compile_all = building._compile
+
+    def interrupted(folder: str, scratch: Path) -> None:
+        compile_all(folder, scratch)
+        assert (scratch / f"{folder}.so").is_file()
+        assert building.cached(folder) is None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(building, "_compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build("topk")
+    assert building.cached("topk") is None
+    monkeypatch.setattr(building, "_compile", compile_all)
+    mask = os.umask(0o022)
+    try:
+        library = build("topk")
+    finally:
+        os.umask(mask)
+    for path in (library.path.parent, library.path):
+        assert path.stat().st_mode & 0o055 == 0o055, path
+    assert not list(building.cache_folder().glob("tmp*"))
+
+
 # -- errors before anything slow starts ----------------------------------------------------------
 
 
@@ -246,6 +275,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv(building.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(building, "DEFAULT_HOME", tmp_path)
     building.find_nvcc.cache_clear()
     building.nvcc_version.cache_clear()
@@ -276,6 +306,13 @@ def test_with_an_nvcc_that_cannot_serve(elsewhere: Path, words: str, error: str)
         build("topk")
 
 
+@needs_nvcc
+def test_a_cache_that_cannot_be_written(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(building.CACHE_VARIABLE, str(small / "below a file"))
+    with pytest.raises(KernelError, match="set INDEXCACHE_KERNEL_CACHE to a folder"):
+        build("topk")
+
+
 def test_an_nvcc_that_does_not_run(elsewhere: Path) -> None:
     nvcc = elsewhere / "bin" / "nvcc"
     nvcc.parent.mkdir()
@@ -283,6 +320,74 @@ def test_an_nvcc_that_does_not_run(elsewhere: Path) -> None:
     nvcc.chmod(0o755)
     with pytest.raises(KernelError, match="does not run"):
         build("topk")
+
+
+def keep(folder: str, release: str, source: Path) -> Path:
+    """Put a library into the cache as another machine's nvcc would have."""
+    target = building.cache_folder() / f"{building._stem(folder)}{release}" / f"{folder}.so"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(source.read_bytes())
+    return target
+
+
+@pytest.fixture(scope="module")
+def empty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared library that loads anywhere."""
+    source = tmp_path_factory.mktemp("empty") / "empty.cpp"
+    source.write_text('extern "C" int nothing() { return 0; }\n')
+    target = source.with_suffix(".so")
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", target], check=True)
+    return target
+
+
+@pytest.fixture
+def fresh_libraries() -> None:
+    cuda.library.cache_clear()
+    yield
+    cuda.library.cache_clear()
+
+
+def test_what_was_built_ahead_needs_no_nvcc(
+    empty_library: Path, elsewhere: Path, fresh_libraries: None
+) -> None:
+    """The container that serves has the libraries and no compiler."""
+    older = {folder: keep(folder, "12.9", empty_library) for folder in FOLDERS}
+    assert cuda.unavailable() is None
+    assert build("topk").path == older["topk"]
+    newer = {folder: keep(folder, "13.0", empty_library) for folder in FOLDERS}
+    assert [build(folder).path for folder in FOLDERS] == list(newer.values())
+    newer["indexer"].unlink()
+    older["indexer"].unlink()
+    assert "install the CUDA toolkit" in (cuda.unavailable() or "")
+
+
+def test_libraries_of_other_sources_do_not_count(
+    empty_library: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep("topk", "13.0", empty_library)
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-lineinfo"))
+    with pytest.raises(KernelError, match="need nvcc"):
+        build("topk")
+
+
+def test_a_library_that_cannot_be_loaded_says_why(
+    tmp_path: Path, elsewhere: Path, fresh_libraries: None
+) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("another CUDA's\n")
+    for folder in FOLDERS:
+        keep(folder, "13.0", broken)
+    with pytest.raises(KernelError, match=r"topk.so cannot be loaded: .*major version torch has"):
+        cuda.library("topk")
+    assert "cannot be loaded" in (cuda.unavailable() or "")
+
+
+@needs_nvcc
+def test_the_own_nvcc_s_build_is_preferred(small: Path, empty_library: Path) -> None:
+    keep("topk", "99.0", empty_library)
+    library = build("topk")
+    assert library.fresh
+    assert building.cached("topk") == Library(library.path, library.log, fresh=False)
 
 
 def test_tensors_elsewhere_than_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
