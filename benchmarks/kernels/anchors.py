@@ -19,8 +19,7 @@ TopK = Callable[[torch.Tensor, torch.Tensor, int], Any]
 SLICE_BYTES = 4 << 30
 """Logits held at once by anchors that write them; SGLang's own budget is of this order."""
 TOPKS = ("torch.topk", "flashinfer.top_k_ragged_transform", "sgl_kernel.fast_topk_v2", "sglang v2")
-COMPILED = ("deep_gemm + flashinfer.top_k_ragged_transform", "deep_gemm + sglang v2")
-"""Anchors that compile at their first use, see ``warm.py``."""
+"""Selections from given logits; all but torch's compile, or follow a DeepGEMM that does."""
 
 
 def select_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
@@ -55,6 +54,17 @@ def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable
     return {"flash_mla": lambda: _flash_mla(work, tensors)}
 
 
+def load_module(name: str) -> Any:
+    """An anchor's module; without a GPU it is of no use, and its import slow or a failure.
+
+    Raises:
+        ImportError: not installed, or no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ImportError(f"{name} needs a GPU")
+    return importlib.import_module(name)
+
+
 def _topk(name: str, work: Workload, visible: torch.Tensor) -> TopK:
     """One of :data:`TOPKS`; ``visible`` is that of all rows, of which a call may get a part."""
     if name == "torch.topk":
@@ -73,7 +83,7 @@ def _torch_topk(logits: torch.Tensor, _visible: torch.Tensor, topk: int) -> torc
 
 def _flashinfer_topk(visible: torch.Tensor) -> TopK:
     """As SGLang calls it with ``--dsa-topk-backend flashinfer``, with its contiguous copy."""
-    transform = importlib.import_module("flashinfer").top_k_ragged_transform
+    transform = load_module("flashinfer").top_k_ragged_transform
     offsets = torch.zeros_like(visible)
     return lambda logits, seen, topk: transform(
         logits.contiguous(), offsets[: len(seen)], seen, topk, dsa_graph_safe=True
@@ -82,7 +92,7 @@ def _flashinfer_topk(visible: torch.Tensor) -> TopK:
 
 def _sgl_kernel_topk() -> TopK:
     """SGLang's legacy top-k; k is 2048 only."""
-    fast_topk = importlib.import_module("sgl_kernel").fast_topk_v2
+    fast_topk = load_module("sgl_kernel").fast_topk_v2
     return lambda logits, seen, topk: fast_topk(logits, seen, topk)
 
 
@@ -91,7 +101,7 @@ def _sglang_v2_topk(work: Workload, visible: torch.Tensor) -> TopK:
 
     Positions are asked for, no page table is read; ours are asked for the same.
     """
-    v2 = importlib.import_module("sglang.kernels.ops.attention.dsv4.topk")
+    v2 = load_module("sglang.kernels.ops.attention.dsv4.topk")
     offsets = torch.zeros_like(visible)
     plan = v2.plan_topk_v2(visible) if work.family == "select_decode" else None
 
@@ -108,7 +118,7 @@ def _sglang_v2_topk(work: Workload, visible: torch.Tensor) -> TopK:
 
 
 def _deep_gemm(work: Workload, tensors: IndexerTensors, topk: TopK) -> Call:
-    deep_gemm = importlib.import_module("deep_gemm")
+    deep_gemm = load_module("deep_gemm")
     if work.is_prefill:
         starts = torch.zeros_like(tensors.visible)
         at_once = max(128, SLICE_BYTES // (4 * work.context))
@@ -149,7 +159,7 @@ def _deep_gemm(work: Workload, tensors: IndexerTensors, topk: TopK) -> Call:
 
 
 def _flash_mla(work: Workload, tensors: AttentionTensors) -> Call:
-    flash_mla = importlib.import_module("flash_mla")
+    flash_mla = load_module("flash_mla")
     padded = 64 if work.heads <= 64 else 128
     q = tensors.q.new_zeros(work.rows, padded, tensors.q.shape[-1])
     q[:, : work.heads] = tensors.q

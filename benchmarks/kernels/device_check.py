@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.anchors import COMPILED, TOPKS
+from benchmarks.kernels.anchors import TOPKS
 from benchmarks.kernels.roofline import bound_seconds, card_named
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
@@ -188,12 +188,12 @@ def build(clock: Clock) -> dict[str, Any]:
 
 
 def warm(clock: Clock, tiny: bool) -> dict[str, Any]:
-    """Let the anchors that compile at their first use do so; while ours are built."""
+    """Let the anchors that compile at their first use do so, while ours are built."""
     seconds = clock.left(BUILD_SECONDS)
     options = ["--tiny"] if tiny else []
     with ThreadPoolExecutor() as pool:
-        children = pool.map(lambda name: run(module("warm", name, *options), seconds), COMPILED)
-        results = dict(zip(COMPILED, children, strict=True))
+        children = pool.map(lambda name: run(module("warm", name, *options), seconds), TOPKS)
+        results = dict(zip(TOPKS, children, strict=True))
     return {
         name: done.lines[-1] if done.lines else {"problem": done.problem, "output": done.output}
         for name, done in results.items()
@@ -336,8 +336,8 @@ def summary(report: dict[str, Any]) -> str:
         if isinstance(built, dict) and built.get("problem"):
             lines.append(f"build {folder}: {str(built['problem'])[:300]}")
     for anchor, warmed in report.get("anchors", {}).items():
-        if warmed.get("problem"):
-            lines.append(f"anchor {anchor}: {str(warmed['problem'])[:300]}")
+        problems = [warmed.get("problem"), *warmed.get("missing", {}).values()]
+        lines += [f"anchor {anchor}: {str(problem)[:300]}" for problem in problems if problem]
     for name, groups in report["checks"].items():
         for group, found in groups.items():
             counts = f"{found['passed']} passed, {len(found['failed'])} failed"

@@ -1,9 +1,9 @@
-"""Run an anchor that compiles at its first use once, on every kind of workload: a line of JSON.
+"""Run the anchors with one top-k once, on small workloads: a line of JSON.
 
-    python -m benchmarks.kernels.warm "deep_gemm + sglang v2" [--tiny]
+    python -m benchmarks.kernels.warm "sglang v2" [--tiny]
 
-What it compiles stays in its own cache. The device check does this beside our own build, so that
-no compiler runs on the timing's account.
+DeepGEMM, FlashInfer and SGLang compile at their first use and keep the result. The device check
+lets them beside our own build, so that no compiler runs on the timing's account.
 """
 
 import argparse
@@ -12,39 +12,49 @@ import time
 
 import torch
 
-from benchmarks.kernels.anchors import COMPILED
+from benchmarks.kernels.anchors import TOPKS
 from benchmarks.kernels.speed import contenders
 from benchmarks.kernels.workloads import Workload, tiny_workloads
 from sglang_indexcache.kernels import dispatch
 
-WORKLOADS = tuple(
-    Workload(family, rows, 4096, heads)
-    for heads in (32, 64)
-    for family, rows in (("select_prefill", 256), ("select_decode", 2))
+WORKLOADS = (
+    Workload("topk", 8, 4096, 0),
+    *(
+        Workload(family, rows, 4096, heads)
+        for heads in (32, 64)
+        for family, rows in (("select_prefill", 256), ("select_decode", 2))
+    ),
 )
 
 
-def main() -> None:
-    """Run one anchor; whatever it raises is the problem that is reported."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("anchor", choices=COMPILED)
-    parser.add_argument("--tiny", action="store_true", help="shapes for a run without a GPU")
-    options = parser.parse_args()
+def warm(name: str, tiny: bool) -> dict[str, str]:
+    """Run every anchor that ends in top-k ``name``; what failed, and why."""
     machine = dispatch.Machine.here()
     device = torch.device("cpu" if machine.capability is None else "cuda")
+    missing: dict[str, str] = {}
+    for work in tiny_workloads() if tiny else WORKLOADS:
+        for anchor, make in contenders(work, machine, device).items():
+            if anchor != name and not anchor.endswith(f"+ {name}"):
+                continue
+            try:
+                make()()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            except Exception as error:
+                missing[anchor] = f"{work}: {type(error).__name__}: {error}"[:300]
+    return missing
+
+
+def main() -> None:
+    """Warm the top-k that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("topk", choices=TOPKS)
+    parser.add_argument("--tiny", action="store_true", help="shapes for a run without a GPU")
+    options = parser.parse_args()
     started = time.perf_counter()
-    problem = None
-    for work in tiny_workloads() if options.tiny else WORKLOADS:
-        if not work.family.startswith("select"):
-            continue
-        try:
-            contenders(work, machine, device)[options.anchor]()()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:
-            problem = f"{work}: {type(error).__name__}: {error}"[:300]
+    missing = warm(options.topk, options.tiny)
     seconds = time.perf_counter() - started
-    print(json.dumps({"anchor": options.anchor, "seconds": seconds, "problem": problem}))
+    print(json.dumps({"topk": options.topk, "seconds": seconds, "missing": missing}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import device_check, roofline, speed, workloads
+from benchmarks.kernels import anchors, device_check, roofline, speed, workloads
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.conformance import cases
 from sglang_indexcache.kernels.contracts import OPS
@@ -35,6 +35,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["dry"] is True
+    assert set(report["anchors"]) == set(anchors.TOPKS)
+    assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
     assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
     assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
     expected = len(cases.TOPK), len(cases.PREFILL), len(cases.DECODE), len(cases.ATTENTION)
