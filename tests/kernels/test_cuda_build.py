@@ -4,6 +4,7 @@ These are checks of the compiler's output. They say nothing about a run: none ha
 """
 
 import os
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -30,6 +31,7 @@ KERNELS = {
     "indexer": set(INDEXER),
     "sparse_mla": {"attend_kernel<0>", "attend_kernel<1>", "pack_kernel"},
 }
+Code = list[tuple[int, str]]
 SPILL_BUDGET = 0
 """Bytes, every kernel: all of them keep their accumulators in registers."""
 
@@ -51,11 +53,16 @@ def libraries() -> dict[str, Library]:
 
 
 @pytest.fixture(scope="module")
-def sass(libraries: dict[str, Library]) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
+def code(libraries: dict[str, Library]) -> dict[str, Code]:
+    found: dict[str, Code] = {}
     for library in libraries.values():
-        found |= report.instructions(library.path)
+        found |= report.disassemble(library.path)
     return found
+
+
+@pytest.fixture(scope="module")
+def sass(code: dict[str, Code]) -> dict[str, Counter[str]]:
+    return {kernel: report.instructions(lines) for kernel, lines in code.items()}
 
 
 def count(counter: Counter[str], start: str) -> int:
@@ -126,6 +133,83 @@ def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> No
     unpacked = sum(number for name, number in code.items() if "E4M3.UNPACK" in name)
     assert (unpacked > 0) == fp8
     assert count(code, "LDGSTS") >= (1 if fp8 else 72), "gathered by asynchronous copies"
+
+
+def registers(line: str) -> set[int]:
+    """Numbers of the general registers that an instruction names; of wide ones the rest, too."""
+    wide = 4 if ".128" in line else 2 if ".64" in line or ".WIDE" in line else 1
+    return {int(r) + i for r in re.findall(r"\bR(\d+)\b", line) for i in range(wide)}
+
+
+def accumulators(line: str) -> set[int]:
+    """Those that a WGMMA writes: N / 2 from the first on."""
+    found = re.search(r"GMMA\.64x(\d+)x\d+\S*\s+R(\d+)", line)
+    return set(range(int(found[2]), int(found[2]) + int(found[1]) // 2)) if found else set()
+
+
+def reachable(code: Code, start: int) -> set[int]:
+    """Indices of the instructions that can run after the one at index ``start``."""
+    at = {address: index for index, (address, _) in enumerate(code)}
+    seen: set[int] = set()
+    todo = [start + 1]
+    while todo:
+        here = todo.pop()
+        if here in seen or here >= len(code):
+            continue
+        seen.add(here)
+        line = code[here][1]
+        jump = re.search(r"\b(?:BRA|CALL|BSSY)\S*\s.*?(0x[0-9a-f]+)$", line)
+        if jump:
+            todo.append(at[int(jump[1], 16)])
+        if not re.match(r"BRA 0x|EXIT|RET", line):
+            todo.append(here + 1)
+    return seen
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", [*INDEXER, "attend_kernel<0>", "attend_kernel<1>"])
+def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str, Code]) -> None:
+    """Between a fence and the wait no other instruction names them, and all lanes go together."""
+    lines = [line for _, line in code[kernel]]
+    fences = [index for index, line in enumerate(lines) if "WARPGROUP.ARRIVE" in line]
+    assert len(fences) == (2 if kernel.startswith("attend") else 1)
+    for fence in fences:
+        wait = next(i for i in range(fence, len(lines)) if "WARPGROUP.DEPBAR" in lines[i])
+        inside = lines[fence:wait]
+        busy = set().union(*map(accumulators, inside))
+        assert len(busy) >= 16
+        others = [line for line in inside if "GMMA" not in line]
+        assert not [line for line in others if registers(line) & busy]
+        together = [i for i in range(fence) if re.search(r"WARPSYNC\.ALL|BAR\.SYNC", lines[i])]
+        assert not [line for line in lines[together[-1] : fence] if re.search(r"BRA|BSYNC", line)]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["select_kernel<32, 8>", "select_kernel<64, 4>"])
+def test_indexer_roles_stay_within_their_registers(kernel: str, code: dict[str, Code]) -> None:
+    assert most_registers(code[kernel]) == {0x28: True, 0xE8: True}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["attend_kernel<0>", "attend_kernel<1>"])
+def test_attention_roles_stay_within_their_registers(kernel: str, code: dict[str, Code]) -> None:
+    """Also where they meet again, to combine: there the fewer are the limit."""
+    assert most_registers(code[kernel]) == {0x58: True, 0xD0: True}
+
+
+def most_registers(code: Code) -> dict[int, bool]:
+    """For every setmaxnreg, whether all that can run after it uses no register beyond."""
+    found = {}
+    for index, (_, line) in enumerate(code):
+        limit = re.search(r"USETMAXREG.* (0x[0-9a-f]+)$", line)
+        if limit:
+            used = [
+                max(registers(code[i][1]) | accumulators(code[i][1]), default=0)
+                for i in reachable(code, index)
+            ]
+            assert len(used) > 500, "the walk ended early"
+            found[int(limit[1], 16)] = max(used) < int(limit[1], 16)
+    return found
 
 
 @needs_nvcc

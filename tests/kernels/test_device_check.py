@@ -144,7 +144,12 @@ def test_verdicts(
 
 
 def timed(family: str, **medians: float) -> dict[str, Any]:
-    names = {"anchor": "flash_mla", "rival": "torch.topk"}
+    names = {
+        "anchor": "flash_mla",
+        "rival": "torch.topk",
+        "other": "deep_gemm + torch.topk",
+        "default": "deep_gemm + sglang v2",
+    }
     times = {names.get(name, name): {"median_us": us} for name, us in medians.items()}
     return {"family": family, "times": times}
 
@@ -154,13 +159,24 @@ def test_faster_means_everywhere() -> None:
         timed("mla_prefill", cuda=5, triton=9, anchor=7),
         timed("mla_prefill", cuda=6, triton=6, anchor=7),
         timed("topk", cuda=1, rival=2),
-        timed("select_decode", cuda=1),
+        timed("select_decode", cuda=1, other=2),
+        timed("select_prefill", cuda=3, triton=1, other=4, default=2),
+        timed("select_prefill", cuda=3, triton=1, other=2, default=4),
     ]
     found = device_check.faster({"results": results})
     assert found["cuda"]["sparse_mla_prefill"] is True
     assert found["triton"]["sparse_mla_prefill"] is False
     assert found["cuda"]["topk"] is None  # torch.topk is not what the engine runs
-    assert found["cuda"]["indexer_select_decode"] is None
+    assert found["cuda"]["indexer_select_decode"] is None  # the engine's own top-k did not run
+    assert found["cuda"]["indexer_select_prefill"] is False
+    assert found["triton"]["indexer_select_prefill"] is True
+
+
+def test_the_engine_s_defaults_are_anchors() -> None:
+    for work in workloads.tiny_workloads():
+        names = speed.contenders(work, dispatch.Machine("CPU", None), CPU)
+        assert device_check.ENGINE_DEFAULTS[work.family] in names
+        assert device_check.ENGINE_DEFAULTS[work.family] in device_check.ENGINE_ANCHORS
 
 
 def test_roofline() -> None:
