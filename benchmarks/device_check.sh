@@ -5,17 +5,26 @@
 #   benchmarks/device_check.sh [--out FILE] [--seconds 450]     on a GPU
 #   benchmarks/device_check.sh --dry                            its logic, on a CPU
 #
-# The CUDA kernels need apache-tvm-ffi. Where it is not installed, wheels in the folder .wheels are
-# unpacked for this run (pip download apache-tvm-ffi --dest .wheels, on a machine with a network).
+# The CUDA kernels need apache-tvm-ffi. What the machine lacks and a folder .wheels has is unpacked
+# for this run: apache-tvm-ffi, and any anchor (sgl-deep-gemm, sgl-flash-mla, ...). On a machine with
+# a network, for the Python of the machine with the GPU:
+#
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest .wheels apache-tvm-ffi
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(command -v python3 || command -v python)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-if [[ -d .wheels ]] && ! "$python" -c 'import tvm_ffi' 2>/dev/null; then
+shopt -s nullglob
+wheels=(.wheels/*.whl)
+if ((${#wheels[@]})); then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
-    "$python" -m pip install --quiet --no-index --find-links .wheels --no-deps --target "$site" \
-        apache-tvm-ffi || echo "warning: .wheels holds no fitting apache-tvm-ffi" >&2
+    has="import importlib.metadata as m, sys; m.version(sys.argv[1])"
+    for name in $(printf '%s\n' "${wheels[@]##*/}" | sed 's/-.*//' | sort -u); do
+        "$python" -c "$has" "$name" 2>/dev/null && continue
+        "$python" -m pip install --quiet --no-index --find-links .wheels --no-deps --target "$site" \
+            "$name" || echo "warning: .wheels holds no $name that fits this machine" >&2
+    done
     export PYTHONPATH="$PYTHONPATH:$site"
 fi
 "$python" -m benchmarks.kernels.device_check "$@"

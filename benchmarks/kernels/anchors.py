@@ -1,7 +1,8 @@
 """The kernels of others that ours are compared with, where they are installed.
 
 An anchor is imported when it is first asked for. Whatever goes wrong then (not installed, built
-for another torch, a kernel that does not take the shape) is the reason that is reported.
+for another torch, a kernel that does not take the shape) is the reason that is reported. What an
+engine prepares once a forward for all layers (schedules, plans) is prepared outside of the timing.
 """
 
 import importlib
@@ -11,20 +12,23 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
+from sglang_indexcache.kernels.contracts import PAGE_TOKENS
 
 Call = Callable[[], Any]
 TopK = Callable[[torch.Tensor, torch.Tensor, int], Any]
 SLICE_BYTES = 4 << 30
 """Logits held at once by anchors that write them; SGLang's own budget is of this order."""
+TOPKS = ("torch.topk", "flashinfer.top_k_ragged_transform", "sgl_kernel.fast_topk_v2", "sglang v2")
+"""Selections from given logits; all but torch's compile, or follow a DeepGEMM that does."""
 
 
 def select_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
     """Makers of calls that do what the select ops do."""
-    return {
-        "deep_gemm + torch.topk": lambda: _deep_gemm(work, tensors, _torch_topk),
-        "deep_gemm + flashinfer.top_k": lambda: _deep_gemm(work, tensors, _flashinfer_topk()),
-        "deep_gemm + sgl_kernel.fast_topk_v2": lambda: _deep_gemm(work, tensors, _sglang_topk()),
-    }
+
+    def maker(name: str) -> Callable[[], Call]:
+        return lambda: _deep_gemm(work, tensors, _topk(name, work, tensors.visible))
+
+    return {f"deep_gemm + {name}": maker(name) for name in TOPKS}
 
 
 def topk_anchors(
@@ -32,14 +36,14 @@ def topk_anchors(
 ) -> dict[str, Callable[[], Call]]:
     """Makers of calls that select from given logits."""
 
-    def bound(topk: TopK) -> Call:
-        return lambda: topk(logits, visible, work.topk)
+    def maker(name: str) -> Callable[[], Call]:
+        def make() -> Call:
+            topk = _topk(name, work, visible)
+            return lambda: topk(logits, visible, work.topk)
 
-    return {
-        "torch.topk": lambda: bound(_torch_topk),
-        "flashinfer.top_k": lambda: bound(_flashinfer_topk()),
-        "sgl_kernel.fast_topk_v2": lambda: bound(_sglang_topk()),
-    }
+        return make
+
+    return {name: maker(name) for name in TOPKS}
 
 
 def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
@@ -50,25 +54,71 @@ def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable
     return {"flash_mla": lambda: _flash_mla(work, tensors)}
 
 
+def load_module(name: str) -> Any:
+    """An anchor's module; without a GPU it is of no use, and its import slow or a failure.
+
+    Raises:
+        ImportError: not installed, or no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ImportError(f"{name} needs a GPU")
+    return importlib.import_module(name)
+
+
+def _topk(name: str, work: Workload, visible: torch.Tensor) -> TopK:
+    """One of :data:`TOPKS`; ``visible`` is that of all rows, of which a call may get a part."""
+    if name == "torch.topk":
+        return _torch_topk
+    if name == "sgl_kernel.fast_topk_v2":
+        return _sgl_kernel_topk()
+    if name == "sglang v2":
+        return _sglang_v2_topk(work, visible)
+    return _flashinfer_topk(visible)
+
+
 def _torch_topk(logits: torch.Tensor, _visible: torch.Tensor, topk: int) -> torch.Tensor:
     """Cannot be told where a row ends and reads on; only its time is used."""
     return logits.topk(topk).indices
 
 
-def _flashinfer_topk() -> TopK:
-    """Not deterministic, the way that is fastest; where a row ends as for torch."""
-    top_k = importlib.import_module("flashinfer").top_k
-    return lambda logits, _visible, topk: top_k(logits, topk)
+def _flashinfer_topk(visible: torch.Tensor) -> TopK:
+    """As SGLang calls it with ``--dsa-topk-backend flashinfer``, with its contiguous copy."""
+    transform = load_module("flashinfer").top_k_ragged_transform
+    offsets = torch.zeros_like(visible)
+    return lambda logits, seen, topk: transform(
+        logits.contiguous(), offsets[: len(seen)], seen, topk, dsa_graph_safe=True
+    )
 
 
-def _sglang_topk() -> TopK:
-    """SGLang's legacy top-k, which its default Hopper prefill still runs; k is 2048 only."""
-    fast_topk = importlib.import_module("sgl_kernel").fast_topk_v2
-    return lambda logits, visible, topk: fast_topk(logits, visible, topk)
+def _sgl_kernel_topk() -> TopK:
+    """SGLang's legacy top-k; k is 2048 only."""
+    fast_topk = load_module("sgl_kernel").fast_topk_v2
+    return lambda logits, seen, topk: fast_topk(logits, seen, topk)
+
+
+def _sglang_v2_topk(work: Workload, visible: torch.Tensor) -> TopK:
+    """What SGLang 0.5.23 runs by default: ragged for prefill, planned for decode.
+
+    Positions are asked for, no page table is read; ours are asked for the same.
+    """
+    v2 = load_module("sglang.kernels.ops.attention.dsv4.topk")
+    offsets = torch.zeros_like(visible)
+    plan = v2.plan_topk_v2(visible) if work.family == "select_decode" else None
+
+    def topk(logits: torch.Tensor, seen: torch.Tensor, topk: int) -> torch.Tensor:
+        out = seen.new_empty(len(seen), topk)
+        if plan is None:
+            rows = offsets[: len(seen)]
+            v2.topk_transform_ragged_v2(logits, seen, out_offsets=rows, out_indices=out)
+        else:
+            v2.topk_transform_paged_v2(logits, seen, None, out, PAGE_TOKENS, plan)
+        return out
+
+    return topk
 
 
 def _deep_gemm(work: Workload, tensors: IndexerTensors, topk: TopK) -> Call:
-    deep_gemm = importlib.import_module("deep_gemm")
+    deep_gemm = load_module("deep_gemm")
     if work.is_prefill:
         starts = torch.zeros_like(tensors.visible)
         at_once = max(128, SLICE_BYTES // (4 * work.context))
@@ -88,11 +138,11 @@ def _deep_gemm(work: Workload, tensors: IndexerTensors, topk: TopK) -> Call:
 
         return prefill
     lens = tensors.visible.view(-1, 1)
-    pages = tensors.pages.view(-1, 64, 1, 132)
+    pages = tensors.pages.view(-1, PAGE_TOKENS, 1, 132)
     sms = torch.cuda.get_device_properties(tensors.q.device).multi_processor_count
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE_TOKENS, sms)
 
     def decode() -> None:
-        schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, sms)
         logits = deep_gemm.fp8_paged_mqa_logits(
             tensors.q.unsqueeze(1),
             pages,
@@ -109,7 +159,7 @@ def _deep_gemm(work: Workload, tensors: IndexerTensors, topk: TopK) -> Call:
 
 
 def _flash_mla(work: Workload, tensors: AttentionTensors) -> Call:
-    flash_mla = importlib.import_module("flash_mla")
+    flash_mla = load_module("flash_mla")
     padded = 64 if work.heads <= 64 else 128
     q = tensors.q.new_zeros(work.rows, padded, tensors.q.shape[-1])
     q[:, : work.heads] = tensors.q

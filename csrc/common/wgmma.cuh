@@ -1,23 +1,42 @@
 // WGMMA: D[64, N] (+)= A[64, K] x B[K, N], both operands in shared memory, one K step of 32 bytes.
 //
 // Protocol (PTX ISA, "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group"):
-//   wgmma_fence(); <steps>; wgmma_commit(); ... ; wgmma_wait(); then the accumulators may be read.
+//   wgmma_fence(d); <steps>; wgmma_commit(); ... ; wgmma_wait(d); then the accumulators may be read.
+// The fence and the wait name the accumulators: an asm statement orders only what it names, and the
+// compiler could move arithmetic on other registers across it.
 #pragma once
 
 #include <cstdint>
 
 namespace indexcache {
 
+// No instruction; what was done to these registers before is done, and nothing later has begun.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]));
+}
+
+// Before steps that start from zero: there is nothing in the accumulators yet.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Before steps that add to what ordinary instructions wrote.
+template <int kCount>
+__device__ __forceinline__ void wgmma_fence(float (&d)[kCount]) {
+  pin(d);
+  wgmma_fence();
 }
 
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void wgmma_wait() {
+template <int kCount>
+__device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  pin(d);
 }
 
 // Operand lists of 8 to 128 accumulators.

@@ -181,7 +181,7 @@ __device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned], Ri
 
   const int key = accumulator_row(threadIdx.x % 128, 0);
   const float scales[2] = {ring.scales[stage][key], ring.scales[stage][key + 8]};
-  wgmma_wait();
+  wgmma_wait(registers);
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[stage]);
 

@@ -204,7 +204,7 @@ __device__ __forceinline__ void score(float (&scores)[16], const Shared& shared,
     }
   }
   wgmma_commit();
-  wgmma_wait();
+  wgmma_wait(scores);
 }
 
 // Online softmax of one step, P to shared memory. Leaves the factor of what was there before.
@@ -262,14 +262,14 @@ __device__ __forceinline__ void accumulate(Accumulator& state, const float (&fac
   const uint64_t probabilities = k_major_descriptor(shared_address(shared.probabilities));
   const uint64_t values = mn_major_descriptor(
       shared_address(shared.keys[stage]) + group * (kTiles / 2) * kTileBytes, kTileBytes);
-  wgmma_fence();
+  wgmma_fence(state.out);
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
     Bf16Wgmma<256, true>::step(state.out, advance(probabilities, 32 * k),
                                advance(values, 16 * kTileRowBytes * k), 1);
   }
   wgmma_commit();
-  wgmma_wait();
+  wgmma_wait(state.out);
 }
 
 __device__ __forceinline__ void attend(Shared& shared, const Params& params, const TileRows& tile,

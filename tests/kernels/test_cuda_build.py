@@ -4,6 +4,8 @@ These are checks of the compiler's output. They say nothing about a run: none ha
 """
 
 import os
+import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -29,6 +31,7 @@ KERNELS = {
     "indexer": set(INDEXER),
     "sparse_mla": {"attend_kernel<0>", "attend_kernel<1>", "pack_kernel"},
 }
+Code = list[tuple[int, str]]
 SPILL_BUDGET = 0
 """Bytes, every kernel: all of them keep their accumulators in registers."""
 
@@ -50,11 +53,16 @@ def libraries() -> dict[str, Library]:
 
 
 @pytest.fixture(scope="module")
-def sass(libraries: dict[str, Library]) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
+def code(libraries: dict[str, Library]) -> dict[str, Code]:
+    found: dict[str, Code] = {}
     for library in libraries.values():
-        found |= report.instructions(library.path)
+        found |= report.disassemble(library.path)
     return found
+
+
+@pytest.fixture(scope="module")
+def sass(code: dict[str, Code]) -> dict[str, Counter[str]]:
+    return {kernel: report.instructions(lines) for kernel, lines in code.items()}
 
 
 def count(counter: Counter[str], start: str) -> int:
@@ -125,6 +133,83 @@ def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> No
     unpacked = sum(number for name, number in code.items() if "E4M3.UNPACK" in name)
     assert (unpacked > 0) == fp8
     assert count(code, "LDGSTS") >= (1 if fp8 else 72), "gathered by asynchronous copies"
+
+
+def registers(line: str) -> set[int]:
+    """Numbers of the general registers that an instruction names; of wide ones the rest, too."""
+    wide = 4 if ".128" in line else 2 if ".64" in line or ".WIDE" in line else 1
+    return {int(r) + i for r in re.findall(r"\bR(\d+)\b", line) for i in range(wide)}
+
+
+def accumulators(line: str) -> set[int]:
+    """Those that a WGMMA writes: N / 2 from the first on."""
+    found = re.search(r"GMMA\.64x(\d+)x\d+\S*\s+R(\d+)", line)
+    return set(range(int(found[2]), int(found[2]) + int(found[1]) // 2)) if found else set()
+
+
+def reachable(code: Code, start: int) -> set[int]:
+    """Indices of the instructions that can run after the one at index ``start``."""
+    at = {address: index for index, (address, _) in enumerate(code)}
+    seen: set[int] = set()
+    todo = [start + 1]
+    while todo:
+        here = todo.pop()
+        if here in seen or here >= len(code):
+            continue
+        seen.add(here)
+        line = code[here][1]
+        jump = re.search(r"\b(?:BRA|CALL|BSSY)\S*\s.*?(0x[0-9a-f]+)$", line)
+        if jump:
+            todo.append(at[int(jump[1], 16)])
+        if not re.match(r"BRA 0x|EXIT|RET", line):
+            todo.append(here + 1)
+    return seen
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", [*INDEXER, "attend_kernel<0>", "attend_kernel<1>"])
+def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str, Code]) -> None:
+    """Between a fence and the wait no other instruction names them, and all lanes go together."""
+    lines = [line for _, line in code[kernel]]
+    fences = [index for index, line in enumerate(lines) if "WARPGROUP.ARRIVE" in line]
+    assert len(fences) == (2 if kernel.startswith("attend") else 1)
+    for fence in fences:
+        wait = next(i for i in range(fence, len(lines)) if "WARPGROUP.DEPBAR" in lines[i])
+        inside = lines[fence:wait]
+        busy = set().union(*map(accumulators, inside))
+        assert len(busy) >= 16
+        others = [line for line in inside if "GMMA" not in line]
+        assert not [line for line in others if registers(line) & busy]
+        together = [i for i in range(fence) if re.search(r"WARPSYNC\.ALL|BAR\.SYNC", lines[i])]
+        assert not [line for line in lines[together[-1] : fence] if re.search(r"BRA|BSYNC", line)]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["select_kernel<32, 8>", "select_kernel<64, 4>"])
+def test_indexer_roles_stay_within_their_registers(kernel: str, code: dict[str, Code]) -> None:
+    assert most_registers(code[kernel]) == {0x28: True, 0xE8: True}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["attend_kernel<0>", "attend_kernel<1>"])
+def test_attention_roles_stay_within_their_registers(kernel: str, code: dict[str, Code]) -> None:
+    """Also where they meet again, to combine: there the fewer are the limit."""
+    assert most_registers(code[kernel]) == {0x58: True, 0xD0: True}
+
+
+def most_registers(code: Code) -> dict[int, bool]:
+    """For every setmaxnreg, whether all that can run after it uses no register beyond."""
+    found = {}
+    for index, (_, line) in enumerate(code):
+        limit = re.search(r"USETMAXREG.* (0x[0-9a-f]+)$", line)
+        if limit:
+            used = [
+                max(registers(code[i][1]) | accumulators(code[i][1]), default=0)
+                for i in reachable(code, index)
+            ]
+            assert len(used) > 500, "the walk ended early"
+            found[int(limit[1], 16)] = max(used) < int(limit[1], 16)
+    return found
 
 
 @needs_nvcc
@@ -237,6 +322,34 @@ def test_a_failed_compilation_shows_the_compilers_words(small: Path) -> None:
     assert build("topk").fresh, "nothing of the failure is kept"
 
 
+@needs_nvcc
+def test_a_library_appears_whole_and_for_every_user(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes look for it without the lock, other users share a container's cache."""
+    compile_all = building._compile
+
+    def interrupted(folder: str, scratch: Path) -> None:
+        compile_all(folder, scratch)
+        assert (scratch / f"{folder}.so").is_file()
+        assert building.cached(folder) is None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(building, "_compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build("topk")
+    assert building.cached("topk") is None
+    monkeypatch.setattr(building, "_compile", compile_all)
+    mask = os.umask(0o022)
+    try:
+        library = build("topk")
+    finally:
+        os.umask(mask)
+    for path in (library.path.parent, library.path):
+        assert path.stat().st_mode & 0o055 == 0o055, path
+    assert not list(building.cache_folder().glob("tmp*"))
+
+
 # -- errors before anything slow starts ----------------------------------------------------------
 
 
@@ -246,6 +359,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv(building.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(building, "DEFAULT_HOME", tmp_path)
     building.find_nvcc.cache_clear()
     building.nvcc_version.cache_clear()
@@ -276,6 +390,13 @@ def test_with_an_nvcc_that_cannot_serve(elsewhere: Path, words: str, error: str)
         build("topk")
 
 
+@needs_nvcc
+def test_a_cache_that_cannot_be_written(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(building.CACHE_VARIABLE, str(small / "below a file"))
+    with pytest.raises(KernelError, match="set INDEXCACHE_KERNEL_CACHE to a folder"):
+        build("topk")
+
+
 def test_an_nvcc_that_does_not_run(elsewhere: Path) -> None:
     nvcc = elsewhere / "bin" / "nvcc"
     nvcc.parent.mkdir()
@@ -283,6 +404,74 @@ def test_an_nvcc_that_does_not_run(elsewhere: Path) -> None:
     nvcc.chmod(0o755)
     with pytest.raises(KernelError, match="does not run"):
         build("topk")
+
+
+def keep(folder: str, release: str, source: Path) -> Path:
+    """Put a library into the cache as another machine's nvcc would have."""
+    target = building.cache_folder() / f"{building._stem(folder)}{release}" / f"{folder}.so"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(source.read_bytes())
+    return target
+
+
+@pytest.fixture(scope="module")
+def empty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared library that loads anywhere."""
+    source = tmp_path_factory.mktemp("empty") / "empty.cpp"
+    source.write_text('extern "C" int nothing() { return 0; }\n')
+    target = source.with_suffix(".so")
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", target], check=True)
+    return target
+
+
+@pytest.fixture
+def fresh_libraries() -> None:
+    cuda.library.cache_clear()
+    yield
+    cuda.library.cache_clear()
+
+
+def test_what_was_built_ahead_needs_no_nvcc(
+    empty_library: Path, elsewhere: Path, fresh_libraries: None
+) -> None:
+    """The container that serves has the libraries and no compiler."""
+    older = {folder: keep(folder, "12.9", empty_library) for folder in FOLDERS}
+    assert cuda.unavailable() is None
+    assert build("topk").path == older["topk"]
+    newer = {folder: keep(folder, "13.0", empty_library) for folder in FOLDERS}
+    assert [build(folder).path for folder in FOLDERS] == list(newer.values())
+    newer["indexer"].unlink()
+    older["indexer"].unlink()
+    assert "install the CUDA toolkit" in (cuda.unavailable() or "")
+
+
+def test_libraries_of_other_sources_do_not_count(
+    empty_library: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep("topk", "13.0", empty_library)
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-lineinfo"))
+    with pytest.raises(KernelError, match="need nvcc"):
+        build("topk")
+
+
+def test_a_library_that_cannot_be_loaded_says_why(
+    tmp_path: Path, elsewhere: Path, fresh_libraries: None
+) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("another CUDA's\n")
+    for folder in FOLDERS:
+        keep(folder, "13.0", broken)
+    with pytest.raises(KernelError, match=r"topk.so cannot be loaded: .*major version torch has"):
+        cuda.library("topk")
+    assert "cannot be loaded" in (cuda.unavailable() or "")
+
+
+@needs_nvcc
+def test_the_own_nvcc_s_build_is_preferred(small: Path, empty_library: Path) -> None:
+    keep("topk", "99.0", empty_library)
+    library = build("topk")
+    assert library.fresh
+    assert building.cached("topk") == Library(library.path, library.log, fresh=False)
 
 
 def test_tensors_elsewhere_than_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

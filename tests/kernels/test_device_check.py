@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import device_check, roofline, speed, workloads
+from benchmarks.kernels import anchors, device_check, roofline, speed, workloads
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.conformance import cases
 from sglang_indexcache.kernels.contracts import OPS
@@ -35,6 +35,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["dry"] is True
+    assert set(report["anchors"]) == set(anchors.TOPKS)
+    assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
     assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
     assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
     expected = len(cases.TOPK), len(cases.PREFILL), len(cases.DECODE), len(cases.ATTENTION)
@@ -142,7 +144,12 @@ def test_verdicts(
 
 
 def timed(family: str, **medians: float) -> dict[str, Any]:
-    names = {"anchor": "flash_mla", "rival": "torch.topk"}
+    names = {
+        "anchor": "flash_mla",
+        "rival": "torch.topk",
+        "other": "deep_gemm + torch.topk",
+        "default": "deep_gemm + sglang v2",
+    }
     times = {names.get(name, name): {"median_us": us} for name, us in medians.items()}
     return {"family": family, "times": times}
 
@@ -152,13 +159,24 @@ def test_faster_means_everywhere() -> None:
         timed("mla_prefill", cuda=5, triton=9, anchor=7),
         timed("mla_prefill", cuda=6, triton=6, anchor=7),
         timed("topk", cuda=1, rival=2),
-        timed("select_decode", cuda=1),
+        timed("select_decode", cuda=1, other=2),
+        timed("select_prefill", cuda=3, triton=1, other=4, default=2),
+        timed("select_prefill", cuda=3, triton=1, other=2, default=4),
     ]
     found = device_check.faster({"results": results})
     assert found["cuda"]["sparse_mla_prefill"] is True
     assert found["triton"]["sparse_mla_prefill"] is False
     assert found["cuda"]["topk"] is None  # torch.topk is not what the engine runs
-    assert found["cuda"]["indexer_select_decode"] is None
+    assert found["cuda"]["indexer_select_decode"] is None  # the engine's own top-k did not run
+    assert found["cuda"]["indexer_select_prefill"] is False
+    assert found["triton"]["indexer_select_prefill"] is True
+
+
+def test_the_engine_s_defaults_are_anchors() -> None:
+    for work in workloads.tiny_workloads():
+        names = speed.contenders(work, dispatch.Machine("CPU", None), CPU)
+        assert device_check.ENGINE_DEFAULTS[work.family] in names
+        assert device_check.ENGINE_DEFAULTS[work.family] in device_check.ENGINE_ANCHORS
 
 
 def test_roofline() -> None:

@@ -99,6 +99,7 @@ struct Fibre {
   bool done = false;
   std::function<bool()> ready;  // what it waits for
   std::vector<std::function<void()>> copies;  // its cp.async
+  const float* fenced = nullptr;  // the accumulators that the last wgmma_fence named
 };
 
 constexpr size_t kStack = 256 << 10;

@@ -10,17 +10,24 @@ from typing import Any
 import torch
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.cuda.build import ARCHITECTURE, nvcc_version
+from sglang_indexcache.kernels.cuda.build import ARCHITECTURE, FOLDERS, cached, nvcc_version
 
 CAPABILITY = (9, 0)
 
 
 def unavailable() -> str | None:
-    """Why the kernels cannot be built or loaded on this machine, or None; no GPU is needed."""
+    """Why the kernels cannot be built or loaded on this machine, or None; no GPU is needed.
+
+    Libraries that were built ahead (``indexcache build-kernels``) need no nvcc.
+    """
     try:
         import tvm_ffi  # noqa: F401
 
-        nvcc_version()
+        if all(cached(folder) for folder in FOLDERS):
+            for folder in FOLDERS:
+                library(folder)
+        else:
+            nvcc_version()
     except (ImportError, KernelError) as error:
         return str(error)
     return None
@@ -31,13 +38,20 @@ def library(folder: str) -> Any:
     """The loaded library of one folder of ``csrc/``; compiled first if the cache lacks it.
 
     Raises:
-        KernelError: no nvcc, or the compilation failed.
+        KernelError: no nvcc, the compilation failed, or what was built cannot be loaded.
     """
     import tvm_ffi
 
     from sglang_indexcache.kernels.cuda.build import build  # here, so as not to hide the module
 
-    return tvm_ffi.load_module(str(build(folder).path))
+    path = build(folder).path
+    try:
+        return tvm_ffi.load_module(str(path))
+    except (OSError, RuntimeError) as error:
+        raise KernelError(
+            f"{path} cannot be loaded: {error}; build the kernels with the CUDA toolkit whose "
+            "major version torch has (indexcache build-kernels)"
+        ) from error
 
 
 def require_hopper(op: str, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Compile ``csrc/`` for Hopper: one shared library an op, cached by what went into it.
 
-A library is built on first use, or ahead of time by ``indexcache build-kernels``. Nothing here
-needs a GPU; torch is not involved either: the libraries speak the apache-tvm-ffi ABI.
+A library is built on first use, or ahead of time by ``indexcache build-kernels``; what was built
+ahead serves on machines without nvcc. Nothing here needs a GPU; torch is not involved either: the
+libraries speak the apache-tvm-ffi ABI.
 """
 
 import hashlib
@@ -129,25 +130,76 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> Library:
         say: receives a line before anything slow starts.
 
     Raises:
-        KernelError: no usable nvcc, or the compilation failed; the message ends with the
-            compiler's words.
+        KernelError: no usable nvcc, a cache that cannot be written, or the compilation failed; the
+            message ends with the compiler's words.
     """
     from filelock import FileLock
 
-    target = cache_folder() / f"{folder}-{_fingerprint(folder)}"
-    library = Library(target / f"{folder}.so", target / "build.log", fresh=False)
-    if library.path.is_file():
-        return library
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(str(target.with_suffix(".lock"))):
-        if library.path.is_file():
-            return library
+    found = cached(folder)
+    if found is not None:
+        return found
+    target = cache_folder() / f"{_stem(folder)}{_dotted(nvcc_version())}"
+    _make_writable(target.parent)
+    with FileLock(f"{target}.lock"):
+        found = cached(folder)
+        if found is not None:
+            return found
         if say:
             say(f"compiling csrc/{folder} for {ARCHITECTURE}")
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            _compile(folder, Path(scratch))
-            shutil.copytree(scratch, target, dirs_exist_ok=True)
-    return Library(library.path, library.log, fresh=True)
+            built = Path(scratch) / target.name
+            built.mkdir()
+            _compile(folder, built)
+            shutil.rmtree(target, ignore_errors=True)  # no library is in it
+            # In one step: who looks for the library without the lock finds all of it or nothing.
+            built.rename(target)
+    return _library(target, folder, fresh=True)
+
+
+def cached(folder: str) -> Library | None:
+    """What the cache holds for these sources: the build of this machine's nvcc, or None.
+
+    Without a usable nvcc it is the build of the newest one, made elsewhere (a container's build
+    stage, another machine).
+    """
+    stem = _stem(folder)
+    try:
+        builds = [cache_folder() / f"{stem}{_dotted(nvcc_version())}"]
+    except KernelError:
+        builds = sorted(cache_folder().glob(f"{stem}*"), key=_version_in_name, reverse=True)
+    libraries = (_library(path, folder, fresh=False) for path in builds)
+    return next((library for library in libraries if library.path.is_file()), None)
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem: str | None = str(error)
+    else:
+        problem = None if os.access(folder, os.W_OK) else "no permission to write"
+    if problem:
+        raise KernelError(
+            f"cannot keep built kernels in {folder}: {problem}; set {CACHE_VARIABLE} to a folder "
+            "that can be written"
+        )
+
+
+def _library(target: Path, folder: str, *, fresh: bool) -> Library:
+    return Library(target / f"{folder}.so", target / "build.log", fresh)
+
+
+def _stem(folder: str) -> str:
+    """Name of a build in the cache, up to the version of the nvcc that made it."""
+    return f"{folder}-{_fingerprint(folder)}-cuda"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _version_in_name(path: Path) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", path.name.rpartition("-cuda")[2])))
 
 
 def _compile(folder: str, scratch: Path) -> None:
@@ -162,11 +214,9 @@ def _compile(folder: str, scratch: Path) -> None:
         words = list(pool.map(_run, commands))
     (scratch / "build.log").write_text("".join(words))
     link = [str(find_nvcc()), "-shared", "-cudart=shared", *map(str, objects)]
-    _run([*link, *_linked(), "-o", str(scratch / f"{folder}.so.part")])
+    _run([*link, *_linked(), "-o", str(scratch / f"{folder}.so")])
     for path in objects:
         path.unlink()
-    # Last, so that a library that exists is complete.
-    (scratch / f"{folder}.so.part").rename(scratch / f"{folder}.so")
 
 
 def _run(command: list[str]) -> str:
@@ -195,11 +245,11 @@ def _linked() -> list[str]:
 
 
 def _fingerprint(folder: str) -> str:
-    """Of everything that the library depends on: sources, flags, compiler, ABI."""
+    """Of everything but the compiler that the library depends on: sources, flags, ABI."""
     import tvm_ffi
 
     digest = hashlib.sha256()
-    for part in (*FLAGS, *map(str, nvcc_version()), tvm_ffi.__version__):
+    for part in (*FLAGS, tvm_ffi.__version__):
         digest.update(part.encode() + b"\0")
     root = source_folder()
     headers = [

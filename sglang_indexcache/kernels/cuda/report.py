@@ -16,7 +16,8 @@ _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _NAME = re.compile(r"(?<=\d)([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?")
 _FUNCTION = re.compile(r"Function : (\w+)")
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_LINE = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+([^;]+?)\s*;", re.MULTILINE)
+_NAME_OF_INSTRUCTION = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def find_cuobjdump() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def instructions(library: Path) -> dict[str, Counter[str]]:
-    """How often each SASS instruction stands in each kernel of a built library.
+def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
+    """The SASS of each kernel of a built library: addresses and instructions, in order.
 
     Raises:
         KernelError: no cuobjdump, or it fails.
@@ -88,6 +89,12 @@ def instructions(library: Path) -> dict[str, Counter[str]]:
         raise KernelError(f"{tool} -sass {library} failed: {done.stderr.strip()}")
     parts = _FUNCTION.split(done.stdout)[1:]
     return {
-        readable(symbol): Counter(_INSTRUCTION.findall(body))
+        readable(symbol): [(int(line[1], 16), line[2]) for line in _LINE.finditer(body)]
         for symbol, body in zip(parts[::2], parts[1::2], strict=True)
     }
+
+
+def instructions(code: list[tuple[int, str]]) -> Counter[str]:
+    """How often each instruction stands in a kernel, without its predicate and operands."""
+    found = (_NAME_OF_INSTRUCTION.match(line) for _, line in code)
+    return Counter(match[1] for match in found if match)

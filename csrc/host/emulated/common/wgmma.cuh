@@ -10,8 +10,13 @@
 
 namespace indexcache {
 
-inline void wgmma_fence() {}
+inline void wgmma_fence() { simt::self().fenced = nullptr; }
 inline void wgmma_commit() {}
+
+template <int kCount>
+void wgmma_fence(float (&d)[kCount]) {
+  simt::self().fenced = d;
+}
 
 namespace emulated {
 
@@ -99,14 +104,21 @@ inline void multiply(simt::Warpgroup& group, size_t number, int rank) {
 
 inline void issue(float* registers, int columns, uint64_t a, uint64_t b, int add, int kind) {
   const int thread = simt::self().thread.x;
-  simt::block().warpgroups[thread / 128].steps[thread % 128].push_back(
-      {registers, columns, a, b, add, kind});
+  auto& steps = simt::block().warpgroups[thread / 128].steps[thread % 128];
+  if (steps.empty() && add && simt::self().fenced != registers) {
+    simt::fail("a WGMMA adds to accumulators that the fence before it does not name");
+  }
+  steps.push_back({registers, columns, a, b, add, kind});
 }
 
 }  // namespace emulated
 
-inline void wgmma_wait() {
+template <int kCount>
+void wgmma_wait(float (&d)[kCount]) {
   simt::Warpgroup& group = simt::block().warpgroups[simt::self().thread.x / 128];
+  for (const simt::WgmmaStep& step : group.steps[simt::self().thread.x % 128]) {
+    if (step.registers != d) simt::fail("a wait that does not name a WGMMA's accumulators");
+  }
   if (++group.arrived < 128) {
     simt::wait_until([&group, then = group.generation] { return group.generation != then; });
     return;
