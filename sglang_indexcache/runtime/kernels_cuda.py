@@ -304,7 +304,8 @@ def current() -> EngineKernels:
     """The kernels of the forward in progress; SGLang's where another backend runs it (drafts)."""
     backend = get_attn_backend()
     backend = getattr(backend, "full_attn_backend", backend)  # hybrid models wrap ours
-    return getattr(backend, "kernels", None) or EngineKernels()
+    kernels = getattr(backend, "kernels", None)
+    return kernels if isinstance(kernels, EngineKernels) else EngineKernels()
 
 
 # -- sparse attention --------------------------------------------------------------------------
