@@ -52,14 +52,13 @@ class EngineKernels:
 
     @classmethod
     def load(cls, routes: tuple[Route, ...]) -> EngineKernels:
-        """Import (for CUDA: compile and load) what was chosen, and say so in the log.
+        """Import (for CUDA: compile and load) what was chosen; the launcher's log has said it.
 
         Raises:
             KernelError: it cannot be built or imported.
         """
         found: dict[str, Callable[..., Any]] = {}
         for route in routes:
-            logger.info("IndexCache kernels: %s", route)
             if route.implementation is not None:
                 found[route.op] = load(route.op, route.implementation)
             if route.implementation == "cuda":
