@@ -24,6 +24,7 @@ from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.kernels.dispatch import Machine, load
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
@@ -682,20 +683,38 @@ def test_sglang_calls_its_attention_kernels_by_keyword(name: str, needed: set[st
         assert needed <= {keyword.arg for keyword in call.keywords}
 
 
-def test_a_hook_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     registered: list[str] = []
-    monkeypatch.setattr(HookRegistry, "_patched", set())
+    patched: set[str] = set()
+    monkeypatch.setattr(HookRegistry, "_patched", patched)
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
-    monkeypatch.setattr(
-        HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(registered)
-    )
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: patched.update(registered))
     kernels_cuda.install()
     kernels_cuda.install()
-    assert [target.rsplit(".", 1)[1] for target in registered] == [
-        "_get_topk_ragged",
-        "_get_topk_paged",
-    ]
-    for target in registered:
-        assert callable(getattr(Indexer, target.rsplit(".", 1)[1]))
+    names = [target.rsplit(".", 1)[1] for target in registered]
+    assert names == ["_get_topk_ragged", "_get_topk_paged"]
+    patched.clear()
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)  # as where it fails: it logs
+    with pytest.raises(UnsupportedEngineError, match="Use --indexcache-kernels engine"):
+        kernels_cuda.install()
+
+
+def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through SGLang's own registry, on SGLang's own class."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for name in ("_get_topk_ragged", "_get_topk_paged"):
+        monkeypatch.setattr(Indexer, name, getattr(Indexer, name))  # restored afterwards
+    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
+    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
+    kernels_cuda.install()
+    backend = make_backend(monkeypatch)
+    batch = make_batch(backend, ForwardMode.DECODE, [130, 97], [1, 1])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 2)
+    expected = select_with_ours(monkeypatch, backend, batch, q, weights)
+    metadata = backend.get_indexer_metadata(0, batch)
+    got = Indexer._get_topk_paged(make_indexer(), batch, 0, q, weights, metadata)
+    assert torch.equal(got, expected)

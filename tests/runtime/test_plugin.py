@@ -335,7 +335,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_checked_on_what_sglang_resolved(
     hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every field that the check reads exists where SGLang keeps it."""
+    """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
+    import pickle
+
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.runtime.kernel_choice import choose
+    from sglang_indexcache.runtime.plugin import resolving_view
+
     server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "auto")
     plan = Plan.from_hf_config(hf_config(server_args))
     assert plan is not None
@@ -343,6 +351,10 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     said = capfd.readouterr().err
     for op in ("indexer_select_prefill", "indexer_select_decode", "sparse_mla_decode"):
         assert said.count(f"IndexCache kernels: {op}: cuda (opted in)") == 1
+    worker = pickle.loads(pickle.dumps(server_args))
+    shape = ModelConfig.from_server_args(worker)
+    routes = choose("auto", resolving_view(worker), shape, Machine.here())
+    assert [route.implementation for route in routes] == ["cuda"] * 4
 
 
 @pytest.mark.parametrize(
