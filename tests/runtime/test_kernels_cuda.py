@@ -379,6 +379,62 @@ def test_a_piecewise_graph_keeps_its_buffer(
     assert (buffer[135:] == -1).all()
 
 
+@pytest.mark.parametrize("drafted", [0, 3], ids=["decode", "verify"])
+def test_a_replayed_graph_reads_the_new_lengths_and_pages(
+    monkeypatch: pytest.MonkeyPatch, torch_logits: None, drafted: int
+) -> None:
+    """A graph replays the kernel on the tensors of its capture, whose metadata SGLang overwrites.
+
+    What the kernel was given then, called again now, must select for the requests of now.
+    """
+    mode = ForwardMode.TARGET_VERIFY if drafted else ForwardMode.DECODE
+    lengths, per_request = [97, 500, 66], drafted or 1
+    rows = len(lengths) * per_request
+    backend = make_backend(monkeypatch, draft_tokens=drafted)
+    backend.__dict__.update(
+        experimental_kpool_metadata_fusion=False,
+        dsa_drop_wide_page_table=False,  # that one is filled by a Triton kernel
+        req_to_token=backend.req_to_token_pool.req_to_token,
+        decode_cuda_graph_metadata={
+            "page_table": torch.zeros(rows, CONTEXT, dtype=torch.int32),
+            "cu_seqlens_q": torch.arange(rows + 1, dtype=torch.int32),
+        },
+    )
+
+    def begin(batch: Any) -> None:
+        backend._apply_cuda_graph_metadata(
+            batch.batch_size,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            batch.seq_lens_cpu,
+            batch.forward_mode,
+            None,
+        )
+
+    captured: list[Any] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        captured.append((args, kwargs))
+        return load("indexer_select_decode", "reference")(*args, **kwargs)
+
+    backend.kernels = replace(REFERENCE, select_decode=kernel)
+    extend = [per_request] * len(lengths)
+    shortest = make_batch(backend, mode, [1 + drafted] * len(lengths), extend)
+    q, weights = make_queries(backend, rows)
+    begin(shortest)
+    select_with_ours(monkeypatch, backend, shortest, q, weights)
+
+    batch = make_batch(backend, mode, lengths, extend)
+    begin(batch)
+    backend.init_forward_metadata(batch)  # the same forward without a graph
+    expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)
+    metadata = backend.get_indexer_metadata(0, batch)
+    args, kwargs = captured[0]
+    got = load("indexer_select_decode", "reference")(*args, **kwargs).view(rows, TOPK)
+    table = page_table_of(backend, metadata, rows)
+    assert as_sets(got) == as_sets(to_slots(expected, table))
+
+
 @pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (5, 15)])
 def test_rows_of_a_request_share_one_reading_of_its_keys(
     monkeypatch: pytest.MonkeyPatch, drafted: int, groups: int
