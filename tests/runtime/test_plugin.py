@@ -341,6 +341,7 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     from sglang.srt.configs.model_config import ModelConfig
 
     from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.runtime import doctor
     from sglang_indexcache.runtime.kernel_choice import choose
     from sglang_indexcache.runtime.plugin import resolving_view
 
@@ -355,6 +356,8 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     shape = ModelConfig.from_server_args(worker)
     routes = choose("auto", resolving_view(worker), shape, Machine.here())
     assert [route.implementation for route in routes] == ["cuda"] * 4
+    rows = doctor._kernels(plan, resolving_view(worker), shape)
+    assert rows == [("kernel", str(route)) for route in routes]
 
 
 @pytest.mark.parametrize(
