@@ -1,9 +1,9 @@
 """The CUDA backend: SGLang's DSA backend, plus the index buffer.
 
-Kernels, metadata, CUDA graphs, MTP, context parallelism, disaggregation and HiCache are SGLang's
-own. What is added is one call per attention layer, :meth:`IndexBuffer.resolve`. It matters where
-SGLang carries no indices itself: between the sub-batches of two-batch overlap, across layers
-without DSA, and in live mode.
+Metadata, CUDA graphs, MTP, context parallelism, disaggregation and HiCache are SGLang's own, and so
+are the kernels unless ``--indexcache-kernels`` asks for ours. What is added is one call per
+attention layer, :meth:`IndexBuffer.resolve`. It matters where SGLang carries no indices itself:
+between the sub-batches of two-batch overlap, across layers without DSA, and in live mode.
 """
 
 from __future__ import annotations
@@ -13,20 +13,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.runtime import kernels_cuda
 from sglang_indexcache.runtime.active import ActivePattern
 from sglang_indexcache.runtime.index_buffer import IndexBuffer
+from sglang_indexcache.runtime.kernel_choice import choose
+from sglang_indexcache.runtime.kernels_cuda import EngineKernels, attend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_indexcache.kernels.contracts import SparseMLA
 
 _parents: weakref.WeakKeyDictionary[Any, IndexCacheBackend] = weakref.WeakKeyDictionary()
 """The first backend of each runner. Under two-batch overlap it is the one for whole batches, and
@@ -39,7 +47,9 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
     Raises:
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
-    backend = IndexCacheBackend(runner, active, parent=_parents.get(runner))
+    parent = _parents.get(runner)
+    backend = IndexCacheBackend(runner, active, parent)
+    backend.kernels = parent.kernels if parent else _load_kernels(runner, active)
     _parents.setdefault(runner, backend)
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(runner, backend)
@@ -55,6 +65,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         active: the pattern that the next forward obeys.
         index_buffer: the indices in flight.
         parent: the backend of the whole batch, if this one serves a sub-batch.
+        kernels: which operations are ours.
     """
 
     def __init__(
@@ -64,6 +75,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self.active = active
         self.index_buffer = IndexBuffer(active)
         self.parent = parent
+        self.kernels = EngineKernels()
+        self._attention: SparseMLA | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
@@ -91,6 +104,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Prefill. Short prompts may take dense attention, which selects nothing."""
         if not self.use_mha:
             topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices)
+        self._attention = self.kernels.attention(forward_batch.forward_mode)
         return super().forward_extend(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
         )
@@ -108,9 +122,35 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     ) -> torch.Tensor:
         """Decode."""
         topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices)
+        self._attention = self.kernels.attention(forward_batch.forward_mode)
         return super().forward_decode(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
         )
+
+    # SGLang's two methods above store the key, map the indices and call one of these three, by
+    # keyword, with the slots of every row.
+
+    def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
+        if self._attention is None:
+            return super()._forward_flashmla_sparse(**call)
+        slots, sinks = call["page_table_1"], call["attn_sink"]
+        return attend(
+            self._attention, call["q_all"], call["kv_cache"], slots, call["sm_scale"], sinks
+        )
+
+    def _forward_flashmla_kv(self, **call: Any) -> torch.Tensor:
+        if self._attention is None:
+            return super()._forward_flashmla_kv(**call)
+        slots = call["page_table_1"]
+        return attend(self._attention, call["q_all"], call["kv_cache"], slots, call["sm_scale"])
+
+    def _forward_fa3(self, **call: Any) -> torch.Tensor:
+        if self._attention is None:
+            return super()._forward_fa3(**call)
+        assert not call["logit_cap"], "no DSA model caps its attention logits"
+        q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
+        slots = call["page_table"]
+        return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"])
 
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, selected: torch.Tensor | None
@@ -131,6 +171,18 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         if not self.index_buffer.is_full(layer):
             whole = self.parent.index_buffer.shared(layer)
             self.index_buffer.adopt(layer, whole[rows[0] : rows[1]])
+
+
+def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
+    """What ``--indexcache-kernels`` asks for, on the GPU of this worker."""
+    if active.plan.kernels == "engine":
+        return EngineKernels()
+    cfg = resolving_view(runner.server_args)
+    routes = choose(active.plan.kernels, cfg, runner.model_config, Machine.here())
+    kernels = EngineKernels.load(routes)
+    if kernels.selects:
+        kernels_cuda.install()
+    return kernels
 
 
 def _check_overlap(runner: ModelRunner, backend: IndexCacheBackend) -> None:

@@ -19,7 +19,9 @@ from rich.table import Table
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.drawing import to_terminal
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.runtime.features import FEATURES
+from sglang_indexcache.runtime.kernel_choice import choose
 from sglang_indexcache.runtime.settings import BACKEND_NAME, Plan
 
 
@@ -92,6 +94,7 @@ def _print(server_args: Any, console: Console) -> None:
         ("mode", plan.mode),
         ("index-K saved", _saved(plan, cfg, model.context_len)),
         ("runs on", "the CPU reference platform" if cfg.device == "cpu" else cfg.device),
+        *_kernels(plan, cfg, model),
     ):  # fmt: skip
         facts.add_row(f"[bold]{name}[/bold]", value)
     console.print(facts)
@@ -102,6 +105,13 @@ def _print(server_args: Any, console: Console) -> None:
     if plan.advice:
         console.print(f"[yellow]advice[/yellow]  {plan.advice}", soft_wrap=True, highlight=False)
     console.print("[green]no problem found[/green]")
+
+
+def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
+    """A row for each operation, where the user asked for other kernels than SGLang's."""
+    if plan.kernels == "engine":
+        return []
+    return [("kernel", str(r)) for r in choose(plan.kernels, cfg, model, Machine.here())]
 
 
 def _own_sharing(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.runtime.settings import KERNELS, Plan
 
 if TYPE_CHECKING:
     from sglang.srt.platforms.interface import KVPoolKind
@@ -159,7 +160,7 @@ def _bind_cores(server_args: Any) -> None:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
 
 
-def check_plan(server_args: Any) -> None:
+def check_plan(server_args: Any, plan: Plan) -> None:
     """Refuse what only a GPU can do, and say that this is the CPU reference.
 
     Raises:
@@ -179,6 +180,11 @@ def check_plan(server_args: Any) -> None:
         raise SettingsError(
             f"--kv-cache-dtype {cfg.kv_cache_dtype} needs a GPU; the CPU platform stores latents "
             "in the model's dtype. Drop the flag (index keys: --indexcache-index-k-dtype)."
+        )
+    if plan.kernels != "engine":
+        raise SettingsError(
+            f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels "
+            "of its own. Drop the flag."
         )
     if cfg.speculative_algorithm is not None:
         raise SettingsError(

@@ -11,20 +11,23 @@ from __future__ import annotations
 import json
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
-from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
+from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
 from sglang_indexcache.runtime import platform_cpu, seams
+from sglang_indexcache.runtime.kernel_choice import check_reference, choose
 from sglang_indexcache.runtime.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
@@ -62,6 +65,7 @@ def register() -> None:
         HookRegistry.register(target, function, kind)
     _accept_engine_keywords()
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
+    register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
     _register_backend()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
@@ -129,11 +133,24 @@ def _accept_engine_keywords() -> None:
 def _resolve_after_model_path(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The resolution step: the model's path is known, nothing has read its config yet."""
     previous(server_args)
-    try:
+    with _one_sentence(server_args):
         _resolve(server_args)
+
+
+def _check_kernels_at_last(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """The resolution step: SGLang's kernels, KV dtype and parallelism are decided."""
+    previous(server_args)
+    with _one_sentence(server_args):
+        _check_kernels(server_args)
+
+
+@contextmanager
+def _one_sentence(server_args: Any) -> Iterator[None]:
+    """A command line deserves a sentence, not a stack of frames."""
+    try:
+        yield
     except IndexCacheError as error:
         if _from_command_line(server_args) and not getattr(server_args, RAISE_ERRORS, False):
-            # A command line deserves a sentence, not a stack of frames.
             raise SystemExit(f"indexcache: error: {error}") from None
         raise
 
@@ -156,11 +173,26 @@ def _resolve(server_args: Any) -> None:
     plan = make_plan(request, checkpoint, overrides, Library.default())
     if plan.mode == "live":
         _check_live(cfg, plan)
-    platform_cpu.check_plan(server_args)
+    platform_cpu.check_plan(server_args, plan)
     _declare(server_args, plan, overrides, config)
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
+
+
+def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
+    """Say before weights are loaded which kernels will run, or why they cannot.
+
+    Raises:
+        SettingsError: kernels asked for by name that cannot take over.
+    """
+    cfg = resolving_view(server_args)
+    plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
+    if plan is None or plan.kernels == "engine":
+        return
+    check_reference(plan.kernels, cfg)
+    for route in choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here()):
+        logger.info("IndexCache kernels: %s", route)
 
 
 def _is_wanted(server_args: Any, request: Request) -> bool:

@@ -46,6 +46,7 @@ class Seam:
 _SERVER_ARGS = "sglang.srt.server_args"
 _DSA = "sglang.srt.layers.attention.dsa_backend"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
+_METADATA = "sglang.srt.layers.attention.dsa.dsa_indexer_metadata"
 _POOL = "sglang.srt.mem_cache.memory_pool"
 _KEYS = "sglang.srt.mem_cache.index_key_cache"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state"
@@ -105,6 +106,18 @@ LAUNCH_SEAMS = (
         "dsa_layer_skips_topk",
         "obeys indexer_types first",
         ("config", "layer_id"),
+    ),
+    Seam(
+        "sglang.srt.arg_groups.serving_hook",
+        "handle_other_validations",
+        "a pipeline step after SGLang's kernels and KV dtype are decided",
+        ("server_args",),
+    ),
+    Seam(
+        "sglang.srt.arg_groups.model_override_base",
+        "model_config_of",
+        "the model's shape, which decides whether our kernels can run",
+        ("server_args",),
     ),
     Seam("sglang.srt.distributed.utils", "get_pp_indices", "stage boundaries for live switching"),
 )
@@ -239,6 +252,86 @@ CUDA_SEAMS = (
         "maybe_capture_indexer_topk",
         "return_indexer_topk shows what each layer used",
         ("layer_id", "topk_indices"),
+    ),
+    Seam(
+        _INDEXER,
+        "Indexer._get_topk_ragged",
+        "prefill: from quantised queries to indices, where our selection takes over",
+        (
+            "enable_dual_stream",
+            "forward_batch",
+            "layer_id",
+            "q_fp8",
+            "weights",
+            "metadata",
+            "topk_result",
+        ),
+    ),
+    Seam(
+        _INDEXER,
+        "Indexer._get_topk_paged",
+        "the same in decode and MTP",
+        ("forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+    ),
+    Seam(
+        _INDEXER,
+        "Indexer._get_index_k_read_buffer",
+        "a layer's index-K pages",
+        ("pool", "layer_id"),
+    ),
+    *(
+        Seam(_METADATA, f"DSAIndexerMetadata.{name}", "the geometry of a forward")
+        for name in (
+            "attn_metadata",
+            "topk_transform_method",
+            "force_unfused_topk",
+            "get_seqlens_int32",
+            "get_page_table_64",
+            "get_seqlens_expanded",
+            "get_indexer_kvcache_range",
+            "get_dsa_extend_len_cpu",
+        )
+    ),
+    *(
+        Seam(_DSA, f"DSAMetadata.{name}", "the geometry of a forward")
+        for name in (
+            "page_size",
+            "cu_seqlens_q",
+            "real_page_table",
+            "dsa_seqlens_expanded",
+            "topk_indices_offset",
+            "indexer_k_start_end",
+            "indexer_logical_page_table",
+        )
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa.dsa_topk_backend",
+        "TopkTransformMethod.RAGGED",
+        "what indices of a prefill point at",
+    ),
+    Seam(
+        _DSA,
+        "DeepseekSparseAttnBackend._forward_flashmla_sparse",
+        "sparse attention, where ours takes over",
+        ("q_all", "kv_cache", "page_table_1", "sm_scale", "attn_sink"),
+    ),
+    Seam(
+        _DSA,
+        "DeepseekSparseAttnBackend._forward_flashmla_kv",
+        "sparse attention, where ours takes over",
+        ("q_all", "kv_cache", "page_table_1", "sm_scale"),
+    ),
+    Seam(
+        _DSA,
+        "DeepseekSparseAttnBackend._forward_fa3",
+        "sparse attention, where ours takes over",
+        ("q_nope", "q_rope", "kv_cache", "page_table", "sm_scale", "logit_cap"),
+    ),
+    Seam(
+        "sglang.kernels.ops.attention.utils",
+        "concat_mla_absorb_q_general",
+        "join the two parts of a query",
+        ("q_nope", "q_rope"),
     ),
 )
 """What the CUDA backend needs."""

@@ -22,6 +22,7 @@ BACKEND_NAME = "indexcache"
 
 Mode = Literal["static", "live"]
 IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
+Kernels = Literal["engine", "auto", "cuda", "triton", "reference"]
 
 CONFIG_KEY = "indexcache"
 """Attribute of the HF config that carries the plan."""
@@ -66,7 +67,17 @@ INDEX_K_DTYPE = Option(
     "fp8_e4m3 (the GPU's pages and quantisation). GPUs always use fp8_e4m3.",
     choices=get_args(IndexKDtype),
 )
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE)
+KERNELS = Option(
+    "indexcache_kernels",
+    "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
+    "engine (default): SGLang's. auto: for each operation what a committed measurement shows to "
+    "be faster than the engine's on this card, else the first of cuda (Hopper) and triton that "
+    "can run here, else the engine's; the log says which and why. cuda, triton, reference: that "
+    "implementation of ours for all of them, or an error. None has been measured on a GPU yet "
+    "(see: indexcache kernels).",
+    choices=get_args(Kernels),
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS)
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,7 @@ class Plan:
         layer_ids: model layer of each pattern position.
         architecture: HF architecture.
         index_k_dtype: for the CPU platform.
+        kernels: whose GPU kernels run.
         advice: a warning for the log, or "".
     """
 
@@ -147,6 +159,7 @@ class Plan:
     layer_ids: tuple[int, ...]
     architecture: str
     index_k_dtype: IndexKDtype = "auto"
+    kernels: Kernels = "engine"
     advice: str = ""
 
     def describe(self) -> str:
@@ -226,6 +239,7 @@ def make_plan(
         )
     mode = request.get(MODE)
     dtype = request.get(INDEX_K_DTYPE)
+    kernels = request.get(KERNELS)
     pattern, source = chosen or upstream or _default_pattern(checkpoint)
     return Plan(
         pattern=pattern,
@@ -235,6 +249,7 @@ def make_plan(
         layer_ids=checkpoint.layer_ids,
         architecture=checkpoint.architecture,
         index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
+        kernels=kernels.value if kernels else "engine",  # type: ignore[arg-type]
         advice="" if chosen or upstream else _advice(checkpoint, library),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
 from sglang_indexcache.pattern import Pattern
@@ -62,8 +63,7 @@ def backend(
 
 
 def batch(rows: tuple[int, int] | None = None) -> Any:
-    mode = SimpleNamespace(is_idle=lambda: False)
-    return SimpleNamespace(tbo_parent_token_range=rows, forward_mode=mode)
+    return SimpleNamespace(tbo_parent_token_range=rows, forward_mode=ForwardMode.EXTEND)
 
 
 def layer(number: int) -> Any:

@@ -300,6 +300,8 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         (["--kv-cache-dtype", "fp8_e4m3"], "needs a GPU"),
         (["--speculative-algorithm", "EAGLE"], "needs a GPU"),
         (["--enable-two-batch-overlap"], "needs a GPU"),
+        (["--indexcache-kernels", "auto"], "auto chooses GPU kernels, and the CPU platform has"),
+        (["--indexcache-kernels", "reference"], "reference chooses GPU kernels"),
         (["--device", "cuda"], "no accelerator is visible"),
         (
             ["--indexcache-mode", "live", "--cuda-graph-config", '{"decode": {"backend": "full"}}'],
@@ -311,6 +313,90 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
 def test_bad_combination(model: Callable[..., Path], arguments: list[str], message: str) -> None:
     with pytest.raises(IndexCacheError, match=message):
         resolve(model(), *arguments)
+
+
+KERNEL_SHAPE = {"kv_lora_rank": 512, "index_n_heads": 32}
+"""What our kernels need besides :data:`BASE`."""
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline decides as on an H100; only our own refusal of GPU flags is switched off."""
+    from sglang_indexcache.kernels import dispatch
+    from sglang_indexcache.runtime import platform_cpu
+
+    card = dispatch.Machine("NVIDIA H100", (9, 0))
+    monkeypatch.setattr(dispatch.Machine, "here", classmethod(lambda cls: card))
+    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: None)
+    monkeypatch.setattr(dispatch, "_missing_triton", lambda: None)
+    monkeypatch.setattr(platform_cpu, "check_plan", lambda *_: None)
+
+
+def test_kernels_are_checked_on_what_sglang_resolved(
+    hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
+    import pickle
+
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.runtime import doctor
+    from sglang_indexcache.runtime.kernel_choice import choose
+    from sglang_indexcache.runtime.plugin import resolving_view
+
+    server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "auto")
+    plan = Plan.from_hf_config(hf_config(server_args))
+    assert plan is not None
+    assert plan.kernels == "auto"
+    said = capfd.readouterr().err
+    for op in ("indexer_select_prefill", "indexer_select_decode", "sparse_mla_decode"):
+        assert said.count(f"IndexCache kernels: {op}: cuda (opted in)") == 1
+    worker = pickle.loads(pickle.dumps(server_args))
+    shape = ModelConfig.from_server_args(worker)
+    routes = choose("auto", resolving_view(worker), shape, Machine.here())
+    assert [route.implementation for route in routes] == ["cuda"] * 4
+    rows = doctor._kernels(plan, resolving_view(worker), shape)
+    assert rows == [("kernel", str(route)) for route in routes]
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "message"),
+    [
+        ({"index_n_heads": 24}, ["--indexcache-kernels", "cuda"], "the indexer has 24 heads, ours"),
+        ({"kv_lora_rank": 128}, ["--indexcache-kernels", "triton"], r"128 \+ 64 wide, ours 512"),
+        (
+            {},
+            ["--indexcache-kernels", "cuda", "--dsa-decode-backend", "tilelang"],
+            "sparse_mla_decode: it stands in for .*, not for tilelang",
+        ),
+    ],
+    ids=str,
+)
+def test_kernels_that_cannot_run_stop_the_launch(
+    hopper: None,
+    model: Callable[..., Path],
+    shape: dict[str, int],
+    arguments: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(IndexCacheError, match=message):
+        resolve(model(**KERNEL_SHAPE | shape), *arguments)
+
+
+def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[..., Path]) -> None:
+    """What the message says to add is what mends it."""
+    from sglang_indexcache.runtime import plugin
+
+    server_args = resolve(
+        model(**KERNEL_SHAPE),
+        *("--indexcache-kernels", "reference"),
+        *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    )
+    graphs = plugin.resolving_view(server_args).cuda_graph_config
+    graphs.decode.backend = "full"
+    with pytest.raises(IndexCacheError, match="--cuda-graph-backend-decode disabled"):
+        plugin._check_kernels(server_args)
 
 
 def test_settings_with_another_backend(model: Callable[..., Path]) -> None:

@@ -64,6 +64,16 @@ def test_flag_and_environment_must_agree(monkeypatch: pytest.MonkeyPatch) -> Non
         flags(pattern="FSFSFS")
 
 
+def test_kernels_are_sglangs_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan().kernels == "engine"
+    assert plan(flags(kernels="cuda")).kernels == "cuda"
+    monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "triton")
+    assert plan().kernels == "triton"
+    monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "fastest")
+    with pytest.raises(SettingsError, match="may be engine, auto, cuda, triton, reference"):
+        flags()
+
+
 def test_value_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_INDEXCACHE_MODE", "lively")
     with pytest.raises(SettingsError, match="SGLANG_INDEXCACHE_MODE is 'lively'"):
@@ -167,7 +177,7 @@ def test_hybrid_model_maps_positions_to_layers() -> None:
 
 
 def test_plan_travels_in_the_config() -> None:
-    original = plan(flags(pattern="FSSFSS", mode="live", index_k_dtype="fp8_e4m3"))
+    original = plan(flags(pattern="FSSFSS", mode="live", index_k_dtype="fp8_e4m3", kernels="auto"))
     config = SimpleNamespace(**original.hf_overrides())
     assert Plan.from_hf_config(config) == original
     assert Plan.from_hf_config(SimpleNamespace()) is None
