@@ -24,6 +24,7 @@ from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.runtime import kernels_cuda
 from sglang_indexcache.runtime.active import ActivePattern
+from sglang_indexcache.runtime.hooks import around
 from sglang_indexcache.runtime.index_buffer import IndexBuffer
 from sglang_indexcache.runtime.kernel_choice import choose
 from sglang_indexcache.runtime.kernels_cuda import EngineKernels, attend
@@ -54,7 +55,8 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(runner, backend)
     if active.plan.mode == "live":
-        _install_live_indexer()
+        target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
+        around(target, _live_indexer_forward)
     return backend
 
 
@@ -205,15 +207,6 @@ def _check_overlap(runner: ModelRunner, backend: IndexCacheBackend) -> None:
             "and with this prefill kernel indices cannot be cut in two. Make that layer F, or "
             "choose --dsa-prefill-backend flashmla_kv."
         )
-
-
-def _install_live_indexer() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
-    if target not in HookRegistry._patched:
-        HookRegistry.register(target, _live_indexer_forward, HookType.AROUND)
-        HookRegistry.apply_hooks()
 
 
 def _live_indexer_forward(

@@ -19,7 +19,6 @@ import torch
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
-from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.kernels.contracts import (
     MAX_NEXT_N,
     PADDING,
@@ -30,8 +29,8 @@ from sglang_indexcache.kernels.contracts import (
     SparseMLA,
 )
 from sglang_indexcache.kernels.dispatch import load
+from sglang_indexcache.runtime.hooks import around
 from sglang_indexcache.runtime.kernel_choice import Route
-from sglang_indexcache.runtime.settings import KERNELS
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -99,26 +98,14 @@ def _build(route: Route) -> None:
 
 
 def install() -> None:
-    """Wrap the two methods of SGLang's indexer, once in a process.
+    """Wrap the two methods of SGLang's indexer; safe to call again.
 
     Raises:
-        UnsupportedEngineError: SGLang could not; its log says why.
+        UnsupportedEngineError: SGLang could not.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hooks = {
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer._get_topk_ragged": _ragged,
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer._get_topk_paged": _paged,
-    }
-    for target, function in hooks.items():
-        if target not in HookRegistry._patched:
-            HookRegistry.register(target, function, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    if missing := [target for target in hooks if target not in HookRegistry._patched]:
-        raise UnsupportedEngineError(
-            f"our kernels cannot be put in place of {', '.join(missing)}. "
-            f"Use {KERNELS.flag} engine."
-        )
+    indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+    around(f"{indexer}._get_topk_ragged", _ragged)
+    around(f"{indexer}._get_topk_paged", _paged)
 
 
 def _ragged(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.library import Library
+from sglang_indexcache.runtime import hooks
 from sglang_indexcache.runtime.active import ActivePattern, current
 from sglang_indexcache.runtime.settings import MODE
 
@@ -39,13 +40,8 @@ def switch_request(value: str) -> dict[str, Any]:
 
 def install() -> None:
     """Hook the scheduler of this process; safe to call again."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if f"{_STATE}.get_internal_state" in HookRegistry._patched:
-        return
-    HookRegistry.register(f"{_STATE}.get_internal_state", _report, HookType.AFTER)
-    HookRegistry.register(f"{_STATE}.set_internal_state", _accept, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    hooks.after(f"{_STATE}.get_internal_state", _report)
+    hooks.around(f"{_STATE}.set_internal_state", _accept)
 
 
 def _report(output: Any, controller: Any, _request: Any) -> None:

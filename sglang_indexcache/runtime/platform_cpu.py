@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.runtime.hooks import after
 from sglang_indexcache.runtime.settings import KERNELS, Plan
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def _platform_class() -> type:
             from sglang_indexcache.runtime.indexer_cpu import indexer_forward
 
             BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
-            _hook(f"{Indexer.__module__}.Indexer.__init__", _keep_gate_precision)
-            _hook("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
+            after(f"{Indexer.__module__}.Indexer.__init__", _keep_gate_precision)
+            after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
 
     return CpuReferencePlatform
 
@@ -120,15 +121,6 @@ def _apply_defaults(server_args: Any) -> None:
     _bind_cores(server_args)
     # Without a GPU there is no core dump to wait a minute for after a crash.
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
-
-
-def _hook(target: str, function: Callable[..., None]) -> None:
-    """Run ``function`` after SGLang's ``target``, from now on in this process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if target not in HookRegistry._patched:
-        HookRegistry.register(target, function, HookType.AFTER)
-        HookRegistry.apply_hooks()
 
 
 def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: Any) -> None:
