@@ -1,6 +1,6 @@
 r"""The paper's Table 3 in small: what training-aware sharing costs and gains.
 
-    python -m benchmarks.training_aware --checkpoint DENSE_TRAINED --searched FFSFSS... \\
+    python -m benchmarks.training_aware --checkpoint DENSE_TRAINED --searched HALF QUARTER \\
         --work runs/table-3 [--seeds 0 1 2]
 
 Every configuration starts from the same dense-trained checkpoint and goes through the same
@@ -56,8 +56,8 @@ class Row:
         return f"{self.trained.replace(':', '-').replace('/', '-')}-{loss}"
 
 
-def rows(searched: str) -> list[Row]:
-    """The table's lines; ``searched`` is a pattern at ratio 1/2."""
+def rows(searched: str, searched_quarter: str) -> list[Row]:
+    """The table's lines; ``searched`` are patterns at ratio 1/2 and 1/4."""
     half, quarter = "uniform:1/2", "uniform:1/4"
     return [
         Row("DSA, all F", "full", "full"),
@@ -68,6 +68,7 @@ def rows(searched: str) -> list[Row]:
         Row("1/2 uniform, training-free", "full", half),
         Row("1/2 searched, training-free", "full", searched),
         Row("1/4 uniform, training-free", "full", quarter),
+        Row("1/4 searched, training-free", "full", searched_quarter),
     ]
 
 
@@ -162,17 +163,25 @@ def _cell(value: dict[str, float | None], percent: bool, sign: str = "") -> str:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Retrieval accuracy and text loss of every line, with intervals."""
+    """What every line costs over all F of the same seed, with intervals."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 0.5 * len(lines) + 1.2), layout="constrained")
+    figure = Figure(figsize=(9, 0.4 * len(lines) + 1.2), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    names = [line["name"] for line in lines]
-    panels = (("retrieval", "retrieval accuracy"), ("text_loss", "text loss, nats per token"))
-    for axis, (key, label) in zip(axes, panels, strict=True):
-        means = [line[key]["mean"] for line in lines]
-        halves = [line[key]["half_width"] or 0.0 for line in lines]
-        axis.errorbar(means, names, xerr=halves, fmt="o", color="black", capsize=3)
+    panels = (
+        ("text_loss", 1, "text loss over all F, nats per token"),
+        ("retrieval", 100, "retrieval over all F, points"),
+    )
+    for axis, (key, scale, label) in zip(axes, panels, strict=True):
+        axis.axvline(0, color="grey", linewidth=0.8)
+        for line in lines[1:]:
+            value = line["over_dsa"][key]
+            half = scale * (value["half_width"] or 0.0)
+            fill = "white" if "training-free" in line["name"] else "black"
+            axis.errorbar(
+                scale * value["mean"], line["name"], xerr=half, fmt="o", color="black",
+                markerfacecolor=fill, capsize=3,
+            )  # fmt: skip
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.3)
     axes[0].invert_yaxis()
@@ -183,7 +192,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--searched", required=True)
+    parser.add_argument("--searched", nargs=2, metavar=("HALF", "QUARTER"), required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--recipe", default="sharing")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -198,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run what is missing, then write the table."""
     arguments = parse(argv)
     runs: dict[str, list[dict[str, float]]] = {}
-    for row in rows(arguments.searched):
+    for row in rows(*arguments.searched):
         runs[row.name] = [run_row(row, seed, arguments) for seed in arguments.seeds]
     lines = summarise(runs)
     result = {

@@ -20,16 +20,24 @@ def test_the_whole_table(tmp_path: Path) -> None:
     dense = tiny_recipe(pattern="full", stages=stages[:1])
     checkpoint = Trainer(dense, tmp_path / "dense", Console(quiet=True)).run()
     recipe = write(tmp_path / "recipe.yaml", stages=stages[1:])
-    arguments = ["--checkpoint", str(checkpoint), "--searched", "FFSS", "--recipe", str(recipe)]
+    arguments = [
+        "--checkpoint",
+        str(checkpoint),
+        "--searched",
+        "FFSS",
+        "FSSS",
+        "--recipe",
+        str(recipe),
+    ]
     arguments += ["--work", str(tmp_path / "work"), "--seeds", "0", "1", "--length", "48"]
     arguments += ["--rows", "2", "--text-characters", "400000"]
     main([*arguments, "--output", str(tmp_path / "out")])
     found = json.loads((tmp_path / "out.json").read_text())
-    assert [line["name"] for line in found["rows"]] == [row.name for row in rows("FFSS")]
+    assert [line["name"] for line in found["rows"]] == [row.name for row in rows("FFSS", "FSSS")]
     assert all(len(line["seeds"]) == 2 for line in found["rows"])
     assert (tmp_path / "out.png").stat().st_size > 0
     assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
-    assert (tmp_path / "out.md").read_text().count("\n") == 2 + 8
+    assert (tmp_path / "out.md").read_text().count("\n") == 2 + 9
     trained = {
         path.name: str(own_pattern(load(path / "checkpoint")[0].config))
         for path in (tmp_path / "work" / "seed1").iterdir()
