@@ -13,7 +13,7 @@ from rich.console import Console
 from sglang_indexcache.bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.bench.results import Configuration
+    from sglang_indexcache.bench.results import Configuration, LatencyResult
     from sglang_indexcache.bench.servers import Servers
 
 Reporting = Callable[[Callable[..., None]], Callable[..., None]]
@@ -150,9 +150,10 @@ def _servers(
         return StartedServers(str(model), flags, logs, variables, side_by_side=side_by_side)
     names = [configuration.name for configuration in served]
     every = urls * len(names) if len(urls) == 1 else urls
-    if len(every) != len(names) or flags:
+    if len(every) != len(names) or flags or env:
         raise BenchError(
-            f"give one --url, or one for each of {', '.join(names)}, and no server flags"
+            f"give one --url, or one for each of {', '.join(names)}, and no server flags or --env: "
+            "those servers run already"
         )
     return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
 
@@ -216,13 +217,12 @@ def replay_command(
     out.print(grid.to_terminal())
 
 
-def write_latency(result: object, folder: Path, name: str) -> list[Path]:
+def write_latency(result: LatencyResult, folder: Path, name: str) -> list[Path]:
     """Write the result as JSON, Markdown and figures; returns the files."""
     from sglang_indexcache.bench import figures, tables
-    from sglang_indexcache.bench.results import LatencyResult, save
+    from sglang_indexcache.bench.results import save
     from sglang_indexcache.search.report import write_whole
 
-    assert isinstance(result, LatencyResult)
     base = folder / name
     written = [base.with_suffix(suffix) for suffix in (".json", ".md")]
     save(result, written[0])

@@ -48,11 +48,10 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                     ends = (x - width / 2, x + width / 2)
                     name = "Amdahl" if place == 0 and number == 1 else None
                     axis.plot(ends, [100 * speed.ideal] * 2, color="black", lw=1.2, label=name)
-                cited = paper_speedup(
-                    result.model.shape, configuration.name.rpartition(":")[2], metric
-                ).get(format_length(length))
-                if cited is not None:
-                    axis.plot(x, 100 * cited, color="#c0392b", marker="D", ms=4, ls="none")
+                cited = paper_speedup(result.model.shape, configuration.parsed, metric)
+                if format_length(length) in cited:
+                    paper = 100 * cited[format_length(length)]
+                    axis.plot(x, paper, color="#c0392b", marker="D", ms=4, ls="none")
         axis.axhline(100, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
         axis.set_title(_PANELS[metric], fontsize=10, loc="left")

@@ -70,7 +70,7 @@ def _plan(_folder: Path, _path: str) -> str:
         rows.append((tables.NAMES[metric],))
         for ratio in ("1/2", "1/4"):
             pattern = Library.default().resolve(ratio, checkpoint).pattern
-            cited = paper_speedup(dict(checkpoint.shape), ratio, metric)
+            cited = paper_speedup(dict(checkpoint.shape), pattern, metric)
             cells = []
             for length in _PAPER_LENGTHS:
                 found = plan.predict(shape, rates, pattern, length, 800_000)

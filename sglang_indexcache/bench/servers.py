@@ -22,9 +22,11 @@ class Servers(Protocol):
 
     Attributes:
         side_by_side: whether a visit costs nothing, so that turns can be short.
+        started_here: whether they run on this machine with flags that are known.
     """
 
     side_by_side: bool
+    started_here: bool
 
     def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
         """A server that serves ``configuration``, ready, for the block's duration."""
@@ -48,6 +50,8 @@ class StartedServers:
         environment: variables for the servers.
         side_by_side: keep every server up.
     """
+
+    started_here = True
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class RunningServers:
     """
 
     side_by_side = True
+    started_here = False
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls
@@ -196,32 +201,32 @@ def facts(client: Client) -> ServerFacts:
         BenchError: it does not tell its KV capacity.
     """
     info = client.server_info()
-    [state, *_] = info["internal_states"]
+    states = info["internal_states"]
     try:
-        capacity = int(state["memory_usage"]["token_capacity"])
+        capacity = min(int(state["memory_usage"]["token_capacity"]) for state in states)
     except (KeyError, TypeError) as error:
         raise BenchError(f"the server at {client.url} does not tell its KV capacity") from error
     return ServerFacts(
         device=info["device"],
         tp=info["tp_size"],
-        dp=len(info["internal_states"]),  # dp_size is 1 under dp_attention
+        dp=len(states),  # dp_size is 1 under dp_attention
         dp_attention=bool(info.get("enable_dp_attention")),
         chunked_prefill=info["chunked_prefill_size"],
         page=info["page_size"],
         capacity=capacity,
-        index_k_bytes=state["indexcache"]["index_k_bytes_per_token"],
+        index_k_bytes=states[0]["indexcache"]["index_k_bytes_per_token"],
+        mode=states[0]["indexcache"]["mode"],
     )
 
 
-def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float] | None:
+def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float]:
     """Seconds spent in indexers since the pattern was set, ``(prefill, decode)``, a rank's mean.
 
-    None where the server does not tell: on a GPU, kernels run behind the clock.
+    Zeros where the server does not count them: on a GPU, kernels run behind the clock.
     """
     suffix = "_processor" if clock == "processor" else ""
-    spent = [state.get("indexer_seconds", {}) for state in client.states()]
-    if not all(one.get("prefill") or one.get("decode") for one in spent):
-        return None
-    prefill = sum(one[f"prefill{suffix}"] for one in spent) / len(spent)
-    decode = sum(one[f"decode{suffix}"] for one in spent) / len(spent)
+    spent = [state["indexer_seconds"] for state in client.states()]
+    prefill, decode = (
+        sum(one[f"{phase}{suffix}"] for one in spent) / len(spent) for phase in ("prefill", "decode")
+    )
     return prefill, decode
