@@ -297,11 +297,15 @@ def plan_command(
     ] = None,
     gpu: Annotated[str, typer.Option(help="For a roofline: h100, h200 or b200.")] = "h100",
     rates: Annotated[
-        Path | None, typer.Option(help="Measured rates instead: a result of indexcache bench.")
+        Path | None,
+        typer.Option(help="Measured rates instead: a result of bench latency or layer-stack."),
     ] = None,
     kv: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
     cache_tokens: Annotated[
-        str, typer.Option(help="KV tokens of a GPU, for the full-cache figure.")
+        str,
+        typer.Option(
+            help="KV tokens of a GPU, for the full-cache figure (not of measured servers)."
+        ),
     ] = "800K",
     tp: Annotated[int, typer.Option(help="Ranks that share heads and experts.")] = 1,
 ) -> None:
@@ -324,6 +328,7 @@ def plan_command(
     lengths = [parse_length(text) for text in context or ["10K", "60K", "120K", "200K"]]
     grid = plan.plan_grid(shape, found, named, lengths, parse_length(cache_tokens))
     out.print(grid.to_terminal())
+    out.print(found.note, highlight=False)
     out.print(plan.memory_grid(shape, named, kv).to_terminal())
 
 

@@ -150,7 +150,9 @@ def amdahl_grid(result: LatencyResult) -> Grid | None:
         if None in shares:
             continue
         rows.append((NAMES[metric],))
-        rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares if share is not None)))
+        rows.append(
+            ("indexers' share, DSA", *(f"{share:.0%}" for share in shares if share is not None))
+        )
         for configuration in result.configurations[1:]:
             found = [result.speedup(configuration.name, metric, n) for n in result.lengths]
             cells = [

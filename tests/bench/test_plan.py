@@ -12,16 +12,18 @@ from typer.testing import CliRunner
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.layer_stack import run
 from sglang_indexcache.bench.ops import CpuOps
-from sglang_indexcache.bench.plan import RooflineRates, memory, predict, read_rates
+from sglang_indexcache.bench.plan import RooflineRates, memory, plan_grid, predict, read_rates
 from sglang_indexcache.bench.results import amdahl, paper_speedup, save
-from sglang_indexcache.bench.roofline import GPUS, prefill_layer, sum_selected
-from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench.roofline import GPUS, busy_experts, prefill_layer, sum_selected
+from sglang_indexcache.bench.shapes import PRESETS, Shape, checkpoint_of
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from tests.bench.test_layer_stack import TINY
+from tests.bench.test_tables import result as latency_result
 
 FLASH = PRESETS["30b"]
+FOUR_DOZEN = FLASH.model_copy(update={"layers": 48})  # the made-up servers' layers
 
 
 def library(ratio: str) -> Pattern:
@@ -79,9 +81,11 @@ def test_the_all_full_pattern_gains_nothing() -> None:
 
 
 def test_indexer_work_at_200k() -> None:
-    """163.8 TFLOP of scores a layer: 2 * 200K^2 / 2 * 32 * 128."""
+    """163.8 TFLOP of scores a layer (2 * 200K^2 / 2 * 32 * 128), 160 GB that the top-k reads."""
     one = prefill_layer(FLASH, GPUS["h100"], 200_000)
-    assert one.indexer >= 163.8e12 / 1145e12
+    projections = 2 * 200_000 * FLASH.indexer_parameters / (0.6 * 989e12)
+    reads = 160e9 / (0.8 * 3.35e12)
+    assert one.indexer == pytest.approx(163.8e12 / 1145e12 + reads + projections, rel=1e-3)
     assert one.full == pytest.approx(one.indexer + one.shared)
 
 
@@ -105,12 +109,51 @@ def test_measured_rates(tmp_path: Path) -> None:
     row = result.rows[0]
     share = rates.indexer_share("prefill", 128, 1)
     assert amdahl(share, 1.0) == pytest.approx(row.full_total / row.shared_total)
-    with pytest.raises(BenchError, match="decode at 64 was not measured; there are 128"):
-        rates.indexer_share("decode", 64, 1)
+    assert rates.indexer_share("decode", 64, 1) is None
+    assert rates.indexer_share("decode", 128, 3) is None
+    half = ("half", Pattern.uniform(TINY.layers, 2))
+    grid = plan_grid(TINY, rates, [half], [128], cache_tokens=128 * 3)
+    assert [row[1] == "not measured" for row in grid.rows if len(row) > 1] == [False, False, True]
+    with pytest.raises(BenchError, match="nothing was measured at 64"):
+        plan_grid(TINY, rates, [half], [64], cache_tokens=64)
     with pytest.raises(BenchError, match="another shape"):
         read_rates(tmp_path / "stack.json", FLASH)
     with pytest.raises(BenchError, match="cannot read"):
         read_rates(tmp_path / "missing.json", FLASH)
+
+
+def test_rates_of_servers_that_told_no_share(tmp_path: Path) -> None:
+    """As on a GPU: the share is the one that explains the sparsest pattern's speed-up."""
+    measured = latency_result("cuda", share=None)
+    model = measured.model.model_copy(update={"shape": dict(checkpoint_of(FOUR_DOZEN).shape)})
+    save(measured.model_copy(update={"model": model}), tmp_path / "latency.json")
+    rates = read_rates(tmp_path / "latency.json", FOUR_DOZEN)
+    quarter = predict(FOUR_DOZEN, rates, Pattern.uniform(48, 4), 200_000, 400_000)
+    assert (quarter.prefill, quarter.decode, quarter.full) == pytest.approx((1.5, 1.5, 1.5))
+    half = predict(FOUR_DOZEN, rates, Pattern.uniform(48, 2), 200_000, 400_000)
+    share = (1 - 1 / 1.5) / 0.75
+    assert half.prefill == pytest.approx(1 / (1 - share / 2))
+    assert rates.indexer_share("prefill", 60_000, 1) is None
+    with pytest.raises(BenchError, match="another shape"):
+        read_rates(tmp_path / "latency.json", FLASH)
+
+
+def test_rates_need_an_all_full_baseline(tmp_path: Path) -> None:
+    measured = latency_result()
+    model = measured.model.model_copy(update={"shape": dict(checkpoint_of(FOUR_DOZEN).shape)})
+    turned = measured.configurations[::-1]
+    other = measured.model_copy(update={"model": model, "configurations": turned})
+    save(other, tmp_path / "latency.json")
+    with pytest.raises(BenchError, match="baseline of these rates is quarter"):
+        read_rates(tmp_path / "latency.json", FOUR_DOZEN)
+
+
+@given(st.sampled_from(list(PRESETS.values())), st.integers(1, 500))
+def test_busy_experts(shape: Shape, tokens: int) -> None:
+    busy = busy_experts(shape, tokens) - shape.shared_experts
+    assert busy <= min(shape.experts, tokens * shape.active_experts) + 1e-9
+    assert busy_experts(shape, 1) == pytest.approx(shape.active_experts + shape.shared_experts)
+    assert busy_experts(shape, tokens + 1) >= busy_experts(shape, tokens)
 
 
 def test_the_command() -> None:
@@ -126,6 +169,7 @@ def test_the_command() -> None:
         (["--model", "30b", "--context", "far"], "a length is a number of tokens"),
         (["--model", "30b", "--context", "900K"], "holds no request"),
         (["--model", "30b", "--kv", "int4"], "fp8 or bf16"),
+        (["--model", "30b", "--tp", "0"], "at least one rank"),
     ):
         bad = runner.invoke(app, ["plan", *arguments])
         assert bad.exit_code == 1, arguments
