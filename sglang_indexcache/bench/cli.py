@@ -252,28 +252,39 @@ def layer_stack_command(
     layers: Annotated[int, typer.Option(help="To run; the others are taken to cost the same.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk.")] = 8192,
     repeats: Annotated[int, typer.Option(help="Of everything, F and S in turns.")] = 3,
-    kernels: Annotated[str, typer.Option(help="cpu, triton, cuda or reference.")] = "cpu",
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, ours (the best of ours here), cuda, triton, reference, or engine (DeepGEMM, "
+            "SGLang's top-k, FlashMLA). Left out: cpu on a CPU, ours on a GPU."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    kv: Annotated[str, typer.Option(help="Latent cache of a GPU's kernels: bf16 or fp8.")] = "bf16",
 ) -> None:
     """The attention path of bare decoder layers: where the time goes, without a server."""
     from sglang_indexcache.bench import figures, layer_stack, stack_tables
     from sglang_indexcache.bench.ops import load_ops
     from sglang_indexcache.bench.prompts import parse_length
     from sglang_indexcache.bench.results import save
+    from sglang_indexcache.bench.roofline import KV_BYTES
     from sglang_indexcache.bench.shapes import shape_of
     from sglang_indexcache.search.report import write_whole
 
     shape = shape_of(model)
+    if kv not in KV_BYTES:
+        raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {kv!r}")
+    chosen = kernels or ("cpu" if device == "cpu" else "ours")
     result = layer_stack.run(
         shape,
-        load_ops(kernels, device, (shape.index_heads, shape.heads, shape.topk)),
+        load_ops(chosen, device, shape, fp8_kv=kv == "fp8"),
         tuple(parse_length(text) for text in length or ["10K", "60K", "120K", "200K"]),
         layers=layers,
         chunk=chunk,
         repeats=repeats,
         requests=tuple(requests or [1]),
         device=device,
-        report=lambda text: out.print(text, highlight=False),
+        report=lambda row: out.print(stack_tables.line(row), highlight=False),
     )
     save(result, output)
     grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]
@@ -302,10 +313,7 @@ def plan_command(
     ] = None,
     kv: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
     cache_tokens: Annotated[
-        str,
-        typer.Option(
-            help="KV tokens of a GPU, for the full-cache figure (not of measured servers)."
-        ),
+        str, typer.Option(help="KV tokens of a GPU, for the full-cache figure.")
     ] = "800K",
     tp: Annotated[int, typer.Option(help="Ranks that share heads and experts.")] = 1,
 ) -> None:

@@ -226,8 +226,6 @@ def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float]:
     """
     suffix = "_processor" if clock == "processor" else ""
     spent = [state["indexer_seconds"] for state in client.states()]
-    prefill, decode = (
-        sum(one[f"{phase}{suffix}"] for one in spent) / len(spent)
-        for phase in ("prefill", "decode")
-    )
+    prefill = sum(one[f"prefill{suffix}"] for one in spent) / len(spent)
+    decode = sum(one[f"decode{suffix}"] for one in spent) / len(spent)
     return prefill, decode

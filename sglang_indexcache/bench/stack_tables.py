@@ -14,7 +14,7 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 def _title(result: LayerStackResult) -> str:
     device = "CPU" if result.device == "cpu" else result.device
     return (
-        f"{result.shape.name}, {device}, kernels {result.kernels!r}, "
+        f"{result.shape.name}, {device}, kernels {result.kernels!r}, {result.kv} cache, "
         f"{result.layers} of {result.shape.layers} layers run"
     )
 
@@ -22,6 +22,11 @@ def _title(result: LayerStackResult) -> str:
 def _name(row: Row) -> str:
     several = f" x {row.requests}" if row.requests > 1 else ""
     return f"{row.phase} {format_length(row.length)}{several}"
+
+
+def line(row: Row) -> str:
+    """One row while others are still to come."""
+    return f"{_name(row)}: indexer {row.indexer_share:.0%}"
 
 
 def breakdown_grid(result: LayerStackResult) -> Grid:

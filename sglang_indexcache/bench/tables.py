@@ -146,13 +146,12 @@ def amdahl_grid(result: LatencyResult) -> Grid | None:
     header = ("", *(format_length(length) for length in result.lengths))
     rows: list[tuple[str, ...]] = []
     for metric in result.metrics:
-        shares = [result.indexer_share(metric, length) for length in result.lengths]
-        if None in shares:
+        told = [result.indexer_share(metric, length) for length in result.lengths]
+        shares = [share for share in told if share is not None]
+        if len(shares) < len(told):
             continue
         rows.append((NAMES[metric],))
-        rows.append(
-            ("indexers' share, DSA", *(f"{share:.0%}" for share in shares if share is not None))
-        )
+        rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares)))
         for configuration in result.configurations[1:]:
             found = [result.speedup(configuration.name, metric, n) for n in result.lengths]
             cells = [

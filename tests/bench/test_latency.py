@@ -111,9 +111,7 @@ def test_every_rank_gets_a_request() -> None:
 def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks: every first token after 2 s, then a token every 0.5 s."""
 
-    def known(
-        _client: object, prompts: list[list[int]], count: int, _clock: object
-    ) -> list[Answer]:
+    def known(_: object, prompts: list[list[int]], count: int, _clock: object) -> list[Answer]:
         for behaviour in behaviours.values():
             behaviour.count()
         return [Answer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
