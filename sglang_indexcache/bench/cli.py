@@ -249,6 +249,10 @@ def layer_stack_command(
     requests: Annotated[
         list[int] | None, typer.Option(help="Requests at once in decode; repeat it.")
     ] = None,
+    cache_tokens: Annotated[
+        str | None,
+        typer.Option(help="Decode also as many requests as a KV cache of so many tokens holds."),
+    ] = None,
     layers: Annotated[int, typer.Option(help="To run; the others are taken to cost the same.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk.")] = 8192,
     repeats: Annotated[int, typer.Option(help="Of everything, F and S in turns.")] = 3,
@@ -283,8 +287,9 @@ def layer_stack_command(
         chunk=chunk,
         repeats=repeats,
         requests=tuple(requests or [1]),
+        cache_tokens=parse_length(cache_tokens) if cache_tokens else 0,
         device=device,
-        report=lambda row: out.print(stack_tables.line(row), highlight=False),
+        report=lambda result: out.print(stack_tables.line(result.rows[-1]), highlight=False),
     )
     save(result, output)
     grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]

@@ -1,15 +1,17 @@
 """The engine's own kernels for the layer stack: DeepGEMM, SGLang's top-k, FlashMLA.
 
-What SGLang 0.5.23 runs by default on Hopper (``layers/attention/dsa``), less its metadata: in
-prefill the index keys are gathered, scored into a matrix within a memory budget and selected from;
-attention pads the heads to 64 or 128. The packages are imported when the ops are made, so what is
-missing is said before anything runs. Nothing of ours is in here, and SGLang is not imported.
+What SGLang 0.5.23 runs on Hopper (``layers/attention/dsa``): in prefill the index keys are
+gathered, scored into a matrix within a memory budget and selected from; attention pads the heads to
+64 or 128. Schedules and plans are made once for all layers and not timed, as in its metadata. The
+top-k is ``sgl_kernel``'s, which 0.5.23 calls its legacy one. The packages are imported when the ops
+are made, so what is missing is said before anything runs. SGLang itself is not imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -47,6 +49,8 @@ class EngineOps(PagedCaches):
         self._topk = _load("sgl_kernel").fast_topk_v2
         self._flash_mla = _load("flash_mla")
         self._padded_heads = 64 if shape.heads <= 64 else 128
+        self._schedules: WeakKeyDictionary[Geometry, torch.Tensor] = WeakKeyDictionary()
+        self._plans: dict[int, Any] = {}
 
     def select(
         self,
@@ -94,15 +98,17 @@ class EngineOps(PagedCaches):
         topk: int,
     ) -> torch.Tensor:
         lens = geometry.visible.view(-1, 1)
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        schedule = self._deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE_TOKENS, processors)
+        if geometry not in self._schedules:
+            processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+            make = self._deep_gemm.get_paged_mqa_logits_metadata
+            self._schedules[geometry] = make(lens, PAGE_TOKENS, processors)
         logits = self._deep_gemm.fp8_paged_mqa_logits(
             q.unsqueeze(1),
             cache.view(-1, PAGE_TOKENS, 1, page_bytes(128) // PAGE_TOKENS),
             weights,
             lens,
             geometry.block_table,
-            schedule,
+            self._schedules[geometry],
             geometry.keys,
             clean_logits=False,
         )
@@ -117,7 +123,10 @@ class EngineOps(PagedCaches):
         padded[:, :heads] = q
         out: torch.Tensor
         if self.fp8_kv:
-            plan, splits = self._flash_mla.get_mla_metadata()  # filled by its first call
+            rows = q.shape[0]
+            if rows not in self._plans:  # empty, filled by the first call
+                self._plans[rows] = self._flash_mla.get_mla_metadata()
+            plan, splits = self._plans[rows]
             out, _ = self._flash_mla.flash_mla_with_kvcache(
                 padded.unsqueeze(1),
                 latent.view(torch.float8_e4m3fn).view(-1, PAGE_TOKENS, 1, latent.shape[1]),

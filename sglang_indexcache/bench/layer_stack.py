@@ -17,7 +17,7 @@ anyway, in prefill a server's host may add to short prompts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -113,6 +113,26 @@ class LayerStackResult(Strict):
     repeats: int
     cuda_graph: bool
     rows: tuple[Row, ...]
+
+
+class StackCheck(Strict):
+    """The layer stack with several sets of kernels on one card (``benchmarks/stack/check.py``).
+
+    Attributes:
+        kind: tells result files apart.
+        dry: tiny sizes on a CPU, whose times mean nothing.
+        machine: card, driver, versions, commit.
+        results: of every set that measured anything.
+        problems: why a set, or a build, did not come to its end.
+        not_measured: rows that are missing of a set that measured others.
+    """
+
+    kind: Literal["stack-check"] = "stack-check"
+    dry: bool
+    machine: dict[str, Any]
+    results: tuple[LayerStackResult, ...]
+    problems: dict[str, str]
+    not_measured: tuple[str, ...]
 
 
 class Stopwatch:
@@ -460,7 +480,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
     run()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _queue_ahead(device: str) -> None:
@@ -490,9 +510,10 @@ def run(
     chunk: int,
     repeats: int,
     requests: tuple[int, ...] = (1,),
+    cache_tokens: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    report: Callable[[Row], None] = lambda _: None,
+    report: Callable[[LayerStackResult], None] = lambda _: None,
 ) -> LayerStackResult:
     """Measure prefill and decode at every length.
 
@@ -504,9 +525,11 @@ def run(
         chunk: tokens of a prefill chunk.
         repeats: of everything.
         requests: batch sizes of decode.
+        cache_tokens: if given, decode also runs as many requests as a KV cache of so many tokens
+            holds (the paper's third metric; its GPUs held about 800K).
         device: "cpu" or "cuda".
         dtype: of weights and activations.
-        report: told every row when it is known.
+        report: told the result so far after every row.
 
     Raises:
         BenchError: nothing to measure.
@@ -515,34 +538,50 @@ def run(
         raise BenchError("give lengths, batch sizes, a chunk and repeats of at least 1")
     if not 1 <= layers <= shape.layers:
         raise BenchError(f"{shape.name} has {shape.layers} layers, {layers} cannot be run")
+    batches = {length: _batches(length, requests, cache_tokens) for length in lengths}
     machine = environment()
-    room = -(-max(lengths) // PAGE_TOKENS) * PAGE_TOKENS * max(requests)
-    rows = []
     with torch.inference_mode():
-        stack = Stack(shape, layers, ops, room, dtype, device)
-        for row in _rows(stack, lengths, chunk, repeats, requests):
-            rows.append(row)
-            report(row)
-    name = str(dtype).removeprefix("torch.")
-    return LayerStackResult(
-        environment=machine,
-        device=device if device == "cpu" else torch.cuda.get_device_name(),
-        kernels=ops.name,
-        shape=shape,
-        layers=layers,
-        dtype=name,
-        kv="fp8" if stack.layers[0].latent.dtype == torch.uint8 else name,
-        chunk=chunk,
-        repeats=repeats,
-        cuda_graph=device != "cpu",
-        rows=tuple(rows),
+        stack = Stack(shape, layers, ops, _slots(batches), dtype, device)
+        name = str(dtype).removeprefix("torch.")
+        result = LayerStackResult(
+            environment=machine,
+            device=device if device == "cpu" else torch.cuda.get_device_name(),
+            kernels=ops.name,
+            shape=shape,
+            layers=layers,
+            dtype=name,
+            kv="fp8" if stack.layers[0].latent.dtype == torch.uint8 else name,
+            chunk=chunk,
+            repeats=repeats,
+            cuda_graph=device != "cpu",
+            rows=(),
+        )
+        for row in _rows(stack, batches, chunk, repeats):
+            result = result.model_copy(update={"rows": (*result.rows, row)})
+            report(result)
+    return result
+
+
+def _batches(length: int, requests: Sequence[int], cache_tokens: int) -> list[int]:
+    """Batch sizes of decode at one length, the full KV cache's among them."""
+    if not cache_tokens:
+        return sorted(set(requests))
+    if length > cache_tokens:
+        raise BenchError(f"a KV cache of {cache_tokens} tokens holds no request of {length}")
+    return sorted({*requests, cache_tokens // length})
+
+
+def _slots(batches: Mapping[int, Sequence[int]]) -> int:
+    """That the caches need; every request owns whole pages."""
+    return max(
+        -(-length // PAGE_TOKENS) * PAGE_TOKENS * max(counts) for length, counts in batches.items()
     )
 
 
 def _rows(
-    stack: Stack, lengths: Sequence[int], chunk: int, repeats: int, requests: Sequence[int]
+    stack: Stack, batches: Mapping[int, Sequence[int]], chunk: int, repeats: int
 ) -> Iterator[Row]:
-    for length in lengths:
+    for length, counts in batches.items():
         yield prefill(stack, length, chunk, repeats)
-        for count in requests:
+        for count in counts:
             yield decode(stack, length, count, repeats, graph=stack.device != "cpu")

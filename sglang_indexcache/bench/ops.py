@@ -233,11 +233,11 @@ class DispatchedOps(PagedCaches):
         table, visible = geometry.block_table, geometry.visible
         found: torch.Tensor
         if geometry.queries == 1:
-            rows = values[:, None], weights[:, None], cache, table, visible[:, None]
-            found = self._decode(*rows, topk, as_slots=True)
+            q, weights, visible = values[:, None], weights[:, None], visible[:, None]
+            found = self._decode(q, weights, cache, table, visible, topk, as_slots=True)
             return found[:, 0]
-        rows = values, weights, cache, table, geometry.query_starts, visible
-        found = self._prefill(*rows, topk, as_slots=True)
+        starts = geometry.query_starts
+        found = self._prefill(values, weights, cache, table, starts, visible, topk, as_slots=True)
         return found
 
     def attend(

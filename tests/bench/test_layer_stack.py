@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -303,6 +305,23 @@ def test_a_run_with_dispatched_kernels(kernels: str, fp8: bool) -> None:
         ("prefill", 1), ("decode", 1), ("decode", 2),
     ]  # fmt: skip
     assert all(0 < row.indexer_share < 1 for row in result.rows)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
+def test_triton_in_a_process_of_its_own() -> None:
+    """The interpreter is chosen at Triton's first import."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        [*command, "-k", "triton and (select or attend)"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "5 passed" in done.stdout
 
 
 def test_ours_is_the_best_that_runs_here() -> None:
