@@ -13,6 +13,7 @@ from rich.console import Console
 from sglang_indexcache.bench.errors import BenchError
 
 if TYPE_CHECKING:
+    from sglang_indexcache.bench.replay import ReplayResult
     from sglang_indexcache.bench.results import Configuration, LatencyResult
     from sglang_indexcache.bench.servers import Servers
 
@@ -181,11 +182,9 @@ def replay_command(
 
     Flags of the servers come behind --. Needs the model's tokenizer with a chat template.
     """
-    from sglang_indexcache.bench import latency, replay
+    from sglang_indexcache.bench import latency, replay, replay_tables
     from sglang_indexcache.bench.prompts import parse_length
-    from sglang_indexcache.bench.results import save
     from sglang_indexcache.bench.traffic import Mix
-    from sglang_indexcache.search.report import write_whole
 
     target = latency.read_target(model, note)
     served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
@@ -211,10 +210,23 @@ def replay_command(
             arguments=context.args,
             report=lambda text: out.print(text, highlight=False),
         )
-    save(result, output / f"{name}.json")
-    grid = replay.replay_grid(result)
-    write_whole(output / f"{name}.md", grid.to_markdown())
-    out.print(grid.to_terminal())
+    written = write_replay(result, output, name)
+    out.print(replay_tables.replay_grid(result).to_terminal())
+    out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
+
+
+def write_replay(result: ReplayResult, folder: Path, name: str) -> list[Path]:
+    """Write the result as JSON, Markdown and figures; returns the files."""
+    from sglang_indexcache.bench import figures, replay_tables
+    from sglang_indexcache.bench.results import save
+    from sglang_indexcache.search.report import write_whole
+
+    written = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".png", ".svg")]
+    save(result, written[0])
+    write_whole(written[1], replay_tables.report(result))
+    for path in written[2:]:
+        figures.draw_replay(result, path)
+    return written
 
 
 def write_latency(result: LatencyResult, folder: Path, name: str) -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.bench.prompts import format_length
+from sglang_indexcache.bench.replay import QUANTITIES, Quantity, ReplayResult
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
 
@@ -99,6 +100,41 @@ def draw_scaling(curves: Mapping[str, Mapping[int, float]], path: Path, unit: st
     axis.legend(fontsize=8, frameon=False)
     axis.grid(which="both", lw=0.3, alpha=0.5)
     _save(figure, path)
+
+
+def draw_replay(result: ReplayResult, path: Path) -> None:
+    """Share of the turns that were at least as fast, for TTFT and TPOT, all rounds together.
+
+    Times are relative to the baseline's median on a CPU, whose absolute times mean nothing.
+    """
+    figure, axes = _panels(len(QUANTITIES))
+    for axis, quantity in zip(axes, QUANTITIES, strict=True):
+        base = _all_turns(result, result.configurations[0].name, quantity)
+        unit = 1e-3 if result.on_gpu else base[len(base) // 2]
+        for number, configuration in enumerate(result.configurations):
+            values = _all_turns(result, configuration.name, quantity)
+            shares = [100 * (place + 1) / len(values) for place in range(len(values))]
+            axis.step(
+                [value / unit for value in values],
+                shares,
+                where="post",
+                color=_COLORS[number % len(_COLORS)],
+                label=configuration.name,
+            )
+        axis.set_xscale("log")
+        axis.set_xlabel(
+            f"{quantity.upper()}, ms" if result.on_gpu else f"{quantity.upper()} / median of DSA"
+        )
+        axis.set_ylim(0, 100)
+        axis.grid(which="both", lw=0.3, alpha=0.5)
+    axes[0].set_ylabel("turns, %")
+    axes[0].legend(fontsize=8, frameon=False, loc="lower right")
+    _save(figure, path)
+
+
+def _all_turns(result: ReplayResult, configuration: str, quantity: Quantity) -> list[float]:
+    replays = result.of(configuration)
+    return sorted(getattr(turn, quantity) for replay in replays for turn in replay.turns)
 
 
 def last_slope(curve: Mapping[int, float]) -> float | None:
