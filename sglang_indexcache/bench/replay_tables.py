@@ -22,10 +22,9 @@ def replay_grid(result: ReplayResult) -> Grid:
         cells = [_cell(result, configuration, quantity, p) for quantity, p in percentiles]
         hits = median(replay.hit_rate for replay in result.of(configuration.name))
         rows.append((configuration.name, *cells, f"{hits:.0%}"))
-    where = (
-        "GPU" if result.on_gpu else f"CPU, median of {_rounds(result)} rounds (lowest to highest)"
-    )
-    return Grid(f"{result.model.name}, traffic, {where}", header, tuple(rows))
+    where = "GPU" if result.on_gpu else "CPU"
+    title = f"{result.model.name}, traffic, {where}, median of {_rounds(result)} rounds"
+    return Grid(f"{title} (lowest to highest)", header, tuple(rows))
 
 
 def _rounds(result: ReplayResult) -> int:

@@ -93,10 +93,20 @@ class StartedServers:
             self._visited = server
             yield _patient_client(server)
 
+    @property
+    def visited(self) -> Server:
+        """The server of the last visit.
+
+        Raises:
+            BenchError: there was none.
+        """
+        if self._visited is None:
+            raise BenchError("no server was visited yet")
+        return self._visited
+
     def processor_clock(self) -> Clock:
         """See :class:`Servers`."""
-        assert self._visited is not None
-        return ProcessorClock(self._visited.pid)
+        return ProcessorClock(self.visited.pid)
 
     def _server(self, configuration: Configuration) -> Server:
         self._logs.mkdir(parents=True, exist_ok=True)
