@@ -52,7 +52,8 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                 cited = paper_speedup(result.model.shape, configuration.parsed, metric)
                 if format_length(length) in cited:
                     paper = 100 * cited[format_length(length)]
-                    axis.plot(x, paper, color="#c0392b", marker="D", ms=4, ls="none")
+                    name = "paper (H100)" if number == 1 and place == 0 else None
+                    axis.plot(x, paper, color="#c0392b", marker="D", ms=4, ls="none", label=name)
         axis.axhline(100, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
         axis.set_title(_PANELS[metric], fontsize=10, loc="left")

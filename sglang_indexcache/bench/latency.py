@@ -191,7 +191,7 @@ def run(
         report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
         foreign = busy_cores(settings.watch_seconds)
         with servers.visit(configuration) as client:
-            check_served(client, configuration)
+            check_served(client, configuration, target.model)
             here = facts(client)
             visits.append(
                 Visit(
@@ -265,7 +265,7 @@ class _Visit:
                 yield from self._single(length, repeat)
                 if "full" in self._settings.metrics and not self._one_fills(length):
                     yield self._full(length, repeat)
-        check_served(self._client, self._configuration)
+        check_served(self._client, self._configuration, self._target.model)
         check_skipped(before, self._client)
 
     def concurrency(self, length: int) -> int:

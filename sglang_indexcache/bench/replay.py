@@ -172,14 +172,14 @@ def run(
             report(f"round {number + 1} of {rounds}: {configuration.name}")
             foreign = busy_cores()
             with servers.visit(configuration) as client:
-                check_served(client, configuration)
+                check_served(client, configuration, target.model)
                 here = facts(client)
                 _check_room(here, mix)
                 before = client.states()
                 _warm_up(client, here, target.vocab_size)
                 raw = _drive(client, model, path, mix, folder)
                 check_skipped(before, client)
-                check_served(client, configuration)
+                check_served(client, configuration, target.model)
             turns = read_turns(raw, conversations, mix)
             replays.append(
                 Replay(

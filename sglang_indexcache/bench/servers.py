@@ -9,12 +9,15 @@ from typing import Any, Protocol
 
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.bench.results import ClockName, Configuration, ServerFacts
+from sglang_indexcache.bench.results import ClockName, Configuration, Model, ServerFacts
 from sglang_indexcache.bench.stream import Clock
 from sglang_indexcache.serving import Client, Server, ServerError
 
 TIMEOUT = 3600.0
 """Seconds: a prefill of a full KV cache says nothing for long."""
+
+
+_OUR_FLAGS = ("--model-path", "--model", "--attention-backend", "--indexcache-pattern", "--port")
 
 
 class Servers(Protocol):
@@ -49,6 +52,9 @@ class StartedServers:
         logs: folder for the servers' logs.
         environment: variables for the servers.
         side_by_side: keep every server up.
+
+    Raises:
+        BenchError: ``arguments`` has a flag that the benchmark sets.
     """
 
     started_here = True
@@ -62,6 +68,12 @@ class StartedServers:
         *,
         side_by_side: bool = False,
     ) -> None:
+        for flag in arguments:
+            if flag.partition("=")[0] in _OUR_FLAGS:
+                raise BenchError(
+                    f"leave {flag.partition('=')[0]} to the benchmark: --model and --pattern say "
+                    "what is served"
+                )
         self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
         if side_by_side:
             self._command.append("--sleep-on-idle")
@@ -159,13 +171,18 @@ class RunningServers:
         raise BenchError("the processor clock needs servers that are started here, not --url")
 
 
-def check_served(client: Client, configuration: Configuration) -> None:
-    """Refuse a server whose pattern is not the one that was asked for.
+def check_served(client: Client, configuration: Configuration, model: Model) -> None:
+    """Refuse a server whose pattern or model is not the one that was asked for.
 
     Raises:
         BenchError: on any rank.
     """
     for rank, state in enumerate(client.states()):
+        if state["architecture"] != model.architecture:
+            raise BenchError(
+                f"the server at {client.url} serves a {state['architecture']}, but {model.name} is "
+                f"a {model.architecture}. Give the --model that it serves."
+            )
         if state["pattern"] != configuration.pattern:
             raise BenchError(
                 f"the server at {client.url} serves {state['pattern']} on rank {rank}, not the "

@@ -33,6 +33,7 @@ class Behaviour:
     capacity: int = 4096
     dp: int = 1
     mode: str = "static"
+    architecture: str = "GlmMoeDsaForCausalLM"
     fault: str = ""
     indexer_share: float = 0.0
     requests: int = 0
@@ -57,6 +58,7 @@ class Behaviour:
     def state(self) -> dict[str, Any]:
         indexcache = {
             "pattern": self.pattern,
+            "architecture": self.architecture,
             "mode": self.mode,
             "last_rejection": "",
             "indexer_selections": list(self.runs),

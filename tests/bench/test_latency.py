@@ -32,7 +32,8 @@ CONFIG = {
     "vocab_size": 500,
 }
 CHECKPOINT = Checkpoint.from_config(CONFIG)
-TARGET = Target(CHECKPOINT, Model(name="m", architecture="a", digest="", shape={}), 500)
+MODEL = Model(name="m", architecture="GlmMoeDsaForCausalLM", digest="", shape={})
+TARGET = Target(CHECKPOINT, MODEL, 500)
 HALF = str(Pattern.uniform(8, 2))
 QUICK = Settings(lengths=(64, 256), rounds=2, new_tokens=8, watch_seconds=0.0)
 
@@ -145,6 +146,17 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_bad_answer_gives_no_result(fault: str, message: str) -> None:
     with pytest.raises((BenchError, ServerError), match=message):
         measure(good(fault=fault))
+
+
+def test_a_server_with_another_model() -> None:
+    with pytest.raises(BenchError, match="serves a DeepseekV32ForCausalLM, but m is a GlmMoeDsa"):
+        measure(good(architecture="DeepseekV32ForCausalLM"))
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--indexcache-pattern=full", "--model=x"])
+def test_flags_that_would_serve_something_else(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=f"leave {flag.partition('=')[0]} to the benchmark"):
+        StartedServers("m", ["--tp", "2", flag], tmp_path)
 
 
 def test_a_server_with_another_pattern() -> None:
