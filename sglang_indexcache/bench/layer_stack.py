@@ -39,6 +39,8 @@ STAGES = ("index projections", "score and select", "projections", "attention", "
 INDEXER_STAGES = STAGES[:2]
 CORRELATION = 0.9
 """Of neighbouring hidden states."""
+_DECODE_REPEATS = 10
+"""Of each of prefill's: a step is over in milliseconds."""
 _FILL_ROWS = 1 << 16
 _AHEAD_CYCLES = 20_000_000
 """About 10 ms in which a GPU waits while the host queues work behind."""
@@ -96,7 +98,7 @@ class LayerStackResult(Strict):
         dtype: of weights and activations.
         kv: layout of the latent cache: the dtype, or fp8 for rows of 656 bytes.
         chunk: tokens of a prefill chunk.
-        repeats: of every length.
+        repeats: of every prefill; decode is repeated ten times as often.
         cuda_graph: whether decode totals were replayed from a CUDA graph.
         rows: what was measured.
     """
@@ -393,7 +395,8 @@ def decode(stack: Stack, length: int, requests: int, repeats: int, *, graph: boo
     if length > room:
         raise BenchError(f"{requests} requests of {length} tokens do not fit {stack.room} slots")
     step = (stack.inputs(requests), Geometry(requests, 1, length, room, stack.device))
-    return _row(stack, "decode", length, requests, [step], repeats, graph=graph)
+    often = repeats * _DECODE_REPEATS
+    return _row(stack, "decode", length, requests, [step], often, graph=graph)
 
 
 Steps = list[tuple[torch.Tensor, Geometry]]
