@@ -11,7 +11,6 @@ A visit is a server start and all lengths, or one length where servers run side 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,8 +39,8 @@ from sglang_indexcache.bench.servers import (
     indexer_seconds,
 )
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
-from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import CheckpointError, SearchError
+from sglang_indexcache.checkpoint import Checkpoint, read_config
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.search.provenance import checkpoint_digest
 from sglang_indexcache.serving import Client
@@ -118,13 +117,7 @@ def read_target(folder: Path, note: str = "") -> Target:
     Raises:
         CheckpointError: no config.json of a DSA model.
     """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    config = read_config(folder)
     checkpoint = Checkpoint.from_config(config, str(folder))
     try:
         digest = checkpoint_digest(folder)

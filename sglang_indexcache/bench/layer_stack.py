@@ -39,8 +39,8 @@ STAGES = ("index projections", "score and select", "projections", "attention", "
 INDEXER_STAGES = STAGES[:2]
 CORRELATION = 0.9
 """Of neighbouring hidden states."""
-_DECODE_REPEATS = 10
-"""Of each of prefill's: a step is over in milliseconds."""
+_DECODE_STEPS = 20
+"""In a row, for one measurement: a step is over in milliseconds, its first one's caches are cold."""
 _FILL_ROWS = 1 << 16
 _AHEAD_CYCLES = 20_000_000
 """About 10 ms in which a GPU waits while the host queues work behind."""
@@ -98,7 +98,7 @@ class LayerStackResult(Strict):
         dtype: of weights and activations.
         kv: layout of the latent cache: the dtype, or fp8 for rows of 656 bytes.
         chunk: tokens of a prefill chunk.
-        repeats: of every prefill; decode is repeated ten times as often.
+        repeats: of every measurement.
         cuda_graph: whether decode totals were replayed from a CUDA graph.
         rows: what was measured.
     """
@@ -395,8 +395,8 @@ def decode(stack: Stack, length: int, requests: int, repeats: int, *, graph: boo
     if length > room:
         raise BenchError(f"{requests} requests of {length} tokens do not fit {stack.room} slots")
     step = (stack.inputs(requests), Geometry(requests, 1, length, room, stack.device))
-    often = repeats * _DECODE_REPEATS
-    return _row(stack, "decode", length, requests, [step], often, graph=graph)
+    steps = [step] * _DECODE_STEPS
+    return _row(stack, "decode", length, requests, steps, repeats, graph=graph, times=len(steps))
 
 
 Steps = list[tuple[torch.Tensor, Geometry]]
@@ -412,7 +412,10 @@ def _row(
     repeats: int,
     *,
     graph: bool,
+    times: int = 1,
 ) -> Row:
+    """Measure ``steps`` as F and as S layers; they do the same ``times`` times."""
+
     def run(selected: Selected, watch: Stopwatch | NoStopwatch) -> Selected:
         pairs = zip(steps, selected, strict=True)
         return [stack.forward(x, geometry, shared, watch) for (x, geometry), shared in pairs]
@@ -438,7 +441,7 @@ def _row(
             totals[kind].append(_seconds(whole[kind], stack.device))
         for kind, selected in inputs.items():
             parts[kind].append(stages(selected))
-    count = len(stack.layers)
+    count = len(stack.layers) * times
 
     def by_stage(kind: str) -> dict[str, float]:
         return {name: median(part[name] for part in parts[kind]) / count for name in STAGES}

@@ -30,7 +30,7 @@ from sglang_indexcache.bench.layer_stack import (
 )
 from sglang_indexcache.bench.ops import CpuOps, Geometry, load_ops
 from sglang_indexcache.bench.shapes import PRESETS, Shape, shape_of
-from sglang_indexcache.errors import KernelError
+from sglang_indexcache.errors import CheckpointError, KernelError
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages
 from sglang_indexcache.kernels.indexer.reference import indexer_logits
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla
@@ -179,8 +179,20 @@ def test_what_cannot_be_run() -> None:
             load_ops("ours", "cuda", TINY)
         with pytest.raises(KernelError, match="cuda cannot run on CPU: needs an NVIDIA GPU"):
             load_ops("cuda", "cpu", REAL_WIDTHS)
-    with pytest.raises(BenchError, match="there are 30b, glm-5, deepseek"):
+    with pytest.raises(BenchError, match="no folder; there are 30b, glm-5, deepseek"):
         shape_of("glm-6")
+
+
+def test_a_folder_without_a_dsa_config(tmp_path: Path) -> None:
+    for text, message in (
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ('{"hidden_size": 8, "num_hidden_layers": 1}', "has no 'num_attention_heads'"),
+    ):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises((BenchError, CheckpointError), match=message):
+            shape_of(str(tmp_path))
 
 
 def test_hidden_states_correlate_as_stated() -> None:

@@ -134,8 +134,10 @@ def test_rates_of_servers_that_told_no_share(tmp_path: Path) -> None:
     share = (1 - 1 / 1.5) / 0.75
     assert half.prefill == pytest.approx(1 / (1 - share / 2))
     assert rates.indexer_share("prefill", 60_000, 1) is None
-    with pytest.raises(BenchError, match="another shape"):
-        read_rates(tmp_path / "latency.json", FLASH)
+    fewer_heads = FOUR_DOZEN.model_copy(update={"index_heads": 8})
+    for other in (FLASH, fewer_heads):
+        with pytest.raises(BenchError, match="another shape"):
+            read_rates(tmp_path / "latency.json", other)
 
 
 def test_rates_need_an_all_full_baseline(tmp_path: Path) -> None:
