@@ -305,7 +305,7 @@ def layer_stack_command(
     )
     save(result, output)
     grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]
-    write_whole(output.with_suffix(".md"), "\n".join(grid.to_markdown() for grid in grids))
+    write_whole(output.with_suffix(".md"), stack_tables.report(result))
     for suffix in (".png", ".svg"):
         shares = stack_tables.share_curves(result)
         figures.draw_shares(shares, output.with_name(f"{output.stem}-share{suffix}"))

@@ -40,7 +40,7 @@ INDEXER_STAGES = STAGES[:2]
 CORRELATION = 0.9
 """Of neighbouring hidden states."""
 _DECODE_STEPS = 20
-"""In a row, for one measurement: a step is over in milliseconds, its first one's caches are cold."""
+"""In a row, for one measurement: a step is over in milliseconds, the first finds cold caches."""
 _FILL_ROWS = 1 << 16
 _AHEAD_CYCLES = 20_000_000
 """About 10 ms in which a GPU waits while the host queues work behind."""

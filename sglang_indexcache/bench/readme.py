@@ -54,9 +54,7 @@ def _replay(folder: Path, path: str) -> str:
 
 
 def _stack(folder: Path, path: str) -> str:
-    result = load(LayerStackResult, folder / path)
-    grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]
-    return "\n".join(grid.to_markdown() for grid in grids)
+    return stack_tables.report(load(LayerStackResult, folder / path))
 
 
 def _stack_check(folder: Path, path: str) -> str:

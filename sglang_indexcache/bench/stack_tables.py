@@ -14,7 +14,7 @@ from sglang_indexcache.bench.layer_stack import (
 from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.results import METRICS, Metric, paper_speedup
 from sglang_indexcache.bench.shapes import Shape, checkpoint_of
-from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
+from sglang_indexcache.bench.tables import NOT_MEASURED, Grid, where_and_when
 from sglang_indexcache.pattern import Pattern
 
 RATIOS = (2, 4, 8)
@@ -167,6 +167,23 @@ def _paper(shape: Shape, metric: Metric, lengths: Sequence[int]) -> list[tuple[s
             name = f"IndexCache 1/{ratio}, paper's servers (H100)"
             rows.append((name, *("" if cell is None else f"{cell:.2f}x" for cell in cells)))
     return rows
+
+
+def report(result: LayerStackResult) -> str:
+    """Everything about one result in Markdown."""
+    grids = [breakdown_grid(result), *speedup_grids(result)]
+    return "\n".join([*(grid.to_markdown() for grid in grids), conditions(result)])
+
+
+def conditions(result: LayerStackResult) -> str:
+    """Where it was measured and what else ran."""
+    lines = where_and_when(result.environment, started_here=True)
+    clock = "processor time" if result.device == "cpu" else "the device's"
+    lines.append(
+        f"Medians of {result.repeats}, chunks of {result.chunk} tokens; seconds are {clock}. "
+        f"Load average before: {result.environment.load_before:g}."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def share_curves(result: LayerStackResult) -> dict[str, dict[int, float]]:
