@@ -18,15 +18,11 @@ import torch
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.ops import Geometry, PagedCaches
 from sglang_indexcache.bench.shapes import Shape
-from sglang_indexcache.kernels.indexer.quantization import (
-    PAGE_TOKENS,
-    page_bytes,
-    quantize_queries,
-)
+from sglang_indexcache.kernels.contracts import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
+from sglang_indexcache.kernels.indexer.quantization import quantize_queries
 
 LOGITS_BYTES = 4 << 30
 """Logits held at once; SGLang's own budget on an 80 GB card is of this order."""
-_VALUES = 512
 
 
 class EngineOps(PagedCaches):
@@ -104,7 +100,7 @@ class EngineOps(PagedCaches):
             self._schedules[geometry] = make(lens, PAGE_TOKENS, processors)
         logits = self._deep_gemm.fp8_paged_mqa_logits(
             q.unsqueeze(1),
-            cache.view(-1, PAGE_TOKENS, 1, page_bytes(128) // PAGE_TOKENS),
+            cache.view(-1, PAGE_TOKENS, 1, PAGE_BYTES // PAGE_TOKENS),
             weights,
             lens,
             geometry.block_table,
@@ -132,7 +128,7 @@ class EngineOps(PagedCaches):
                 latent.view(torch.float8_e4m3fn).view(-1, PAGE_TOKENS, 1, latent.shape[1]),
                 None,
                 None,
-                _VALUES,
+                VALUE_DIM,
                 plan,
                 splits,
                 softmax_scale=scale,
@@ -149,8 +145,8 @@ class EngineOps(PagedCaches):
 
 def _gathered(pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Contiguous e4m3 keys ``[tokens, 128]`` and float32 scales ``[tokens]`` of some pages."""
-    at = PAGE_TOKENS * 128
-    keys = pages[:, :at].reshape(-1, 128)[:tokens].view(torch.float8_e4m3fn)
+    at = PAGE_TOKENS * INDEX_DIM
+    keys = pages[:, :at].reshape(-1, INDEX_DIM)[:tokens].view(torch.float8_e4m3fn)
     scales = pages[:, at:].contiguous().view(torch.float32).flatten()[:tokens]
     return keys, scales
 

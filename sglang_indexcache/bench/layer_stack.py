@@ -250,7 +250,7 @@ class Layer:
         self.shared_in = weight(2 * width, s.hidden) if width else None
         self.shared_out = weight(s.hidden, width) if width else None
         self.latent = ops.latent_cache(slots, s.latent, dtype)
-        self.index_keys = ops.index_cache(slots)
+        self.index_keys = ops.index_cache(slots, s.index_dim, dtype)
         for low in range(0, slots, _FILL_ROWS):
             where = torch.arange(low, min(low + _FILL_ROWS, slots), device=device)
             ops.store_latent(self.latent, where, weight(len(where), s.latent) * s.latent**0.5)

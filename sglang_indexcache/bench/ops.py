@@ -17,11 +17,16 @@ from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.shapes import Shape
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.batch import PagedBatch
-from sglang_indexcache.kernels.contracts import FP8_ROW_BYTES, LATENT_DIM, OpName
+from sglang_indexcache.kernels.contracts import (
+    FP8_ROW_BYTES,
+    INDEX_DIM,
+    LATENT_DIM,
+    PAGE_BYTES,
+    OpName,
+)
 from sglang_indexcache.kernels.indexer.cpu import select_topk
 from sglang_indexcache.kernels.indexer.quantization import (
     PAGE_TOKENS,
-    page_bytes,
     quantize_e4m3,
     quantize_queries,
     write_pages,
@@ -69,7 +74,7 @@ class Ops(Protocol):
 
     name: str
 
-    def index_cache(self, slots: int) -> torch.Tensor:
+    def index_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for the index keys of ``slots`` tokens."""
 
     def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
@@ -102,9 +107,9 @@ class CpuOps:
 
     name = "cpu"
 
-    def index_cache(self, slots: int) -> torch.Tensor:
+    def index_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """See :class:`Ops`."""
-        return torch.zeros(slots, 128, dtype=torch.bfloat16)
+        return torch.zeros(slots, width, dtype=dtype)
 
     def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
         """See :class:`Ops`."""
@@ -158,10 +163,18 @@ class PagedCaches:
         """Of the latent cache."""
         return torch.uint8 if self.fp8_kv else torch.bfloat16
 
-    def index_cache(self, slots: int) -> torch.Tensor:
-        """See :class:`Ops`."""
+    def index_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Ops`; FP8 pages, whatever the ``dtype`` of the weights.
+
+        Raises:
+            BenchError: another width than the kernels'.
+        """
+        if width != INDEX_DIM:
+            raise BenchError(
+                f"these kernels read index keys of {INDEX_DIM}, this model has {width}"
+            )
         pages = -(-slots // PAGE_TOKENS)
-        return torch.zeros(pages, page_bytes(128), dtype=torch.uint8, device=self.device)
+        return torch.zeros(pages, PAGE_BYTES, dtype=torch.uint8, device=self.device)
 
     def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
         """See :class:`Ops`."""

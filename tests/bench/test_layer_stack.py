@@ -174,6 +174,10 @@ def test_what_cannot_be_run() -> None:
         load_ops("cpu", "tpu", TINY)
     with pytest.raises(BenchError, match="latent rows of 576 bfloat16, this model has 56"):
         run(TINY, load_ops("reference", "cpu", TINY), (64,), layers=1, chunk=64, repeats=1)
+    narrow = REAL_WIDTHS.model_copy(update={"index_dim": 64})
+    with pytest.raises(BenchError, match="index keys of 128, this model has 64"):
+        run(narrow, load_ops("reference", "cpu", narrow), (64,), layers=1, chunk=64, repeats=1)
+    assert run(narrow, CpuOps(), (64,), layers=1, chunk=64, repeats=1).rows
     if not torch.cuda.is_available():
         with pytest.raises(BenchError, match="torch sees no GPU"):
             load_ops("ours", "cuda", TINY)
@@ -261,7 +265,7 @@ IMPLEMENTATIONS = [
 def test_dispatched_kernels_select_what_dense_scores_say(kernels: str, geometry: Geometry) -> None:
     ops = load_ops(kernels, "cpu", REAL_WIDTHS)
     slots, rows = 3 * 192, geometry.requests * geometry.queries
-    cache = ops.index_cache(slots)
+    cache = ops.index_cache(slots, 128, torch.bfloat16)
     cache.fill_(0x7F)  # NaN, in keys and in scales
     for request in range(geometry.requests):
         where = geometry.slots[request]
@@ -427,7 +431,8 @@ def test_the_engines_kernels_are_called_as_ours(
     ours = load_ops("reference", "cpu", REAL_WIDTHS, fp8_kv=fp8)
     engine = load_ops("engine", "cpu", REAL_WIDTHS, fp8_kv=fp8)
     rows, slots = geometry.requests * geometry.queries, 3 * 192
-    keys, latent = ours.index_cache(slots), ours.latent_cache(slots, 576, torch.bfloat16)
+    keys = ours.index_cache(slots, 128, torch.bfloat16)
+    latent = ours.latent_cache(slots, 576, torch.bfloat16)
     ours.store_keys(keys, torch.arange(slots), torch.randn(slots, 128).bfloat16())
     ours.store_latent(latent, torch.arange(slots), torch.randn(slots, 576).bfloat16())
     q, gates = torch.randn(rows, 8, 128).bfloat16(), torch.randn(rows, 8)
