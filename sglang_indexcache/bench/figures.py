@@ -108,9 +108,12 @@ def draw_replay(result: ReplayResult, path: Path) -> None:
 
     Times are relative to the baseline's median on a CPU, whose absolute times mean nothing.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = _panels(len(QUANTITIES))
+    baseline = result.configurations[0].name
     for axis, quantity in zip(axes, QUANTITIES, strict=True):
-        base = _all_turns(result, result.configurations[0].name, quantity)
+        base = _all_turns(result, baseline, quantity)
         unit = 1e-3 if result.on_gpu else base[len(base) // 2]
         for number, configuration in enumerate(result.configurations):
             values = _all_turns(result, configuration.name, quantity)
@@ -123,8 +126,13 @@ def draw_replay(result: ReplayResult, path: Path) -> None:
                 label=configuration.name,
             )
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel(
-            f"{quantity.upper()}, ms" if result.on_gpu else f"{quantity.upper()} / median of DSA"
+            f"{quantity.upper()}, ms"
+            if result.on_gpu
+            else f"{quantity.upper()} / median of {baseline}"
         )
         axis.set_ylim(0, 100)
         axis.grid(which="both", lw=0.3, alpha=0.5)
