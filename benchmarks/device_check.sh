@@ -4,6 +4,8 @@
 #
 #   benchmarks/device_check.sh [--out FILE] [--seconds 450]     on a GPU
 #   benchmarks/device_check.sh --dry                            its logic, on a CPU
+#   benchmarks/device_check.sh --stack [--dry] [--out FILE] [--seconds 450]
+#                               the layer stack with every set of kernels (needs pydantic too)
 #
 # The CUDA kernels need apache-tvm-ffi. What the machine lacks and a folder .wheels has is unpacked
 # for this run: apache-tvm-ffi, and any anchor (sgl-deep-gemm, sgl-flash-mla, ...). On a machine with
@@ -27,4 +29,9 @@ if ((${#wheels[@]})); then
     done
     export PYTHONPATH="$PYTHONPATH:$site"
 fi
-"$python" -m benchmarks.kernels.device_check "$@"
+if [[ ${1:-} == --stack ]]; then
+    "$python" -c 'import pydantic' || { echo "error: --stack needs pydantic" >&2; exit 2; }
+    "$python" -m benchmarks.stack.check "${@:2}"
+else
+    "$python" -m benchmarks.kernels.device_check "$@"
+fi

@@ -97,14 +97,22 @@ class Checkpoint:
         Raises:
             CheckpointError: unreadable, or not a DSA model that can share indices.
         """
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{path} is not JSON: {error}") from error
-        return cls.from_config(config, str(folder))
+        return cls.from_config(read_config(folder), str(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: unreadable.
+    """
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
 
 
 _SHAPE_FIELDS = (

@@ -13,7 +13,8 @@ from rich.console import Console
 from sglang_indexcache.bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.bench.results import Configuration
+    from sglang_indexcache.bench.replay import ReplayResult
+    from sglang_indexcache.bench.results import Configuration, LatencyResult
     from sglang_indexcache.bench.servers import Servers
 
 Reporting = Callable[[Callable[..., None]], Callable[..., None]]
@@ -150,9 +151,10 @@ def _servers(
         return StartedServers(str(model), flags, logs, variables, side_by_side=side_by_side)
     names = [configuration.name for configuration in served]
     every = urls * len(names) if len(urls) == 1 else urls
-    if len(every) != len(names) or flags:
+    if len(every) != len(names) or flags or env:
         raise BenchError(
-            f"give one --url, or one for each of {', '.join(names)}, and no server flags"
+            f"give one --url, or one for each of {', '.join(names)}, and no server flags or --env: "
+            "those servers run already"
         )
     return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
 
@@ -180,11 +182,9 @@ def replay_command(
 
     Flags of the servers come behind --. Needs the model's tokenizer with a chat template.
     """
-    from sglang_indexcache.bench import latency, replay
+    from sglang_indexcache.bench import latency, replay, replay_tables
     from sglang_indexcache.bench.prompts import parse_length
-    from sglang_indexcache.bench.results import save
     from sglang_indexcache.bench.traffic import Mix
-    from sglang_indexcache.search.report import write_whole
 
     target = latency.read_target(model, note)
     served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
@@ -210,19 +210,31 @@ def replay_command(
             arguments=context.args,
             report=lambda text: out.print(text, highlight=False),
         )
-    save(result, output / f"{name}.json")
-    grid = replay.replay_grid(result)
-    write_whole(output / f"{name}.md", grid.to_markdown())
-    out.print(grid.to_terminal())
+    written = write_replay(result, output, name)
+    out.print(replay_tables.replay_grid(result).to_terminal())
+    out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
 
 
-def write_latency(result: object, folder: Path, name: str) -> list[Path]:
+def write_replay(result: ReplayResult, folder: Path, name: str) -> list[Path]:
     """Write the result as JSON, Markdown and figures; returns the files."""
-    from sglang_indexcache.bench import figures, tables
-    from sglang_indexcache.bench.results import LatencyResult, save
+    from sglang_indexcache.bench import figures, replay_tables
+    from sglang_indexcache.bench.results import save
     from sglang_indexcache.search.report import write_whole
 
-    assert isinstance(result, LatencyResult)
+    written = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".png", ".svg")]
+    save(result, written[0])
+    write_whole(written[1], replay_tables.report(result))
+    for path in written[2:]:
+        figures.draw_replay(result, path)
+    return written
+
+
+def write_latency(result: LatencyResult, folder: Path, name: str) -> list[Path]:
+    """Write the result as JSON, Markdown and figures; returns the files."""
+    from sglang_indexcache.bench import figures, tables
+    from sglang_indexcache.bench.results import save
+    from sglang_indexcache.search.report import write_whole
+
     base = folder / name
     written = [base.with_suffix(suffix) for suffix in (".json", ".md")]
     save(result, written[0])
@@ -249,35 +261,51 @@ def layer_stack_command(
     requests: Annotated[
         list[int] | None, typer.Option(help="Requests at once in decode; repeat it.")
     ] = None,
+    cache_tokens: Annotated[
+        str | None,
+        typer.Option(help="Decode also as many requests as a KV cache of so many tokens holds."),
+    ] = None,
     layers: Annotated[int, typer.Option(help="To run; the others are taken to cost the same.")] = 4,
     chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk.")] = 8192,
     repeats: Annotated[int, typer.Option(help="Of everything, F and S in turns.")] = 3,
-    kernels: Annotated[str, typer.Option(help="cpu, triton, cuda or reference.")] = "cpu",
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, ours (the best of ours here), cuda, triton, reference, or engine (DeepGEMM, "
+            "SGLang's top-k, FlashMLA). Left out: cpu on a CPU, ours on a GPU."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    kv: Annotated[str, typer.Option(help="Latent cache of a GPU's kernels: bf16 or fp8.")] = "bf16",
 ) -> None:
     """The attention path of bare decoder layers: where the time goes, without a server."""
     from sglang_indexcache.bench import figures, layer_stack, stack_tables
     from sglang_indexcache.bench.ops import load_ops
     from sglang_indexcache.bench.prompts import parse_length
     from sglang_indexcache.bench.results import save
+    from sglang_indexcache.bench.roofline import KV_BYTES
     from sglang_indexcache.bench.shapes import shape_of
     from sglang_indexcache.search.report import write_whole
 
     shape = shape_of(model)
+    if kv not in KV_BYTES:
+        raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {kv!r}")
+    chosen = kernels or ("cpu" if device == "cpu" else "ours")
     result = layer_stack.run(
         shape,
-        load_ops(kernels, device, (shape.index_heads, shape.heads, shape.topk)),
+        load_ops(chosen, device, shape, fp8_kv=kv == "fp8"),
         tuple(parse_length(text) for text in length or ["10K", "60K", "120K", "200K"]),
         layers=layers,
         chunk=chunk,
         repeats=repeats,
         requests=tuple(requests or [1]),
+        cache_tokens=parse_length(cache_tokens) if cache_tokens else 0,
         device=device,
-        report=lambda text: out.print(text, highlight=False),
+        report=lambda result: out.print(stack_tables.line(result.rows[-1]), highlight=False),
     )
     save(result, output)
     grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]
-    write_whole(output.with_suffix(".md"), "\n".join(grid.to_markdown() for grid in grids))
+    write_whole(output.with_suffix(".md"), stack_tables.report(result))
     for suffix in (".png", ".svg"):
         shares = stack_tables.share_curves(result)
         figures.draw_shares(shares, output.with_name(f"{output.stem}-share{suffix}"))
@@ -297,7 +325,8 @@ def plan_command(
     ] = None,
     gpu: Annotated[str, typer.Option(help="For a roofline: h100, h200 or b200.")] = "h100",
     rates: Annotated[
-        Path | None, typer.Option(help="Measured rates instead: a result of indexcache bench.")
+        Path | None,
+        typer.Option(help="Measured rates instead: a result of bench latency or layer-stack."),
     ] = None,
     kv: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
     cache_tokens: Annotated[
@@ -324,6 +353,7 @@ def plan_command(
     lengths = [parse_length(text) for text in context or ["10K", "60K", "120K", "200K"]]
     grid = plan.plan_grid(shape, found, named, lengths, parse_length(cache_tokens))
     out.print(grid.to_terminal())
+    out.print(found.note, highlight=False)
     out.print(plan.memory_grid(shape, named, kv).to_terminal())
 
 

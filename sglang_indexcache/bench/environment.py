@@ -42,11 +42,6 @@ class Environment(BaseModel):
     commit: str
     load_before: float
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether absolute figures mean anything to others."""
-        return bool(self.gpus)
-
 
 def environment() -> Environment:
     """This machine, now."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.bench.prompts import format_length
+from sglang_indexcache.bench.replay import QUANTITIES, Quantity, ReplayResult
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
 
@@ -48,11 +49,11 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                     ends = (x - width / 2, x + width / 2)
                     name = "Amdahl" if place == 0 and number == 1 else None
                     axis.plot(ends, [100 * speed.ideal] * 2, color="black", lw=1.2, label=name)
-                cited = paper_speedup(
-                    result.model.shape, configuration.name.rpartition(":")[2], metric
-                ).get(format_length(length))
-                if cited is not None:
-                    axis.plot(x, 100 * cited, color="#c0392b", marker="D", ms=4, ls="none")
+                cited = paper_speedup(result.model.shape, configuration.parsed, metric)
+                if format_length(length) in cited:
+                    paper = 100 * cited[format_length(length)]
+                    name = "paper (H100)" if number == 1 and place == 0 else None
+                    axis.plot(x, paper, color="#c0392b", marker="D", ms=4, ls="none", label=name)
         axis.axhline(100, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
         axis.set_title(_PANELS[metric], fontsize=10, loc="left")
@@ -100,6 +101,49 @@ def draw_scaling(curves: Mapping[str, Mapping[int, float]], path: Path, unit: st
     axis.legend(fontsize=8, frameon=False)
     axis.grid(which="both", lw=0.3, alpha=0.5)
     _save(figure, path)
+
+
+def draw_replay(result: ReplayResult, path: Path) -> None:
+    """Share of the turns that were at least as fast, for TTFT and TPOT, all rounds together.
+
+    Times are relative to the baseline's median on a CPU, whose absolute times mean nothing.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure, axes = _panels(len(QUANTITIES))
+    baseline = result.configurations[0].name
+    for axis, quantity in zip(axes, QUANTITIES, strict=True):
+        base = _all_turns(result, baseline, quantity)
+        unit = 1e-3 if result.on_gpu else base[len(base) // 2]
+        for number, configuration in enumerate(result.configurations):
+            values = _all_turns(result, configuration.name, quantity)
+            shares = [100 * (place + 1) / len(values) for place in range(len(values))]
+            axis.step(
+                [value / unit for value in values],
+                shares,
+                where="post",
+                color=_COLORS[number % len(_COLORS)],
+                label=configuration.name,
+            )
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set_xlabel(
+            f"{quantity.upper()}, ms"
+            if result.on_gpu
+            else f"{quantity.upper()} / median of {baseline}"
+        )
+        axis.set_ylim(0, 100)
+        axis.grid(which="both", lw=0.3, alpha=0.5)
+    axes[0].set_ylabel("turns, %")
+    axes[0].legend(fontsize=8, frameon=False, loc="lower right")
+    _save(figure, path)
+
+
+def _all_turns(result: ReplayResult, configuration: str, quantity: Quantity) -> list[float]:
+    replays = result.of(configuration)
+    return sorted(getattr(turn, quantity) for replay in replays for turn in replay.turns)
 
 
 def last_slope(curve: Mapping[int, float]) -> float | None:

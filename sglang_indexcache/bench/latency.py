@@ -11,7 +11,6 @@ A visit is a server start and all lengths, or one length where servers run side 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,8 +39,8 @@ from sglang_indexcache.bench.servers import (
     indexer_seconds,
 )
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
-from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import CheckpointError, SearchError
+from sglang_indexcache.checkpoint import Checkpoint, read_config
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.search.provenance import checkpoint_digest
 from sglang_indexcache.serving import Client
@@ -50,7 +49,10 @@ WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8
 """SGLang keeps a few slots of the pool to itself."""
 
+_WALL: Clock = time.perf_counter
 Report = Callable[[str], None]
+IndexerTime = tuple[float | None, float | None]
+"""Seconds in prefill and in decode; None where the server does not count them."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Settings:
         """Raise BenchError on numbers that give no result."""
         if not self.lengths or min(self.lengths) < 1 or self.rounds < 1 or self.repeats < 1:
             raise BenchError("give at least one length, one round and one repeat")
+        if len(set(self.lengths)) != len(self.lengths):
+            raise BenchError("the same length was given twice")
         if self.new_tokens < 2:
             raise BenchError("a decode rate needs --new-tokens of at least 2")
         if self.clock not in ("wall", "processor"):
@@ -113,13 +117,7 @@ def read_target(folder: Path, note: str = "") -> Target:
     Raises:
         CheckpointError: no config.json of a DSA model.
     """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    config = read_config(folder)
     checkpoint = Checkpoint.from_config(config, str(folder))
     try:
         digest = checkpoint_digest(folder)
@@ -182,40 +180,32 @@ def run(
     visits: list[Visit] = []
     samples: list[Sample] = []
     warm: set[str] = set()
-    lengths = settings.lengths
-    turns = [(length,) for length in lengths] if servers.side_by_side else [lengths]
-    for number in range(settings.rounds):
-        for turn in turns:
-            for configuration in served:
-                report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
-                foreign = busy_cores(settings.watch_seconds)
-                with servers.visit(configuration) as client:
-                    check_served(client, configuration)
-                    here = facts(client)
-                    visits.append(
-                        Visit(
-                            configuration=configuration.name,
-                            round=number,
-                            facts=here,
-                            busy_cores=foreign,
-                        )
-                    )
-                    clock: Clock = time.perf_counter
-                    if settings.clock == "processor":
-                        clock = servers.processor_clock()
-                    visit = _Visit(client, target, settings, configuration, number, here, clock)
-                    if not servers.side_by_side or configuration.name not in warm:
-                        visit.warm_up()
-                        warm.add(configuration.name)
-                    for sample in visit.measure(turn):
-                        samples.append(sample)
-                        report(
-                            f"  {format_length(sample.length)} {sample.metric}: "
-                            f"{sample.value:.4g} ({sample.requests} at once)"
-                        )
+    for number, configuration, lengths in _turns(settings, served, servers.side_by_side):
+        report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
+        foreign = busy_cores(settings.watch_seconds)
+        with servers.visit(configuration) as client:
+            check_served(client, configuration, target.model)
+            here = facts(client)
+            visits.append(
+                Visit(
+                    configuration=configuration.name, round=number, facts=here, busy_cores=foreign
+                )
+            )
+            clock = servers.processor_clock() if settings.clock == "processor" else _WALL
+            visit = _Visit(client, target, settings, configuration, number, here, clock)
+            if not servers.side_by_side or configuration.name not in warm:
+                visit.warm_up()
+                warm.add(configuration.name)
+            for sample in visit.measure(lengths):
+                samples.append(sample)
+                report(
+                    f"  {format_length(sample.length)} {sample.metric}: {sample.value:.4g} "
+                    f"({sample.requests} at once)"
+                )
     return LatencyResult(
         environment=machine,
         side_by_side=servers.side_by_side,
+        started_here=servers.started_here,
         model=target.model,
         arguments=tuple(arguments),
         configurations=tuple(served),
@@ -226,6 +216,17 @@ def run(
         visits=tuple(visits),
         samples=tuple(samples),
     )
+
+
+def _turns(
+    settings: Settings, served: Sequence[Configuration], side_by_side: bool
+) -> Iterator[tuple[int, Configuration, tuple[int, ...]]]:
+    """Round, configuration and the lengths of every visit, in order."""
+    lengths = settings.lengths
+    for number in range(settings.rounds):
+        for turn in [(length,) for length in lengths] if side_by_side else [lengths]:
+            for configuration in served:
+                yield number, configuration, turn
 
 
 class _Visit:
@@ -257,28 +258,31 @@ class _Visit:
                 yield from self._single(length, repeat)
                 if "full" in self._settings.metrics and not self._one_fills(length):
                     yield self._full(length, repeat)
-        check_served(self._client, self._configuration)
+        check_served(self._client, self._configuration, self._target.model)
         check_skipped(before, self._client)
 
     def concurrency(self, length: int) -> int:
-        """Requests that the KV caches of all ranks hold at once."""
-        server, settings = self._server, self._settings
-        pages = -(-(length + settings.new_tokens) // server.page)
-        a_rank = settings.full_concurrency or (server.capacity - _SPARE_TOKENS) // (
-            pages * server.page
-        )
-        return a_rank * server.dp
+        """Requests at once on all ranks for the full KV cache."""
+        return (self._settings.full_concurrency or self._room(length)) * self._server.dp
+
+    def _room(self, length: int) -> int:
+        """Requests that the KV cache of one rank holds at once."""
+        page = self._server.page
+        pages = -(-(length + self._settings.new_tokens) // page)
+        return (self._server.capacity - _SPARE_TOKENS) // (pages * page)
 
     def _one_fills(self, length: int) -> bool:
         """Whether a rank's cache is full with one request: then that is measured already."""
         return self.concurrency(length) == self._server.dp
 
     def _check_room(self, length: int) -> None:
-        if self.concurrency(length) < 1:
+        wanted = max(1, self._settings.full_concurrency if "full" in self._settings.metrics else 1)
+        if self._room(length) < wanted:
+            what = "a prompt" if wanted == 1 else f"{wanted} prompts"
             raise BenchError(
-                f"the KV cache holds {self._server.capacity} tokens a rank, too few for a prompt "
-                f"of {length} and {self._settings.new_tokens} new tokens. Give the servers "
-                "--max-total-tokens or leave the length out."
+                f"the KV cache holds {self._server.capacity} tokens a rank, too few for {what} of "
+                f"{length} and {self._settings.new_tokens} new tokens each. Give the servers more "
+                "--max-total-tokens, lower --full-concurrency or leave the length out."
             )
 
     def warm_up(self) -> None:
@@ -304,39 +308,38 @@ class _Visit:
         self._client.flush_cache()
         return stream(self._client, prompts, new_tokens, self._clock)
 
+    def _timed(self, length: int, count: int, *seed: object) -> tuple[list[Answer], IndexerTime]:
+        """Answers, and the seconds that the indexers took for them."""
+        before = indexer_seconds(self._client, self._settings.clock)
+        answers = self._send(length, count, self._settings.new_tokens, *seed)
+        after = indexer_seconds(self._client, self._settings.clock)
+        if not any(after):
+            return answers, (None, None)
+        return answers, (after[0] - before[0], after[1] - before[1])
+
     def _single(self, length: int, repeat: int) -> Iterator[Sample]:
         """One request a rank: TTFT and decode rate."""
-        count = self._server.dp
-        before = indexer_seconds(self._client, self._settings.clock)
-        answers = self._send(length, count, self._settings.new_tokens, "single", repeat)
-        after = indexer_seconds(self._client, self._settings.clock)
-        first = median(answer.first_token for answer in answers)
-        prefill_share = decode_share = None
-        if before is not None and after is not None:
-            prefill_share = (after[0] - before[0]) / max(a.first_token for a in answers)
-            decoding = median(a.last_token - a.first_token for a in answers)
-            decode_share = (after[1] - before[1]) / decoding
-        if "prefill" in self._settings.metrics:
-            yield self._sample(length, "prefill", first, count, prefill_share)
+        metrics, count = self._settings.metrics, self._server.dp
+        answers, (prefill, decode) = self._timed(length, count, "single", repeat)
+        if "prefill" in metrics:
+            first = median(answer.first_token for answer in answers)
+            yield self._sample(length, "prefill", first, count, _share(prefill, first))
         rate = median(answer.decode_rate for answer in answers)
-        if "decode" in self._settings.metrics:
-            yield self._sample(length, "decode", rate, count, decode_share)
-        if "full" in self._settings.metrics and self._one_fills(length):
-            yield self._sample(length, "full", count * rate, count, decode_share)
+        share = _share(decode, median(a.last_token - a.first_token for a in answers))
+        if "decode" in metrics:
+            yield self._sample(length, "decode", rate, count, share)
+        if "full" in metrics and self._one_fills(length):
+            yield self._sample(length, "full", rate, count, share)
 
     def _full(self, length: int, repeat: int) -> Sample:
-        """As many requests as fit: the rate while all of them decode."""
+        """As many requests as fit: the rate of a rank while all of them decode."""
         count = self.concurrency(length)
-        before = indexer_seconds(self._client, self._settings.clock)
-        answers = self._send(length, count, self._settings.new_tokens, "full", repeat)
-        after = indexer_seconds(self._client, self._settings.clock)
+        answers, (_, decode) = self._timed(length, count, "full", repeat)
         window = steady_window(answers)
-        share = None
-        if before is not None and after is not None:
-            # SGLang prefills first, so all but a few decode steps lie behind the window's start.
-            decoding = max(a.last_token for a in answers) - window.start
-            share = (after[1] - before[1]) / decoding
-        return self._sample(length, "full", window.rate, count, share)
+        # SGLang prefills first, so all but a few decode steps lie behind the window's start.
+        decoding = max(answer.last_token for answer in answers) - window.start
+        rate = window.rate / self._server.dp
+        return self._sample(length, "full", rate, count, _share(decode, decoding))
 
     def _sample(
         self, length: int, metric: Metric, value: float, requests: int, share: float | None
@@ -350,3 +353,7 @@ class _Visit:
             requests=requests,
             indexer_share=share,
         )
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return None if part is None else part / whole

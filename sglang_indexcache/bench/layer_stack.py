@@ -3,19 +3,24 @@
 Random weights; layers of one kind cost the same, so a stack of F layers and the same layers as S
 layers, which take the slots that were selected before, give the cost of each kind, and any
 pattern's time follows. Both take turns (A B A B). Left out: the embedding, the output projection,
-sampling, communication between GPUs.
+rotary embeddings (and DeepSeek-V3.2's Hadamard rotation), sampling, communication between GPUs.
 
 Experts are evenly loaded: token by token they take turns. Hidden states follow an AR(1) process
 along the sequence, so that neighbouring queries select similar tokens as in a trained model; how
-similar is measured and reported, because the cost of the gather depends on it.
+similar is measured and reported, because the cost of the gather depends on it. Several requests of
+a decode step share nothing: the first decodes behind its prefill, the others over random keys.
+
+On a GPU the host queues its launches ahead, so the figures are the device's: decode is a CUDA graph
+anyway, in prefill a server's host may add to short prompts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -34,6 +39,11 @@ STAGES = ("index projections", "score and select", "projections", "attention", "
 INDEXER_STAGES = STAGES[:2]
 CORRELATION = 0.9
 """Of neighbouring hidden states."""
+_DECODE_STEPS = 20
+"""In a row, for one measurement: a step is over in milliseconds, the first finds cold caches."""
+_FILL_ROWS = 1 << 16
+_AHEAD_CYCLES = 20_000_000
+"""About 10 ms in which a GPU waits while the host queues work behind."""
 
 
 class Row(Strict):
@@ -86,8 +96,9 @@ class LayerStackResult(Strict):
         shape: of the model.
         layers: that were run; the model's other layers are taken to cost the same.
         dtype: of weights and activations.
+        kv: layout of the latent cache: the dtype, or fp8 for rows of 656 bytes.
         chunk: tokens of a prefill chunk.
-        repeats: of every length.
+        repeats: of every measurement.
         cuda_graph: whether decode totals were replayed from a CUDA graph.
         rows: what was measured.
     """
@@ -99,10 +110,31 @@ class LayerStackResult(Strict):
     shape: Shape
     layers: int
     dtype: str
+    kv: str
     chunk: int
     repeats: int
     cuda_graph: bool
     rows: tuple[Row, ...]
+
+
+class StackCheck(Strict):
+    """The layer stack with several sets of kernels on one card (``benchmarks/stack/check.py``).
+
+    Attributes:
+        kind: tells result files apart.
+        dry: tiny sizes on a CPU, whose times mean nothing.
+        machine: card, driver, versions, commit.
+        results: of every set that measured anything.
+        problems: why a set, or a build, did not come to its end.
+        not_measured: rows that are missing of a set that measured others.
+    """
+
+    kind: Literal["stack-check"] = "stack-check"
+    dry: bool
+    machine: dict[str, Any]
+    results: tuple[LayerStackResult, ...]
+    problems: dict[str, str]
+    not_measured: tuple[str, ...]
 
 
 class Stopwatch:
@@ -154,6 +186,28 @@ class NoStopwatch:
         yield
 
 
+def correlated(noise: torch.Tensor, block: int = 256) -> torch.Tensor:
+    """``x[0] = noise[0]``, ``x[t] = c x[t - 1] + sqrt(1 - c^2) noise[t]``, ``c`` the correlation.
+
+    Args:
+        noise: ``[T, D]`` float32, independent and normal.
+        block: rows that one matrix product does.
+    """
+    steps = torch.arange(block + 1, device=noise.device)
+    decay = CORRELATION ** steps.float()
+    age = (steps[1:, None] - steps[None, 1:]).clamp_min(0)
+    fresh = (1 - CORRELATION**2) ** 0.5
+    mix = (fresh * decay[age]).tril()
+    result = torch.empty_like(noise)
+    last = (1 - fresh) / CORRELATION * noise[:1]  # so that the first row is its noise
+    for low in range(0, noise.shape[0], block):
+        part = noise[low : low + block]
+        rows = part.shape[0]
+        result[low : low + rows] = mix[:rows, :rows] @ part + decay[1 : rows + 1, None] * last
+        last = result[low + rows - 1 : low + rows]
+    return result
+
+
 class Layer:
     """One decoder layer with random weights and its own KV and index caches.
 
@@ -195,10 +249,12 @@ class Layer:
         width = s.shared_experts * s.expert_width
         self.shared_in = weight(2 * width, s.hidden) if width else None
         self.shared_out = weight(s.hidden, width) if width else None
-        self.latent = torch.zeros(slots, s.latent, dtype=dtype, device=device).normal_(
-            generator=generator
-        )
-        self.index_keys = ops.index_cache(slots)
+        self.latent = ops.latent_cache(slots, s.latent, dtype)
+        self.index_keys = ops.index_cache(slots, s.index_dim, dtype)
+        for low in range(0, slots, _FILL_ROWS):
+            where = torch.arange(low, min(low + _FILL_ROWS, slots), device=device)
+            ops.store_latent(self.latent, where, weight(len(where), s.latent) * s.latent**0.5)
+            ops.store_keys(self.index_keys, where, weight(len(where), s.index_dim))
 
     def forward(
         self,
@@ -222,14 +278,14 @@ class Layer:
             normed = rms_norm(x, (s.hidden,))
             low = linear(normed, self.down)
             q_low = rms_norm(low[:, : s.q_lora], (s.q_lora,))
-            self.latent[geometry.new_slots] = low[:, s.q_lora :]
+            self.ops.store_latent(self.latent, geometry.new_slots, low[:, s.q_lora :])
         slots = shared
         if slots is None:
             with watch.stage("index projections"):
                 queries = linear(q_low, self.index_q).view(-1, s.index_heads, s.index_dim)
                 gates = linear(normed, self.gates).float() * s.index_heads**-0.5
                 keys = rms_norm(linear(normed, self.index_k), (s.index_dim,))
-                self.ops.store(self.index_keys, geometry.new_slots, keys)
+                self.ops.store_keys(self.index_keys, geometry.new_slots, keys)
             with watch.stage("score and select"):
                 slots = self.ops.select(queries, gates, self.index_keys, geometry, s.topk)
         with watch.stage("projections"):
@@ -298,11 +354,7 @@ class Stack:
     def inputs(self, tokens: int) -> torch.Tensor:
         """``[tokens, hidden]`` states whose neighbours correlate by :data:`CORRELATION`."""
         noise = torch.empty(tokens, self.shape.hidden, dtype=torch.float32, device=self.device)
-        noise.normal_(generator=self.generator)
-        fresh = (1 - CORRELATION**2) ** 0.5
-        for token in range(1, tokens):
-            noise[token].mul_(fresh).add_(noise[token - 1], alpha=CORRELATION)
-        return noise.to(self.dtype)
+        return correlated(noise.normal_(generator=self.generator)).to(self.dtype)
 
     def forward(
         self,
@@ -328,13 +380,12 @@ class Stack:
 
 def prefill(stack: Stack, length: int, chunk: int, repeats: int) -> Row:
     """A prompt of ``length`` tokens, ``chunk`` at a time."""
-    inputs = stack.inputs(min(chunk, length))
-    ends = [min(start + chunk, length) for start in range(0, length, chunk)]
-    starts = [0, *ends[:-1]]
-    steps = [
-        (inputs[: end - start], Geometry(1, end - start, end, stack.room, stack.device))
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    inputs = stack.inputs(length)
+    steps = []
+    for start in range(0, length, chunk):
+        x = inputs[start : start + chunk]
+        geometry = Geometry(1, x.shape[0], start + x.shape[0], stack.room, stack.device)
+        steps.append((x, geometry))
     return _row(stack, "prefill", length, 1, steps, repeats, graph=False)
 
 
@@ -344,7 +395,8 @@ def decode(stack: Stack, length: int, requests: int, repeats: int, *, graph: boo
     if length > room:
         raise BenchError(f"{requests} requests of {length} tokens do not fit {stack.room} slots")
     step = (stack.inputs(requests), Geometry(requests, 1, length, room, stack.device))
-    return _row(stack, "decode", length, requests, [step], repeats, graph=graph)
+    steps = [step] * _DECODE_STEPS
+    return _row(stack, "decode", length, requests, steps, repeats, graph=graph, times=len(steps))
 
 
 Steps = list[tuple[torch.Tensor, Geometry]]
@@ -360,13 +412,17 @@ def _row(
     repeats: int,
     *,
     graph: bool,
+    times: int = 1,
 ) -> Row:
+    """Measure ``steps`` as F and as S layers; they do the same ``times`` times."""
+
     def run(selected: Selected, watch: Stopwatch | NoStopwatch) -> Selected:
         pairs = zip(steps, selected, strict=True)
         return [stack.forward(x, geometry, shared, watch) for (x, geometry), shared in pairs]
 
     def stages(selected: Selected) -> dict[str, float]:
         watch = Stopwatch(stack.device)
+        _queue_ahead(stack.device)
         run(selected, watch)
         return watch.read()
 
@@ -385,7 +441,7 @@ def _row(
             totals[kind].append(_seconds(whole[kind], stack.device))
         for kind, selected in inputs.items():
             parts[kind].append(stages(selected))
-    count = len(stack.layers)
+    count = len(stack.layers) * times
 
     def by_stage(kind: str) -> dict[str, float]:
         return {name: median(part[name] for part in parts[kind]) / count for name in STAGES}
@@ -419,23 +475,34 @@ def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    """How long ``run`` takes: the wall's seconds on a GPU, the processor's on a CPU."""
+    """How long ``run`` takes: the device's seconds on a GPU, the processor's on a CPU."""
     if device == "cpu":
         started = time.process_time()
         run()
         return time.process_time() - started
-    torch.cuda.synchronize()
-    started = time.perf_counter()
+    start, end = _event(), _event()
+    _queue_ahead(device)
+    start.record()
     run()
+    end.record()
     torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _queue_ahead(device: str) -> None:
+    """Make an idle GPU wait a moment, so that what follows is queued when it goes on."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+        cuda: Any = torch.cuda  # this one is untyped
+        cuda._sleep(_AHEAD_CYCLES)
 
 
 def _overlap(slots: torch.Tensor, rows: int = 64) -> float | None:
     """Mean part of a row's slots that the next row has too, over the last rows."""
-    pairs = list(zip(slots[-rows:-1], slots[1 - rows :], strict=False))
+    last = slots[-rows:]
     shares = [
-        float(torch.isin(one[one >= 0], other[other >= 0]).float().mean()) for one, other in pairs
+        float(torch.isin(one[one >= 0], other[other >= 0]).float().mean())
+        for one, other in pairwise(last)
     ]
     return sum(shares) / len(shares) if shares else None
 
@@ -449,9 +516,10 @@ def run(
     chunk: int,
     repeats: int,
     requests: tuple[int, ...] = (1,),
+    cache_tokens: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    report: Callable[[str], None] = lambda _: None,
+    report: Callable[[LayerStackResult], None] = lambda _: None,
 ) -> LayerStackResult:
     """Measure prefill and decode at every length.
 
@@ -463,35 +531,63 @@ def run(
         chunk: tokens of a prefill chunk.
         repeats: of everything.
         requests: batch sizes of decode.
+        cache_tokens: if given, decode also runs as many requests as a KV cache of so many tokens
+            holds (the paper's third metric; its GPUs held about 800K).
         device: "cpu" or "cuda".
         dtype: of weights and activations.
-        report: told what is going on.
+        report: told the result so far after every row.
 
     Raises:
         BenchError: nothing to measure.
     """
-    if not lengths or repeats < 1 or chunk < 1 or min(requests, default=0) < 1:
+    if not lengths or min(chunk, repeats, *lengths, *(requests or (0,))) < 1:
         raise BenchError("give lengths, batch sizes, a chunk and repeats of at least 1")
+    if not 1 <= layers <= shape.layers:
+        raise BenchError(f"{shape.name} has {shape.layers} layers, {layers} cannot be run")
+    batches = {length: _batches(length, requests, cache_tokens) for length in lengths}
     machine = environment()
-    room = -(-max(lengths) // PAGE_TOKENS) * PAGE_TOKENS * max(requests)
-    rows = []
     with torch.inference_mode():
-        stack = Stack(shape, layers, ops, room, dtype, device)
-        for length in lengths:
-            rows.append(prefill(stack, length, chunk, repeats))
-            report(f"prefill {length}: indexer {rows[-1].indexer_share:.0%}")
-            for count in requests:
-                rows.append(decode(stack, length, count, repeats, graph=device != "cpu"))
-                report(f"decode {length} x {count}: indexer {rows[-1].indexer_share:.0%}")
-    return LayerStackResult(
-        environment=machine,
-        device=device if device == "cpu" else torch.cuda.get_device_name(),
-        kernels=ops.name,
-        shape=shape,
-        layers=layers,
-        dtype=str(dtype).removeprefix("torch."),
-        chunk=chunk,
-        repeats=repeats,
-        cuda_graph=device != "cpu",
-        rows=tuple(rows),
+        stack = Stack(shape, layers, ops, _slots(batches), dtype, device)
+        name = str(dtype).removeprefix("torch.")
+        result = LayerStackResult(
+            environment=machine,
+            device=device if device == "cpu" else torch.cuda.get_device_name(),
+            kernels=ops.name,
+            shape=shape,
+            layers=layers,
+            dtype=name,
+            kv="fp8" if stack.layers[0].latent.dtype == torch.uint8 else name,
+            chunk=chunk,
+            repeats=repeats,
+            cuda_graph=device != "cpu",
+            rows=(),
+        )
+        for row in _rows(stack, batches, chunk, repeats):
+            result = result.model_copy(update={"rows": (*result.rows, row)})
+            report(result)
+    return result
+
+
+def _batches(length: int, requests: Sequence[int], cache_tokens: int) -> list[int]:
+    """Batch sizes of decode at one length, the full KV cache's among them."""
+    if not cache_tokens:
+        return sorted(set(requests))
+    if length > cache_tokens:
+        raise BenchError(f"a KV cache of {cache_tokens} tokens holds no request of {length}")
+    return sorted({*requests, cache_tokens // length})
+
+
+def _slots(batches: Mapping[int, Sequence[int]]) -> int:
+    """That the caches need; every request owns whole pages."""
+    return max(
+        -(-length // PAGE_TOKENS) * PAGE_TOKENS * max(counts) for length, counts in batches.items()
     )
+
+
+def _rows(
+    stack: Stack, batches: Mapping[int, Sequence[int]], chunk: int, repeats: int
+) -> Iterator[Row]:
+    for length, counts in batches.items():
+        yield prefill(stack, length, chunk, repeats)
+        for count in counts:
+            yield decode(stack, length, count, repeats, graph=stack.device != "cpu")

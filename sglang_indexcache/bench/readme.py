@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_indexcache.bench import plan, stack_tables, tables
+from sglang_indexcache.bench import plan, replay_tables, stack_tables, tables
 from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.bench.layer_stack import LayerStackResult
+from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
 from sglang_indexcache.bench.prompts import format_length
-from sglang_indexcache.bench.replay import ReplayResult, replay_grid
+from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
 from sglang_indexcache.bench.roofline import GPUS
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
@@ -50,13 +50,16 @@ def _memory(folder: Path, path: str) -> str:
 
 
 def _replay(folder: Path, path: str) -> str:
-    return replay_grid(load(ReplayResult, folder / path)).to_markdown()
+    return replay_tables.report(load(ReplayResult, folder / path))
 
 
 def _stack(folder: Path, path: str) -> str:
-    result = load(LayerStackResult, folder / path)
-    grids = [stack_tables.breakdown_grid(result), *stack_tables.speedup_grids(result)]
-    return "\n".join(grid.to_markdown() for grid in grids)
+    return stack_tables.report(load(LayerStackResult, folder / path))
+
+
+def _stack_check(folder: Path, path: str) -> str:
+    check = load(StackCheck, folder / path)
+    return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
 
 
 def _plan(_folder: Path, _path: str) -> str:
@@ -70,7 +73,7 @@ def _plan(_folder: Path, _path: str) -> str:
         rows.append((tables.NAMES[metric],))
         for ratio in ("1/2", "1/4"):
             pattern = Library.default().resolve(ratio, checkpoint).pattern
-            cited = paper_speedup(dict(checkpoint.shape), ratio, metric)
+            cited = paper_speedup(dict(checkpoint.shape), pattern, metric)
             cells = []
             for length in _PAPER_LENGTHS:
                 found = plan.predict(shape, rates, pattern, length, 800_000)
@@ -90,6 +93,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
     "replay-cpu": (_replay, "replay/cpu/replay.json"),
     "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
+    "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
     "plan-and-paper": (_plan, ""),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""

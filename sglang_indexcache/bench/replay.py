@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from pydantic import Field
@@ -21,15 +20,20 @@ from pydantic import Field
 from sglang_indexcache.bench.environment import Environment, busy_cores, environment
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Target
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, Strict
 from sglang_indexcache.bench.servers import Servers, check_served, check_skipped, facts
 from sglang_indexcache.bench.stream import stream
-from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.bench.traffic import Mix, Session, Words, sessions, trace
 from sglang_indexcache.serving import Client
 
-PERCENTILES = (50, 90, 99)
 Quantity = Literal["ttft", "tpot"]
+QUANTITIES: tuple[Quantity, ...] = ("ttft", "tpot")
+
+
+def nearest_rank(values: Sequence[float], percent: int) -> float:
+    """The smallest value that at least ``percent`` of all do not exceed."""
+    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
 
 
 class Turn(Strict):
@@ -72,9 +76,8 @@ class Replay(Strict):
     turns: tuple[Turn, ...]
 
     def percentile(self, quantity: Quantity, percent: int) -> float:
-        """Of TTFT or TPOT over the turns, the nearest rank."""
-        values = sorted(getattr(turn, quantity) for turn in self.turns)
-        return float(values[max(0, -(-percent * len(values) // 100) - 1)])
+        """Of TTFT or TPOT over the turns."""
+        return nearest_rank([getattr(turn, quantity) for turn in self.turns], percent)
 
     @property
     def hit_rate(self) -> float:
@@ -88,6 +91,7 @@ class ReplayResult(Strict):
     Attributes:
         kind: tells result files apart.
         environment: of the client.
+        started_here: as for a latency result.
         model: what was served.
         arguments: server flags.
         configurations: the first is the baseline.
@@ -97,6 +101,7 @@ class ReplayResult(Strict):
 
     kind: Literal["replay"] = "replay"
     environment: Environment
+    started_here: bool
     model: Model
     arguments: tuple[str, ...]
     configurations: tuple[Configuration, ...]
@@ -108,17 +113,23 @@ class ReplayResult(Strict):
         """Whether absolute figures may be shown."""
         return all(replay.facts.device == "cuda" for replay in self.replays)
 
+    @property
+    def percentiles(self) -> tuple[int, ...]:
+        """Of 50, 90 and 99, those that the turns of one replay can tell from the largest value."""
+        turns = len(self.replays[0].turns)
+        return tuple(p for p in (50, 90, 99) if turns * (100 - p) >= 100)
+
     def of(self, configuration: str) -> list[Replay]:
         """Its replays, by round."""
         return [replay for replay in self.replays if replay.configuration == configuration]
 
-    def speedup(self, configuration: str, quantity: Quantity, percent: int) -> float:
-        """Median over the rounds of baseline over ``configuration``."""
+    def speedups(self, configuration: str, quantity: Quantity, percent: int) -> list[float]:
+        """Baseline over ``configuration``, of each round."""
         pairs = zip(self.of(self.configurations[0].name), self.of(configuration), strict=True)
-        return median(
+        return [
             base.percentile(quantity, percent) / mine.percentile(quantity, percent)
             for base, mine in pairs
-        )
+        ]
 
 
 def run(
@@ -161,14 +172,14 @@ def run(
             report(f"round {number + 1} of {rounds}: {configuration.name}")
             foreign = busy_cores()
             with servers.visit(configuration) as client:
-                check_served(client, configuration)
+                check_served(client, configuration, target.model)
                 here = facts(client)
                 _check_room(here, mix)
                 before = client.states()
                 _warm_up(client, here, target.vocab_size)
                 raw = _drive(client, model, path, mix, folder)
                 check_skipped(before, client)
-                check_served(client, configuration)
+                check_served(client, configuration, target.model)
             turns = read_turns(raw, conversations, mix)
             replays.append(
                 Replay(
@@ -183,6 +194,7 @@ def run(
             report(f"  {len(turns)} turns, {replays[-1].hit_rate:.0%} of the prompts cached")
     return ReplayResult(
         environment=machine,
+        started_here=servers.started_here,
         model=target.model,
         arguments=tuple(arguments),
         configurations=tuple(served),
@@ -201,17 +213,18 @@ def _check_room(here: ServerFacts, mix: Mix) -> None:
 
 def _warm_up(client: Client, here: ServerFacts, vocab_size: int) -> None:
     """Pay for the first chunk and the first decode steps, then forget the prompt."""
-    from sglang_indexcache.bench.prompts import random_prompts
-
     length = max(64, min(here.chunked_prefill, here.capacity // 2))
     client.flush_cache()
-    for prompts in (random_prompts(here.dp, length, vocab_size, "warm-up"),):
-        stream(client, prompts, 4)
+    stream(client, random_prompts(here.dp, length, vocab_size, "warm-up"), 4)
     client.flush_cache()
 
 
 def _drive(client: Client, model: Path, path: Path, mix: Mix, folder: Path) -> dict[str, Any]:
-    """Run SGLang's benchmark against the server; returns what it measured."""
+    """Run SGLang's benchmark against the server; returns what it measured.
+
+    Raises:
+        BenchError: it ended early or wrote nothing.
+    """
     output, log = folder / "serving.jsonl", folder / "serving.log"
     output.unlink(missing_ok=True)
     command = [
@@ -279,34 +292,3 @@ def read_turns(raw: dict[str, Any], conversations: Sequence[Session], mix: Mix) 
             "or with a KV pool that outlasts a conversation."
         )
     return tuple(turns)
-
-
-def replay_grid(result: ReplayResult) -> Grid:
-    """Percentiles: absolute on a GPU, speed-ups over the baseline on a CPU."""
-    quantities: tuple[Quantity, ...] = ("ttft", "tpot")
-    header = (
-        "",
-        *(f"{quantity.upper()} P{p}" for quantity in quantities for p in PERCENTILES),
-        "prompt tokens cached",
-    )
-    rows = []
-    for configuration in result.configurations:
-        replays = result.of(configuration.name)
-        cells = []
-        for quantity in quantities:
-            for percent in PERCENTILES:
-                speed = result.speedup(configuration.name, quantity, percent)
-                if result.on_gpu:
-                    middle = median(replay.percentile(quantity, percent) for replay in replays)
-                    cells.append(f"{1e3 * middle:.4g} ms ({speed:.2f}x)")
-                else:
-                    cells.append(f"{speed:.2f}x")
-        hits = median(replay.hit_rate for replay in replays)
-        rows.append((configuration.name, *cells, f"{hits:.0%}"))
-    lengths = sorted(turn.prompt for turn in result.replays[0].turns)
-    middle, high = lengths[len(lengths) // 2], lengths[int(0.9 * (len(lengths) - 1))]
-    title = (
-        f"traffic of {result.mix.sessions} sessions, {len(lengths)} turns, prompts of "
-        f"{middle} tokens in the median and {high} at P90, {result.mix.concurrency} at once"
-    )
-    return Grid(title, header, tuple(rows))

@@ -28,7 +28,8 @@ METRICS: dict[Metric, str] = {
     "decode": "Decode throughput, per request (tok/s)",
     "full": "Decode throughput, full KV cache (tok/s)",
 }
-"""The paper's three metrics (Table 1), in its order."""
+"""The paper's three metrics (Table 1), in its order. Its throughput is of one GPU, which is a
+data-parallel rank there; ours is of a rank."""
 
 
 class Strict(BaseModel):
@@ -87,6 +88,8 @@ class ServerFacts(Strict):
         page: tokens of a page.
         capacity: KV tokens of each rank.
         index_k_bytes: index-K bytes of a token on one rank.
+        mode: "static", or "live", where S layers go on writing index keys. Files older than this
+            field are of static servers.
     """
 
     device: str
@@ -97,6 +100,7 @@ class ServerFacts(Strict):
     page: int
     capacity: int
     index_k_bytes: int
+    mode: str = "static"
 
 
 class Visit(Strict):
@@ -123,8 +127,9 @@ class Sample(Strict):
         round: from 0; samples of one round belong together.
         length: prompt tokens.
         metric: which.
-        value: seconds for prefill, tokens per second for the others; the median over requests.
-        requests: sent at once.
+        value: seconds for prefill, the median over the ranks' requests; tokens per second of one
+            request (median) for decode, of one rank for full.
+        requests: sent at once, to all ranks together.
         indexer_share: the part of this metric's time that was spent in indexers, where the server
             tells (CPU platform).
     """
@@ -172,6 +177,8 @@ class LatencyResult(Strict):
         kind: tells result files apart.
         environment: of the client; servers that the benchmark starts run on the same machine.
         side_by_side: whether the servers ran at once, so that turns were one length long.
+        started_here: whether the benchmark started them; if not, they may run on another machine
+            than ``environment`` describes, with flags that ``arguments`` does not have.
         model: what was served.
         arguments: server flags beside the model and the pattern.
         configurations: the first is the baseline.
@@ -186,6 +193,7 @@ class LatencyResult(Strict):
     kind: Literal["latency"] = "latency"
     environment: Environment
     side_by_side: bool
+    started_here: bool = True
     model: Model
     arguments: tuple[str, ...]
     configurations: tuple[Configuration, ...] = Field(min_length=1)
@@ -283,10 +291,13 @@ def amdahl(share: float, removed: float) -> float:
     return 1.0 / (1.0 - share * removed)
 
 
-def paper_speedup(shape: dict[str, int | None], ratio: str, metric: Metric) -> dict[str, float]:
+def paper_speedup(
+    shape: dict[str, int | None], pattern: Pattern, metric: Metric
+) -> dict[str, float]:
     """The paper's own speed-ups for a model of this shape, by context, cited by the library.
 
-    Empty unless the library has a pattern with latencies for it (the paper's 30B model).
+    Empty unless the library has latencies for it (the paper's 30B model) with as many F layers as
+    ``pattern``: which layers are F does not matter to speed.
     """
     names = {"prefill": "prefill time", "decode": "decode, one request", "full": "decode, full"}
     for entry in Library.default().entries.values():
@@ -294,7 +305,7 @@ def paper_speedup(shape: dict[str, int | None], ratio: str, metric: Metric) -> d
         fits = info.num_layers == shape.get("num_hidden_layers") and all(
             shape.get(name) == value for name, value in info.shape.items()
         )
-        if fits and entry.retention == ratio and entry.latency:
+        if fits and entry.latency and entry.full_layers == len(pattern.full_layers):
             return {
                 row.context: row.all_full / row.value
                 if metric == "prefill"

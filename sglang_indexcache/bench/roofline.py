@@ -1,8 +1,13 @@
 """What a GPU could do: the time of one F and one S layer from arithmetic and published rates.
 
-Each stage takes the longer of its arithmetic and its memory traffic, at a stated part of the
-data sheet's rate. It is a model, not a measurement: ``indexcache plan`` says so beside every
-figure. In decode it also leaves out whatever a scheduler and a host add between two steps.
+It is a model, not a measurement, and ``indexcache plan`` says so beside every figure.
+
+* Prefill is arithmetic at the rates that kernels are known to reach, and what the top-k reads.
+* Decode is memory traffic, or the launches of a CUDA graph where that takes longer. It leaves out
+  the kernels' own latency (one row's top-k is one block of threads) and whatever a scheduler adds
+  between two steps, so a real server is slower and gains more.
+
+Every layer counts as one with experts; communication between GPUs is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ GPUS = {
 }
 
 INDEXER_PART = 1145 / 1979
-"""Of the FP8 rate: DeepGEMM's MQA logits on an H200 (sglang #11989)."""
+"""Of the FP8 rate: DeepGEMM's MQA logits on an H200 with 64 heads (sglang #11989), which includes
+writing the logits."""
 MLA_PART = 640 / 989
 """Of the bfloat16 rate: FlashMLA's sparse prefill on an H800 (its README)."""
 GEMM_PART = 0.6
@@ -47,12 +53,14 @@ MEMORY_PART = 0.8
 LAUNCH_SECONDS = 4e-6
 """Of a small kernel inside a CUDA graph, decode's floor: an assumption."""
 INDEXER_LAUNCHES, MLA_LAUNCHES, MLP_LAUNCHES = 7, 12, 8
-"""Kernels of a decode step in SGLang 0.5.23's DSA path, counted in its source."""
-LOGITS_PASSES = 3
-"""The logits matrix is written once and read twice by the top-k."""
+"""Kernels of a decode step: the first two counted in the source of SGLang 0.5.23's fused DSA path
+(GLM; DeepSeek-V3.2's indexer has twice as many), the experts' an assumption."""
+TOPK_READS = 2
+"""SGLang's top-k reads the matrix of logits twice."""
 MLA_HEAD_TILE = 64
 """FlashMLA pads to it."""
 INDEX_K_BYTES = 128 + 4
+"""Of a token's index key: e4m3 and a float32 scale."""
 KV_BYTES = {"fp8": 656, "bf16": 1152}
 """Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 
@@ -104,14 +112,14 @@ def prefill_layer(shape: Shape, gpu: Gpu, length: int, tp: int = 1) -> LayerTime
     """
     pairs = length * (length + 1) / 2
     scores = 2 * pairs * shape.index_heads * shape.index_dim / (gpu.fp8 * INDEXER_PART)
-    traffic = LOGITS_PASSES * 4 * pairs / (gpu.bandwidth * MEMORY_PART)
+    reads = TOPK_READS * 4 * pairs / (gpu.bandwidth * MEMORY_PART)
     gemm = 2 * length / (gpu.bf16 * GEMM_PART)
     heads = -(-shape.heads // tp)
     padded = -(-heads // MLA_HEAD_TILE) * MLA_HEAD_TILE
     selected = sum_selected(length, shape.topk)
     flops = 2 * padded * (shape.latent + shape.kv_lora) * selected
     return LayerTime(
-        indexer=scores + traffic + gemm * shape.indexer_parameters,
+        indexer=scores + reads + gemm * shape.indexer_parameters,
         attention=flops / (gpu.bf16 * MLA_PART) + gemm * shape.attention_parameters / tp,
         mlp=gemm * shape.active_mlp_parameters / tp,
     )
@@ -137,10 +145,9 @@ def decode_layer(
         tp: ranks that share the heads and the experts.
     """
     read = 1 / (gpu.bandwidth * MEMORY_PART)
-    keys = requests * length * (INDEX_K_BYTES + LOGITS_PASSES * 4)
+    keys = requests * length * (INDEX_K_BYTES + (1 + TOPK_READS) * 4)  # logits: written, then read
     rows = requests * min(length, shape.topk) * KV_BYTES[kv]
-    busy = min(shape.experts, requests * shape.active_experts) + shape.shared_experts
-    experts = 3 * shape.hidden * shape.expert_width * busy / tp
+    experts = 3 * shape.hidden * shape.expert_width * busy_experts(shape, requests) / tp
     weight = 2  # bytes, bfloat16
     return LayerTime(
         indexer=max(
@@ -152,6 +159,12 @@ def decode_layer(
         ),
         mlp=max(weight * experts * read, MLP_LAUNCHES * LAUNCH_SECONDS),
     )
+
+
+def busy_experts(shape: Shape, tokens: int) -> float:
+    """Experts whose weights ``tokens`` tokens need, the expected number if routing is random."""
+    idle = (1 - shape.active_experts / shape.experts) ** tokens
+    return shape.experts * (1 - idle) + shape.shared_experts
 
 
 def head_seconds(shape: Shape, gpu: Gpu, tp: int = 1) -> float:

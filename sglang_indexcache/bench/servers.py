@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.bench.results import ClockName, Configuration, ServerFacts
+from sglang_indexcache.bench.results import ClockName, Configuration, Model, ServerFacts
 from sglang_indexcache.bench.stream import Clock
 from sglang_indexcache.serving import Client, Server, ServerError
 
@@ -17,14 +17,19 @@ TIMEOUT = 3600.0
 """Seconds: a prefill of a full KV cache says nothing for long."""
 
 
+_OUR_FLAGS = ("--model-path", "--model", "--attention-backend", "--indexcache-pattern", "--port")
+
+
 class Servers(Protocol):
     """Where configurations are served.
 
     Attributes:
         side_by_side: whether a visit costs nothing, so that turns can be short.
+        started_here: whether they run on this machine with flags that are known.
     """
 
     side_by_side: bool
+    started_here: bool
 
     def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
         """A server that serves ``configuration``, ready, for the block's duration."""
@@ -47,7 +52,12 @@ class StartedServers:
         logs: folder for the servers' logs.
         environment: variables for the servers.
         side_by_side: keep every server up.
+
+    Raises:
+        BenchError: ``arguments`` has a flag that the benchmark sets.
     """
+
+    started_here = True
 
     def __init__(
         self,
@@ -58,6 +68,12 @@ class StartedServers:
         *,
         side_by_side: bool = False,
     ) -> None:
+        for flag in arguments:
+            if flag.partition("=")[0] in _OUR_FLAGS:
+                raise BenchError(
+                    f"leave {flag.partition('=')[0]} to the benchmark: --model and --pattern say "
+                    "what is served"
+                )
         self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
         if side_by_side:
             self._command.append("--sleep-on-idle")
@@ -89,10 +105,20 @@ class StartedServers:
             self._visited = server
             yield _patient_client(server)
 
+    @property
+    def visited(self) -> Server:
+        """The server of the last visit.
+
+        Raises:
+            BenchError: there was none.
+        """
+        if self._visited is None:
+            raise BenchError("no server was visited yet")
+        return self._visited
+
     def processor_clock(self) -> Clock:
         """See :class:`Servers`."""
-        assert self._visited is not None
-        return ProcessorClock(self._visited.pid)
+        return ProcessorClock(self.visited.pid)
 
     def _server(self, configuration: Configuration) -> Server:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -124,6 +150,7 @@ class RunningServers:
     """
 
     side_by_side = True
+    started_here = False
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls
@@ -144,13 +171,18 @@ class RunningServers:
         raise BenchError("the processor clock needs servers that are started here, not --url")
 
 
-def check_served(client: Client, configuration: Configuration) -> None:
-    """Refuse a server whose pattern is not the one that was asked for.
+def check_served(client: Client, configuration: Configuration, model: Model) -> None:
+    """Refuse a server whose pattern or model is not the one that was asked for.
 
     Raises:
         BenchError: on any rank.
     """
     for rank, state in enumerate(client.states()):
+        if state["architecture"] != model.architecture:
+            raise BenchError(
+                f"the server at {client.url} serves a {state['architecture']}, but {model.name} is "
+                f"a {model.architecture}. Give the --model that it serves."
+            )
         if state["pattern"] != configuration.pattern:
             raise BenchError(
                 f"the server at {client.url} serves {state['pattern']} on rank {rank}, not the "
@@ -196,32 +228,31 @@ def facts(client: Client) -> ServerFacts:
         BenchError: it does not tell its KV capacity.
     """
     info = client.server_info()
-    [state, *_] = info["internal_states"]
+    states = info["internal_states"]
     try:
-        capacity = int(state["memory_usage"]["token_capacity"])
+        capacity = min(int(state["memory_usage"]["token_capacity"]) for state in states)
     except (KeyError, TypeError) as error:
         raise BenchError(f"the server at {client.url} does not tell its KV capacity") from error
     return ServerFacts(
         device=info["device"],
         tp=info["tp_size"],
-        dp=len(info["internal_states"]),  # dp_size is 1 under dp_attention
+        dp=len(states),  # dp_size is 1 under dp_attention
         dp_attention=bool(info.get("enable_dp_attention")),
         chunked_prefill=info["chunked_prefill_size"],
         page=info["page_size"],
         capacity=capacity,
-        index_k_bytes=state["indexcache"]["index_k_bytes_per_token"],
+        index_k_bytes=states[0]["indexcache"]["index_k_bytes_per_token"],
+        mode=states[0]["indexcache"]["mode"],
     )
 
 
-def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float] | None:
+def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float]:
     """Seconds spent in indexers since the pattern was set, ``(prefill, decode)``, a rank's mean.
 
-    None where the server does not tell: on a GPU, kernels run behind the clock.
+    Zeros where the server does not count them: on a GPU, kernels run behind the clock.
     """
     suffix = "_processor" if clock == "processor" else ""
-    spent = [state.get("indexer_seconds", {}) for state in client.states()]
-    if not all(one.get("prefill") or one.get("decode") for one in spent):
-        return None
+    spent = [state["indexer_seconds"] for state in client.states()]
     prefill = sum(one[f"prefill{suffix}"] for one in spent) / len(spent)
     decode = sum(one[f"decode{suffix}"] for one in spent) / len(spent)
     return prefill, decode

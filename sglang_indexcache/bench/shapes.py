@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.results import Strict
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.pattern import Pattern
 
 
@@ -114,7 +113,9 @@ def preset(name: str) -> Shape:
         BenchError: there is none.
     """
     if name not in PRESETS:
-        raise BenchError(f"no shape is called {name!r}; there are {', '.join(PRESETS)}")
+        raise BenchError(
+            f"no shape is called {name!r} and no folder; there are {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 
@@ -129,6 +130,11 @@ def checkpoint_of(shape: Shape) -> Checkpoint:
             "num_hidden_layers": shape.layers,
             "num_attention_heads": shape.heads,
             "n_routed_experts": shape.experts,
+            "q_lora_rank": shape.q_lora,
+            "kv_lora_rank": shape.kv_lora,
+            "index_topk": shape.topk,
+            "index_n_heads": shape.index_heads,
+            "index_head_dim": shape.index_dim,
         },
     )
 
@@ -141,16 +147,18 @@ def shape_of(model: str) -> Shape:
 
     Raises:
         BenchError: neither, or a config without a field that is needed.
+        CheckpointError: a folder without a readable config.json.
     """
-    path = Path(model) / "config.json"
-    if not path.exists():
+    folder = Path(model)
+    if not folder.is_dir():
         return preset(model)
-    config = json.loads(path.read_text())
-    text = config.get("text_config") or config
+    config = read_config(folder)
     try:
-        return _from_config(Path(model).resolve().name, text)
+        return _from_config(folder.resolve().name, config.get("text_config") or config)
     except KeyError as error:
-        raise BenchError(f"{path} has no {error}, which a DSA model's config has") from error
+        raise BenchError(
+            f"{folder / 'config.json'} has no {error}, which a DSA model's config has"
+        ) from error
 
 
 def _from_config(name: str, config: dict[str, Any]) -> Shape:

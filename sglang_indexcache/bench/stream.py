@@ -41,8 +41,17 @@ class Answer:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first chunk."""
+        """Tokens per second after the first chunk.
+
+        Raises:
+            BenchError: everything came in one chunk, or the clock stood still.
+        """
         (start, before), (end, after) = self.arrivals[0], self.arrivals[-1]
+        if end <= start:
+            raise BenchError(
+                f"all {after} tokens of an answer arrived at once, which gives no decode rate. Ask "
+                "for more --new-tokens, or start the servers without --stream-interval."
+            )
         return (after - before) / (end - start)
 
     def tokens_at(self, when: float) -> float:
@@ -101,6 +110,8 @@ def _check(answer: Answer, length: int, new_tokens: int) -> None:
         raise BenchError("the server ended an answer before it was finished. Nothing is reported.")
     if reason["type"] == "abort":
         raise BenchError(f"the server refused a request: {reason.get('message', reason)}")
+    if reason["type"] != "length":  # end of sequence is off: what else stops is SGLang's NaN check
+        raise BenchError(f"the server stopped an answer early: {reason}. Nothing is reported.")
     if meta["prompt_tokens"] != length:
         raise BenchError(
             f"the server read {meta['prompt_tokens']} tokens of a {length}-token prompt. Start it "

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from rich.box import SIMPLE
 from rich.table import Table
 
+from sglang_indexcache.bench.environment import Environment
 from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.results import (
     METRICS,
     Configuration,
     LatencyResult,
     Metric,
+    Model,
     paper_speedup,
 )
 
@@ -67,7 +70,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def latency_grid(result: LatencyResult) -> Grid:
-    """The paper's Table 1: absolute figures on a GPU, only speed-ups on a CPU."""
+    """The paper's Table 1: absolute figures (medians) on a GPU, only speed-ups on a CPU.
+
+    A speed-up is the median over the rounds, the lowest and the highest of them behind it.
+    """
     header = ("", *(format_length(length) for length in result.lengths))
     rows: list[tuple[str, ...]] = []
     for metric in result.metrics:
@@ -80,9 +86,15 @@ def latency_grid(result: LatencyResult) -> Grid:
 def _title(result: LatencyResult) -> str:
     facts = result.visits[0].facts
     ranks = f", dp_attention with {facts.dp} ranks" if facts.dp_attention else ""
-    where = " and ".join(sorted(set(result.environment.gpus))) if result.on_gpu else "CPU"
+    where = _gpus(result) if result.on_gpu else "CPU"
     what = "" if result.on_gpu else f", median of {result.rounds} rounds (lowest to highest)"
     return f"{result.model.name}{ranks}, {where}{what}"
+
+
+def _gpus(result: LatencyResult) -> str:
+    """Names and drivers; those of the client say nothing about servers that it did not start."""
+    known = result.environment.gpus if result.started_here else ()
+    return " and ".join(sorted(set(known))) or "GPUs that the client did not see"
 
 
 def label(result: LatencyResult, configuration: Configuration) -> str:
@@ -97,9 +109,10 @@ def _row(result: LatencyResult, metric: Metric, configuration: Configuration) ->
     for length in result.lengths:
         speed = result.speedup(configuration.name, metric, length)
         if result.on_gpu:
-            values = sorted(result.values(configuration.name, metric, length).values())
-            middle = values[len(values) // 2]
-            cells.append(f"{middle:.3g} ({speed.median:.2f}x)")
+            middle = median(result.values(configuration.name, metric, length).values())
+            cells.append(_number(middle))
+            if configuration != result.baseline:
+                cells[-1] += f" ({speed.median:.2f}x, {speed.low:.2f}-{speed.high:.2f})"
         elif configuration == result.baseline:
             cells.append("1")
         else:
@@ -107,15 +120,19 @@ def _row(result: LatencyResult, metric: Metric, configuration: Configuration) ->
     return (label(result, configuration), *cells)
 
 
+def _number(value: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _paper_rows(result: LatencyResult, metric: Metric) -> list[tuple[str, ...]]:
     """The paper's speed-ups, where the library cites them for a model of the same shape."""
     rows = []
     for configuration in result.configurations[1:]:
-        ratio = configuration.name.rpartition(":")[2]
-        cited = paper_speedup(result.model.shape, ratio, metric)
+        cited = paper_speedup(result.model.shape, configuration.parsed, metric)
         if cited:
             cells = [_cited(cited, length) for length in result.lengths]
-            rows.append((f"paper, IndexCache ({ratio}), H100, dp 8", *cells))
+            rows.append((f"paper, IndexCache ({configuration.name}), H100, dp 8", *cells))
     return rows
 
 
@@ -129,11 +146,12 @@ def amdahl_grid(result: LatencyResult) -> Grid | None:
     header = ("", *(format_length(length) for length in result.lengths))
     rows: list[tuple[str, ...]] = []
     for metric in result.metrics:
-        shares = [result.indexer_share(metric, length) for length in result.lengths]
-        if None in shares:
+        told = [result.indexer_share(metric, length) for length in result.lengths]
+        shares = [share for share in told if share is not None]
+        if len(shares) < len(told):
             continue
         rows.append((NAMES[metric],))
-        rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares if share)))
+        rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares)))
         for configuration in result.configurations[1:]:
             found = [result.speedup(configuration.name, metric, n) for n in result.lengths]
             cells = [
@@ -167,28 +185,62 @@ def report(result: LatencyResult) -> str:
 
 def conditions(result: LatencyResult) -> str:
     """How it was measured, in a few sentences."""
-    machine = result.environment
     order = " ".join(configuration.name for configuration in result.configurations)
     lines = [
-        f"{machine.date}, commit {machine.commit or 'unknown'}, "
-        f"{', '.join(f'{name} {number}' for name, number in machine.versions.items())}.",
-        f"Machine: {', '.join(machine.gpus) or f'{machine.cores} cores of {machine.cpu}'}.",
+        *where_and_when(result.environment, result.started_here),
         f"{result.rounds} rounds of [{order}], {result.new_tokens} new tokens a request, "
         f"{_TURNS[result.side_by_side]}.",
     ]
+    if "full" in result.metrics:
+        full = ", ".join(_fullness(result, length) for length in result.lengths)
+        lines.append(f"Full KV cache, requests a rank and the part of the pool they fill: {full}.")
     if result.clock == "processor":
         lines.append(
             "Seconds are processor time of the scheduler's only thread, because other work shared "
             "the machine; on a quiet one the wall clock shows the same."
         )
-    busy = [visit.busy_cores for visit in result.visits if visit.busy_cores is not None]
-    if busy:
-        lines.append(
-            f"Load average before: {machine.load_before:g}; foreign work before a visit: "
-            f"at most {max(busy):g} of {machine.cores} cores."
-        )
-    if result.arguments:
-        lines.append(f"Server flags: `{' '.join(result.arguments)}`.")
-    if result.model.note:
-        lines.append(result.model.note)
+    lines += foreign_work(result.environment, [visit.busy_cores for visit in result.visits])
+    modes = {visit.facts.mode for visit in result.visits}
+    lines += what_was_served(result.model, result.arguments, modes)
     return "\n".join(lines) + "\n"
+
+
+def _fullness(result: LatencyResult, length: int) -> str:
+    """Of the baseline, which has the smallest pool."""
+    facts = next(v.facts for v in result.visits if v.configuration == result.baseline.name)
+    wanted = (result.baseline.name, "full", length)
+    sample = next(s for s in result.samples if (s.configuration, s.metric, s.length) == wanted)
+    a_rank = sample.requests // facts.dp
+    part = a_rank * (length + result.new_tokens) / facts.capacity
+    return f"{a_rank} of {format_length(length)} ({part:.0%})"
+
+
+def where_and_when(machine: Environment, started_here: bool) -> list[str]:
+    """Date, commit, versions, machine."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+    name = ", ".join(machine.gpus) or f"{machine.cores} cores of {machine.cpu}"
+    lines = [f"{machine.date}, commit {machine.commit or 'unknown'}, {versions}."]
+    if started_here:
+        return [*lines, f"Machine: {name}."]
+    return [*lines, f"Client: {name}; the servers ran already, their flags are not known."]
+
+
+def foreign_work(machine: Environment, busy: Sequence[float | None]) -> list[str]:
+    """What else the machine did, where that is known."""
+    seen = [cores for cores in busy if cores is not None]
+    if not seen:
+        return []
+    return [
+        f"Load average before: {machine.load_before:g}; foreign work before a visit: "
+        f"at most {max(seen):g} of {machine.cores} cores."
+    ]
+
+
+def what_was_served(model: Model, arguments: Sequence[str], modes: set[str]) -> list[str]:
+    """Flags, mode and the note about the checkpoint."""
+    lines = [f"Server flags: `{' '.join(arguments)}`."] if arguments else []
+    if "live" in modes:
+        lines.append(
+            "Servers in live mode: S layers go on writing index keys, which static mode saves too."
+        )
+    return [*lines, model.note] if model.note else lines

@@ -33,6 +33,7 @@ class Behaviour:
     capacity: int = 4096
     dp: int = 1
     mode: str = "static"
+    architecture: str = "GlmMoeDsaForCausalLM"
     fault: str = ""
     indexer_share: float = 0.0
     requests: int = 0
@@ -43,6 +44,12 @@ class Behaviour:
         self.really = self.really or self.pattern
         self.runs = [0] * len(self.pattern)
 
+    def switch(self, pattern: str) -> None:
+        """A new pattern counts from zero."""
+        self.pattern = self.really = pattern
+        self.runs = [0] * len(pattern)
+        self.spent = {"prefill": 0.0, "decode": 0.0}
+
     def count(self) -> None:
         self.requests += 1
         for layer in Pattern(self.really).full_layers:
@@ -51,6 +58,7 @@ class Behaviour:
     def state(self) -> dict[str, Any]:
         indexcache = {
             "pattern": self.pattern,
+            "architecture": self.architecture,
             "mode": self.mode,
             "last_rejection": "",
             "indexer_selections": list(self.runs),
@@ -87,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         if self.path == "/set_internal_state":
             [key] = body["server_args"]
-            self.behaviour.pattern = self.behaviour.really = key.partition("=")[2]
+            self.behaviour.switch(key.partition("=")[2])
             self._reply(200, [True])
         elif self.path == "/generate":
             self._generate(body)
@@ -111,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         me.spent["prefill"] += me.indexer_share * seconds
         if me.fault == "early end" and count > 4:
             count = 3
-        for token in range(1, count + 1):
+        for token in [count] if me.fault == "one lump" else range(1, count + 1):
             for index, prompt in enumerate(prompts):
                 self._chunk(index, prompt, token, token == count)
             if me.fault == "death" and token == 2 and count > 4:
@@ -128,6 +136,8 @@ class Handler(BaseHTTPRequestHandler):
             reason = {"type": "abort", "message": "the input is too long"}
         if fault == "no end":
             reason = None
+        if fault == "nan" and is_last:
+            reason = {"type": "stop", "matched": "NaN happened"}
         meta = {
             "prompt_tokens": len(prompt) - (fault == "truncation"),
             "cached_tokens": 64 if fault == "cache" else 0,

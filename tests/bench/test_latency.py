@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Settings, Target, configurations, run
 from sglang_indexcache.bench.results import LatencyResult, Model
-from sglang_indexcache.bench.servers import RunningServers
+from sglang_indexcache.bench.servers import RunningServers, StartedServers
+from sglang_indexcache.bench.stream import Answer, steady_window
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import ServerError
+from sglang_indexcache.serving import Client, ServerError
 from tests.bench.fake_server import Behaviour, fake_server
 
 CONFIG = {
@@ -30,7 +32,8 @@ CONFIG = {
     "vocab_size": 500,
 }
 CHECKPOINT = Checkpoint.from_config(CONFIG)
-TARGET = Target(CHECKPOINT, Model(name="m", architecture="a", digest="", shape={}), 500)
+MODEL = Model(name="m", architecture="GlmMoeDsaForCausalLM", digest="", shape={})
+TARGET = Target(CHECKPOINT, MODEL, 500)
 HALF = str(Pattern.uniform(8, 2))
 QUICK = Settings(lengths=(64, 256), rounds=2, new_tokens=8, watch_seconds=0.0)
 
@@ -114,6 +117,24 @@ def test_every_rank_gets_a_request() -> None:
     assert {s.requests for s in result.samples if s.metric == "full"} == {2 * 31, 2 * 12}
 
 
+def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks: every first token after 2 s, then a token every 0.5 s."""
+
+    def known(_: object, prompts: list[list[int]], count: int, _clock: object) -> list[Answer]:
+        for behaviour in behaviours.values():
+            behaviour.count()
+        return [Answer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
+
+    behaviours = {name: Behaviour(b.pattern, dp=2) for name, b in good().items()}
+    monkeypatch.setattr(latency, "stream", known)
+    values = {(s.metric, s.length): s.value for s in measure(behaviours).samples}
+    assert values["prefill", 64] == values["prefill", 256] == pytest.approx(2.0)
+    assert values["decode", 64] == values["decode", 256] == pytest.approx(2.0)
+    # As in the paper's table, of one rank: 31 and 12 requests of 2 tokens a second.
+    assert values["full", 64] == pytest.approx(31 * 2.0)
+    assert values["full", 256] == pytest.approx(12 * 2.0)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -124,6 +145,8 @@ def test_every_rank_gets_a_request() -> None:
         ("abort", "refused a request: the input is too long"),
         ("no end", "ended an answer before it was finished"),
         ("early end", "generated 3 of 8 tokens"),
+        ("nan", "stopped an answer early.*NaN happened"),
+        ("one lump", "all 8 tokens of an answer arrived at once"),
         ("death", "stopped answering in the middle|ended an answer before"),
         ("retraction", "the KV cache ran full"),
     ],
@@ -131,6 +154,17 @@ def test_every_rank_gets_a_request() -> None:
 def test_a_bad_answer_gives_no_result(fault: str, message: str) -> None:
     with pytest.raises((BenchError, ServerError), match=message):
         measure(good(fault=fault))
+
+
+def test_a_server_with_another_model() -> None:
+    with pytest.raises(BenchError, match="serves a DeepseekV32ForCausalLM, but m is a GlmMoeDsa"):
+        measure(good(architecture="DeepseekV32ForCausalLM"))
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--indexcache-pattern=full", "--model=x"])
+def test_flags_that_would_serve_something_else(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=f"leave {flag.partition('=')[0]} to the benchmark"):
+        StartedServers("m", ["--tp", "2", flag], tmp_path)
 
 
 def test_a_server_with_another_pattern() -> None:
@@ -145,16 +179,12 @@ def test_a_server_that_ignores_the_pattern_it_reports(really: str) -> None:
 
 
 def test_a_full_cache_that_never_decodes_all_at_once() -> None:
-    from sglang_indexcache.bench.stream import Answer, steady_window
-
     first, second = Answer([(0.1, 1), (0.5, 5)]), Answer([(0.6, 1), (1.0, 5)])
     with pytest.raises(BenchError, match="never decoded all at once"):
         steady_window([first, second])
 
 
 def test_a_steady_window_counts_only_what_lies_inside() -> None:
-    from sglang_indexcache.bench.stream import Answer, steady_window
-
     first = Answer([(0.0, 1), (1.0, 2), (3.0, 4)])
     second = Answer([(2.0, 1), (3.0, 2), (4.0, 3)])
     window = steady_window([first, second])
@@ -164,12 +194,52 @@ def test_a_steady_window_counts_only_what_lies_inside() -> None:
 
 
 def test_one_live_server_stands_for_all() -> None:
-    behaviour = Behaviour("F" * 8, mode="live")
+    behaviour = Behaviour("F" * 8, mode="live", indexer_share=0.5)
     with fake_server(behaviour) as url:
         served = configurations(("full", "uniform:1/4"), CHECKPOINT)
-        servers = RunningServers({c.name: url for c in served})
-        result = run(TARGET, servers, served, QUICK)
+        result = run(TARGET, RunningServers({c.name: url for c in served}), served, QUICK)
     assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
+    assert {v.facts.mode for v in result.visits} == {"live"}
+    assert not result.started_here
+    # A switch sets the server's clock of its indexers to zero: that is not "does not tell".
+    assert all(sample.indexer_share for sample in result.samples)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_who_is_up_while_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, side_by_side: bool
+) -> None:
+    """One server at a time, started anew for every visit; or all of them until the end."""
+    up: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    class OurServer:
+        """``serving.Server`` without a process."""
+
+        def __init__(self, command: list[str], _log: Path, env: object) -> None:
+            self.pattern = command[command.index("--indexcache-pattern") + 1]
+            self.client = Client("http://127.0.0.1:9")
+
+        def __enter__(self) -> OurServer:
+            up.append(self.pattern)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            up.remove(self.pattern)
+
+        def wait_until_ready(self, timeout: float) -> None:
+            assert timeout > 600
+
+    monkeypatch.setattr(servers, "Server", OurServer)
+    served = configurations(("full", "1/2=uniform:1/2"), CHECKPOINT)
+    with StartedServers("m", [], tmp_path, side_by_side=side_by_side) as started:
+        for configuration in (*served, *served):
+            with started.visit(configuration):
+                seen.append(tuple(up))
+    assert up == []
+    both = ("full", "uniform:1/2")
+    alone = [("full",), ("uniform:1/2",)] * 2
+    assert seen == ([("full",), both, both, both] if side_by_side else alone)
 
 
 def test_a_missing_server() -> None:
@@ -181,6 +251,8 @@ def test_a_missing_server() -> None:
 def test_a_prompt_that_does_not_fit() -> None:
     with pytest.raises(BenchError, match="too few for a prompt of 5000"):
         measure(good(), Settings(lengths=(5000,), watch_seconds=0.0))
+    with pytest.raises(BenchError, match="too few for 13 prompts of 256 and 8 new tokens each"):
+        measure(good(), replace(QUICK, full_concurrency=13))
 
 
 @pytest.mark.parametrize(
@@ -188,6 +260,7 @@ def test_a_prompt_that_does_not_fit() -> None:
     [
         (Settings(lengths=()), "at least one length"),
         (Settings(lengths=(1,), rounds=0), "one round"),
+        (Settings(lengths=(1, 2, 1)), "the same length was given twice"),
         (Settings(lengths=(1,), new_tokens=1), "at least 2"),
         (Settings(lengths=(1,), clock="sun"), "clocks are wall and processor"),  # type: ignore[arg-type]
         (Settings(lengths=(1,), metrics=("speed",)), "the metrics are prefill, decode, full"),  # type: ignore[arg-type]

@@ -12,16 +12,18 @@ from typer.testing import CliRunner
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.layer_stack import run
 from sglang_indexcache.bench.ops import CpuOps
-from sglang_indexcache.bench.plan import RooflineRates, memory, predict, read_rates
+from sglang_indexcache.bench.plan import RooflineRates, memory, plan_grid, predict, read_rates
 from sglang_indexcache.bench.results import amdahl, paper_speedup, save
-from sglang_indexcache.bench.roofline import GPUS, prefill_layer, sum_selected
-from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench.roofline import GPUS, busy_experts, prefill_layer, sum_selected
+from sglang_indexcache.bench.shapes import PRESETS, Shape, checkpoint_of
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from tests.bench.test_layer_stack import TINY
+from tests.bench.test_tables import result as latency_result
 
 FLASH = PRESETS["30b"]
+FOUR_DOZEN = FLASH.model_copy(update={"layers": 48})  # the made-up servers' layers
 
 
 def library(ratio: str) -> Pattern:
@@ -33,7 +35,7 @@ def library(ratio: str) -> Pattern:
 def test_the_papers_prefill(ratio: str, length: int) -> None:
     """Within a tenth of Table 1, from rates alone (at 10K launches and scheduling dominate)."""
     shape = dict(checkpoint_of(FLASH).shape)
-    cited = paper_speedup(shape, ratio, "prefill")[f"{length // 1000}K"]
+    cited = paper_speedup(shape, library(ratio), "prefill")[f"{length // 1000}K"]
     rates = RooflineRates(FLASH, GPUS["h100"], "bf16")
     found = predict(FLASH, rates, library(ratio), length, 800_000)
     assert found.prefill == pytest.approx(cited, rel=0.1)
@@ -41,9 +43,12 @@ def test_the_papers_prefill(ratio: str, length: int) -> None:
 
 def test_the_paper_is_cited_for_its_own_shape_only() -> None:
     shape = dict(checkpoint_of(FLASH).shape)
-    assert paper_speedup(shape, "1/4", "decode")["200K"] == pytest.approx(86 / 58)
-    assert paper_speedup(shape, "1/4", "full")["200K"] == pytest.approx(297 / 197)
-    assert paper_speedup(dict(checkpoint_of(PRESETS["glm-5"]).shape), "1/4", "prefill") == {}
+    quarter = Pattern.uniform(47, 4)  # as fast as the searched one: it has as many F layers
+    assert paper_speedup(shape, quarter, "decode")["200K"] == pytest.approx(86 / 58)
+    assert paper_speedup(shape, quarter, "full")["200K"] == pytest.approx(297 / 197)
+    assert paper_speedup(shape, Pattern.uniform(47, 3), "prefill") == {}
+    five = PRESETS["glm-5"]
+    assert paper_speedup(dict(checkpoint_of(five).shape), Pattern.uniform(78, 4), "prefill") == {}
 
 
 @given(
@@ -76,9 +81,11 @@ def test_the_all_full_pattern_gains_nothing() -> None:
 
 
 def test_indexer_work_at_200k() -> None:
-    """163.8 TFLOP of scores a layer: 2 * 200K^2 / 2 * 32 * 128."""
+    """163.8 TFLOP of scores a layer (2 * 200K^2 / 2 * 32 * 128), 160 GB that the top-k reads."""
     one = prefill_layer(FLASH, GPUS["h100"], 200_000)
-    assert one.indexer >= 163.8e12 / 1145e12
+    projections = 2 * 200_000 * FLASH.indexer_parameters / (0.6 * 989e12)
+    reads = 160e9 / (0.8 * 3.35e12)
+    assert one.indexer == pytest.approx(163.8e12 / 1145e12 + reads + projections, rel=1e-3)
     assert one.full == pytest.approx(one.indexer + one.shared)
 
 
@@ -102,12 +109,53 @@ def test_measured_rates(tmp_path: Path) -> None:
     row = result.rows[0]
     share = rates.indexer_share("prefill", 128, 1)
     assert amdahl(share, 1.0) == pytest.approx(row.full_total / row.shared_total)
-    with pytest.raises(BenchError, match="decode at 64 was not measured; there are 128"):
-        rates.indexer_share("decode", 64, 1)
+    assert rates.indexer_share("decode", 64, 1) is None
+    assert rates.indexer_share("decode", 128, 3) is None
+    half = ("half", Pattern.uniform(TINY.layers, 2))
+    grid = plan_grid(TINY, rates, [half], [128], cache_tokens=128 * 3)
+    assert [row[1] == "not measured" for row in grid.rows if len(row) > 1] == [False, False, True]
+    with pytest.raises(BenchError, match="nothing was measured at 64"):
+        plan_grid(TINY, rates, [half], [64], cache_tokens=64)
     with pytest.raises(BenchError, match="another shape"):
         read_rates(tmp_path / "stack.json", FLASH)
     with pytest.raises(BenchError, match="cannot read"):
         read_rates(tmp_path / "missing.json", FLASH)
+
+
+def test_rates_of_servers_that_told_no_share(tmp_path: Path) -> None:
+    """As on a GPU: the share is the one that explains the sparsest pattern's speed-up."""
+    measured = latency_result("cuda", share=None)
+    model = measured.model.model_copy(update={"shape": dict(checkpoint_of(FOUR_DOZEN).shape)})
+    save(measured.model_copy(update={"model": model}), tmp_path / "latency.json")
+    rates = read_rates(tmp_path / "latency.json", FOUR_DOZEN)
+    quarter = predict(FOUR_DOZEN, rates, Pattern.uniform(48, 4), 200_000, 400_000)
+    assert (quarter.prefill, quarter.decode, quarter.full) == pytest.approx((1.5, 1.5, 1.5))
+    half = predict(FOUR_DOZEN, rates, Pattern.uniform(48, 2), 200_000, 400_000)
+    share = (1 - 1 / 1.5) / 0.75
+    assert half.prefill == pytest.approx(1 / (1 - share / 2))
+    assert rates.indexer_share("prefill", 60_000, 1) is None
+    fewer_heads = FOUR_DOZEN.model_copy(update={"index_heads": 8})
+    for other in (FLASH, fewer_heads):
+        with pytest.raises(BenchError, match="another shape"):
+            read_rates(tmp_path / "latency.json", other)
+
+
+def test_rates_need_an_all_full_baseline(tmp_path: Path) -> None:
+    measured = latency_result()
+    model = measured.model.model_copy(update={"shape": dict(checkpoint_of(FOUR_DOZEN).shape)})
+    turned = measured.configurations[::-1]
+    other = measured.model_copy(update={"model": model, "configurations": turned})
+    save(other, tmp_path / "latency.json")
+    with pytest.raises(BenchError, match="baseline of these rates is quarter"):
+        read_rates(tmp_path / "latency.json", FOUR_DOZEN)
+
+
+@given(st.sampled_from(list(PRESETS.values())), st.integers(1, 500))
+def test_busy_experts(shape: Shape, tokens: int) -> None:
+    busy = busy_experts(shape, tokens) - shape.shared_experts
+    assert busy <= min(shape.experts, tokens * shape.active_experts) + 1e-9
+    assert busy_experts(shape, 1) == pytest.approx(shape.active_experts + shape.shared_experts)
+    assert busy_experts(shape, tokens + 1) >= busy_experts(shape, tokens)
 
 
 def test_the_command() -> None:
@@ -123,6 +171,7 @@ def test_the_command() -> None:
         (["--model", "30b", "--context", "far"], "a length is a number of tokens"),
         (["--model", "30b", "--context", "900K"], "holds no request"),
         (["--model", "30b", "--kv", "int4"], "fp8 or bf16"),
+        (["--model", "30b", "--tp", "0"], "at least one rank"),
     ):
         bad = runner.invoke(app, ["plan", *arguments])
         assert bad.exit_code == 1, arguments

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_indexcache.bench.cli import write_replay
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.bench.replay import Replay, ReplayResult, read_turns, replay_grid
-from sglang_indexcache.bench.results import Configuration, Model, ServerFacts
+from sglang_indexcache.bench.replay import Replay, ReplayResult, nearest_rank, read_turns
+from sglang_indexcache.bench.replay_tables import conditions, replay_grid
+from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
 from sglang_indexcache.demo_model import make_tokenizer
 
@@ -132,22 +134,24 @@ def test_a_tokenizer_that_joins_words() -> None:
         Words(Joining())
 
 
-def test_percentiles_and_ratios() -> None:
+def replayed(device: str = "cpu") -> ReplayResult:
+    """Two rounds, the second on a machine half as fast; 1/2 is twice as fast and 1.6 times."""
     facts = ServerFacts(
-        device="cpu", tp=1, dp=1, dp_attention=False, chunked_prefill=1, page=1, capacity=1,
+        device=device, tp=1, dp=1, dp_attention=False, chunked_prefill=1, page=1, capacity=1,
         index_k_bytes=1,
     )  # fmt: skip
 
     def replay(name: str, number: int, scale: float) -> Replay:
         turns = read_turns(raw(ttfts=[0.5 * scale, 0.1 * scale, 0.7 * scale]), SESSIONS, MIX)
         return Replay(
-            configuration=name, round=number, facts=facts, busy_cores=0.0, seconds=1.0, turns=turns
+            configuration=name, round=number, facts=facts, busy_cores=0.3, seconds=1.0, turns=turns
         )
 
-    result = ReplayResult(
+    return ReplayResult(
         environment=environment(),
-        model=Model(name="m", architecture="a", digest="", shape={}),
-        arguments=(),
+        started_here=True,
+        model=Model(name="m", architecture="a", digest="", shape={}, note="Made up."),
+        arguments=("--tp", "8"),
         configurations=(
             Configuration(name="full", value="full", pattern="FF"),
             Configuration(name="1/2", value="1/2", pattern="FS"),
@@ -157,13 +161,65 @@ def test_percentiles_and_ratios() -> None:
             replay("full", 0, 1),
             replay("1/2", 0, 0.5),
             replay("full", 1, 2),
-            replay("1/2", 1, 1),
+            replay("1/2", 1, 1.25),
         ),
     )
+
+
+def test_percentiles_and_ratios() -> None:
+    result = replayed()
     first = result.replays[0]
     assert [first.percentile("ttft", p) for p in (1, 50, 90)] == [0.1, 0.5, 0.7]
     assert first.hit_rate == pytest.approx(364 / 1085)
-    assert result.speedup("1/2", "ttft", 50) == pytest.approx(2.0)
-    grid = replay_grid(result)
-    assert "s" not in "".join(grid.rows[1][1:])  # a CPU's absolute times are not shown
-    assert grid.rows[1][1] == "2.00x"
+    assert result.speedups("1/2", "ttft", 50) == pytest.approx([2.0, 1.6])
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=250), st.integers(1, 100))
+def test_nearest_rank(values: list[float], percent: int) -> None:
+    found = nearest_rank(values, percent)
+    assert 100 * sum(value <= found for value in values) >= percent * len(values)
+    below = [value for value in values if value < found]
+    assert 100 * len(below) < percent * len(values)
+
+
+def test_few_turns_have_no_high_percentiles() -> None:
+    """With three turns P90 and P99 would both be the slowest."""
+    result = replayed()
+    assert result.percentiles == (50,)
+
+    def longer(turns: int) -> ReplayResult:
+        one = result.replays[0]
+        many = one.model_copy(update={"turns": (one.turns * turns)[:turns]})
+        return result.model_copy(update={"replays": (many,)})
+
+    assert [longer(n).percentiles for n in (9, 10, 99, 100)] == [
+        (50,), (50, 90), (50, 90), (50, 90, 99),
+    ]  # fmt: skip
+
+
+def test_a_cpus_absolute_times_are_not_shown() -> None:
+    grid = replay_grid(replayed())
+    assert grid.header == ("", "TTFT P50", "TPOT P50", "prompt tokens cached")
+    assert grid.rows[0] == ("full", "1", "1", "34%")
+    assert grid.rows[1] == ("1/2", "1.80x (1.60-2.00)", "1.00x (1.00-1.00)", "34%")
+
+
+def test_a_gpus_are_beside_its_speedups() -> None:
+    grid = replay_grid(replayed("cuda"))
+    assert grid.rows[0][1:3] == ("750 ms", "20 ms")
+    assert grid.rows[1][1] == "438 ms, 1.80x (1.60-2.00)"
+
+
+def test_files_are_written_with_their_conditions(tmp_path: Path) -> None:
+    result = replayed()
+    written = write_replay(result, tmp_path, "replay")
+    assert [path.name for path in written] == [
+        "replay.json", "replay.md", "replay.png", "replay.svg",
+    ]  # fmt: skip
+    assert load(ReplayResult, written[0]) == result
+    text = conditions(result)
+    assert text in written[1].read_text()
+    assert "2 rounds of [full 1/2]; a round sends 2 sessions of 3 turns in all" in text
+    assert "P50 370, P90 405, most 405; of a session's last turn: P50 370, P90 405" in text
+    for said in ("`--tp 8`", "Made up.", "at most 0.3 of", "wall clock"):
+        assert said in text

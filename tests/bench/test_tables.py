@@ -36,8 +36,8 @@ BASE: dict[Metric, dict[int, float]] = {
 def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
     """Three rounds in which the second configuration is 1.5, 1.6 and 1.4 times as fast."""
     served = (
-        Configuration(name="full", value="full", pattern="F" * 4),
-        Configuration(name="1/4", value="uniform:1/4", pattern="FSSS"),
+        Configuration(name="full", value="full", pattern="F" * 48),
+        Configuration(name="quarter", value="uniform:1/4", pattern="FSSS" * 12),
     )
     facts = ServerFacts(
         device=device, tp=1, dp=1, dp_attention=False, chunked_prefill=8192, page=64,
@@ -51,7 +51,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
             )
             for metric, values in BASE.items():
                 for length, value in values.items():
-                    factor = gain if configuration.name == "1/4" else 1.0
+                    factor = gain if configuration.name == "quarter" else 1.0
                     value = value / factor if metric == "prefill" else value * factor
                     samples.append(
                         Sample(
@@ -77,7 +77,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
 
 @pytest.mark.parametrize("metric", ["prefill", "decode", "full"])
 def test_a_speedup_is_the_ratio_of_neighbours(metric: Metric) -> None:
-    speed = result().speedup("1/4", metric, 200_000)
+    speed = result().speedup("quarter", metric, 200_000)
     assert (speed.median, speed.low, speed.high) == pytest.approx((1.5, 1.4, 1.6))
     # Three of four indexers gone, which took half of the time.
     assert speed.ideal == pytest.approx(1 / (1 - 0.5 * 0.75)) == pytest.approx(amdahl(0.5, 0.75))
@@ -94,8 +94,8 @@ def test_drift_between_rounds_cancels() -> None:
     ]
     drifting = plain.model_copy(update={"samples": tuple(slower)})
     for metric in plain.metrics:
-        assert drifting.speedup("1/4", metric, 10_000).median == pytest.approx(
-            plain.speedup("1/4", metric, 10_000).median
+        assert drifting.speedup("quarter", metric, 10_000).median == pytest.approx(
+            plain.speedup("quarter", metric, 10_000).median
         )
 
 
@@ -109,13 +109,42 @@ def test_a_cpus_absolute_times_are_not_shown() -> None:
 def test_a_gpus_are_as_in_the_paper() -> None:
     text = tables.latency_grid(result("cuda")).to_markdown()
     assert "*Prefill time (s)*" in text
-    assert "| DSA | 1 (1.00x) | 40 (1.00x) |" in text
-    assert "26.7 (1.50x)" in text
+    assert "| DSA | 1 | 40 |" in text
+    assert "26.7 (1.50x, 1.40-1.60)" in text
+    assert "| DSA | 2000 | 200 |" in text
+
+
+def test_the_middle_of_two_rounds_is_their_mean() -> None:
+    whole = result("cuda")
+    two = whole.model_copy(
+        update={"rounds": 2, "samples": tuple(s for s in whole.samples if s.round < 2)}
+    )
+    # 40 / 1.5 and 40 / 1.6 seconds
+    assert "25.8 (1.55x, 1.50-1.60)" in tables.latency_grid(two).to_markdown()
+
+
+def test_a_clients_machine_is_not_its_servers() -> None:
+    remote = result("cuda").model_copy(update={"started_here": False})
+    assert "GPUs that the client did not see" in tables.latency_grid(remote).title
+    assert "the servers ran already" in tables.conditions(remote)
+    assert "the servers ran already" not in tables.conditions(result("cuda"))
+
+
+def test_conditions_say_how_full_the_cache_was_and_which_mode() -> None:
+    plain = result()
+    assert "1 of 10K (1%), 1 of 200K (25%)" in tables.conditions(plain)
+    assert "live mode" not in tables.conditions(plain)
+    live = [
+        v.model_copy(update={"facts": v.facts.model_copy(update={"mode": "live"})})
+        for v in plain.visits
+    ]
+    text = tables.conditions(plain.model_copy(update={"visits": tuple(live)}))
+    assert "S layers go on writing index keys" in text
 
 
 def test_the_papers_figures_stand_beside_ours_for_its_model() -> None:
     text = tables.latency_grid(result()).to_markdown()
-    assert "| paper, IndexCache (1/4), H100, dp 8 | 1.27x | 1.82x |" in text
+    assert "| paper, IndexCache (quarter), H100, dp 8 | 1.27x | 1.82x |" in text
     other = result().model_copy(update={"model": result().model.model_copy(update={"shape": {}})})
     assert "paper" not in tables.latency_grid(other).to_markdown()
 
@@ -131,7 +160,7 @@ def test_a_missing_round_is_an_error() -> None:
     whole = result()
     short = whole.model_copy(update={"samples": whole.samples[:-1]})
     with pytest.raises(BenchError, match="full at 200000 tokens in every round"):
-        short.speedup("1/4", "full", 200_000)
+        short.speedup("quarter", "full", 200_000)
 
 
 def test_strange_samples_are_refused() -> None:

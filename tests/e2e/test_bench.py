@@ -1,4 +1,7 @@
-"""The benchmarks on real servers: a run from end to end, and the refusals that need one."""
+"""The benchmarks on real servers: a run from end to end, and the refusals that need one.
+
+Two static servers stay up side by side for everything but live mode, which has the third.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.bench import latency, replay
-from sglang_indexcache.bench.cli import write_latency
+from sglang_indexcache.bench.cli import write_latency, write_replay
 from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Settings, Target
+from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import Configuration, LatencyResult, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import stream
@@ -36,18 +40,20 @@ def served(target: Target) -> tuple[Configuration, ...]:
 
 
 @pytest.fixture(scope="module")
-def live(glm: Path, serve: Serve) -> Iterator[Client]:
-    with serve(glm, "--indexcache-mode", "live", *POOL) as client:
-        yield client
+def servers(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedServers]:
+    """One static server for each pattern, started at its first visit and up until the end."""
+    logs = tmp_path_factory.mktemp("logs")
+    with StartedServers(str(glm), POOL, logs, side_by_side=True) as started:
+        yield started
 
 
-def test_servers_are_started_in_turns(
-    glm: Path, target: Target, served: tuple[Configuration, ...], tmp_path: Path
+def test_servers_side_by_side(
+    servers: StartedServers, target: Target, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
-    servers = StartedServers(str(glm), POOL, tmp_path / "logs")
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
     written = write_latency(result, tmp_path, "latency")
     assert load(LatencyResult, written[0]) == result
+    assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
     assert index_k["full"] == 2 * index_k["half"]  # static mode: no index-K on S layers
     # 1024 slots less 8, pages of 64: 106 tokens take two, 266 take five.
@@ -63,34 +69,14 @@ def test_servers_are_started_in_turns(
             assert 1 < speed.ideal < 2
 
 
-def test_one_live_server_stands_for_all_patterns(
-    live: Client, target: Target, served: tuple[Configuration, ...]
-) -> None:
-    servers = RunningServers({c.name: live.url for c in served})
-    result = latency.run(target, servers, served, SETTINGS)
-    assert {v.configuration for v in result.visits} == {"full", "half"}
-    assert len(result.samples) == 2 * 2 * 3
-
-
-def test_a_cached_prompt_is_refused(live: Client) -> None:
-    ids = prompt(150, 77)
-    live.flush_cache()
-    [answer] = stream(live, [ids], 3)
-    assert answer.meta["cached_tokens"] == 0
-    with pytest.raises(BenchError, match="took 128 of 150 prompt tokens from its cache"):
-        stream(live, [ids], 3)
-
-
-def test_a_prompt_longer_than_the_pool_is_refused(live: Client) -> None:
-    with pytest.raises(BenchError, match=r"refused a request: .*2000 tokens"):
-        stream(live, [prompt(2000, 1)], 3)
-
-
 def test_traffic_through_sglangs_own_benchmark(
-    live: Client, glm: Path, target: Target, served: tuple[Configuration, ...], tmp_path: Path
+    servers: StartedServers,
+    glm: Path,
+    target: Target,
+    served: tuple[Configuration, ...],
+    tmp_path: Path,
 ) -> None:
     mix = Mix(sessions=4, limit=900, system=64, answer=4, concurrency=1, turns=3.0, seed=0)
-    servers = RunningServers({c.name: live.url for c in served})
     result = replay.run(target, glm, servers, served, mix, tmp_path, rounds=1)
     assert len(result.replays) == 2
     for one in result.replays:
@@ -98,20 +84,59 @@ def test_traffic_through_sglangs_own_benchmark(
         assert one.turns[0].cached == 0
         assert all(turn.cached > 0 for turn in one.turns if turn.turn)
         assert 0 < one.hit_rate < 1
-    assert replay.replay_grid(result).rows[0][1] == "1.00x"
+    written = write_replay(result, tmp_path, "replay")
+    assert load(ReplayResult, written[0]) == result
+
+
+def test_one_live_server_stands_for_all_patterns(
+    glm: Path, serve: Serve, target: Target, served: tuple[Configuration, ...]
+) -> None:
+    with serve(glm, "--indexcache-mode", "live", *POOL) as live:
+        running = RunningServers({c.name: live.url for c in served})
+        result = latency.run(target, running, served, SETTINGS)
+    assert [(v.configuration, v.facts.mode) for v in result.visits] == [
+        ("full", "live"), ("half", "live"),
+    ] * 2  # fmt: skip
+    assert len(result.samples) == 2 * 2 * 3
+    assert all(sample.indexer_share for sample in result.samples)  # after every switch too
+
+
+@pytest.fixture
+def full(servers: StartedServers, served: tuple[Configuration, ...]) -> Iterator[Client]:
+    """The all-F server, for what it must refuse."""
+    with servers.visit(served[0]) as client:
+        yield client
+
+
+def test_a_cached_prompt_is_refused(full: Client) -> None:
+    ids = prompt(150, 77)
+    full.flush_cache()
+    [answer] = stream(full, [ids], 3)
+    assert answer.meta["cached_tokens"] == 0
+    with pytest.raises(BenchError, match="took 128 of 150 prompt tokens from its cache"):
+        stream(full, [ids], 3)
+
+
+def test_a_prompt_longer_than_the_pool_is_refused(full: Client) -> None:
+    with pytest.raises(BenchError, match=r"refused a request: .*2000 tokens"):
+        stream(full, [prompt(2000, 1)], 3)
 
 
 def test_a_server_that_ignores_the_pattern_is_refused(
-    glm: Path, serve: Serve, target: Target, served: tuple[Configuration, ...]
+    full: Client, target: Target, served: tuple[Configuration, ...]
 ) -> None:
-    """And one that dies in the middle of a request."""
-    with serve(glm, "--indexcache-pattern", "full", *POOL) as client:
-        servers = RunningServers({c.name: client.url for c in served})
-        with pytest.raises(BenchError, match="serves FFFFFF on rank 0, not the FSFSFS of half"):
-            latency.run(target, servers, served, SETTINGS)
-        process = client.server
-        killer = threading.Thread(target=lambda: (time.sleep(1.0), process.stop(grace=0.1)))
-        killer.start()
-        with pytest.raises((BenchError, ServerError)):
-            stream(client, [prompt(100, 3)], 800)
-        killer.join()
+    running = RunningServers({c.name: full.url for c in served})
+    with pytest.raises(BenchError, match="serves FFFFFF on rank 0, not the FSFSFS of half"):
+        latency.run(target, running, served, SETTINGS)
+
+
+def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(
+    servers: StartedServers, full: Client
+) -> None:
+    """The last test: nothing can be asked of that server any more."""
+    server = servers.visited
+    killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0.1)))
+    killer.start()
+    with pytest.raises((BenchError, ServerError)):
+        stream(full, [prompt(100, 3)], 800)
+    killer.join()
