@@ -347,7 +347,8 @@ def attention_inputs(
     listed[slots[slots >= 0].long()] = True
     cache[~listed] = 0x7F if case.fp8 else float("nan")
     q = torch.randn(len(case.counts), case.heads, LATENT_DIM, generator=generator).bfloat16()
-    sinks = None if case.sinks is None else 2 * torch.randn(case.heads, generator=generator)
+    # About as large as the sums that they join, or leaving them out would not show.
+    sinks = None if case.sinks is None else 6 + 2 * torch.randn(case.heads, generator=generator)
     if sinks is not None and case.sinks == "infinite":
         sinks[0], sinks[-1] = float("inf"), float("-inf")
     return AttentionInputs(
