@@ -53,7 +53,12 @@ class Row:
     def folder(self) -> str:
         """Of the training run; rows with the same training share it."""
         loss = "multi" if self.cross_layer else "own"
-        return f"{self.trained.replace(':', '-').replace('/', '-')}-{loss}"
+        return f"{file_name(self.trained)}-{loss}"
+
+
+def file_name(pattern: str) -> str:
+    """A pattern as the user wrote it, for the name of a file."""
+    return pattern.replace(":", "-").replace("/", "-")
 
 
 def rows(searched: str, searched_quarter: str) -> list[Row]:
@@ -92,7 +97,7 @@ def run_row(row: Row, seed: int, arguments: argparse.Namespace) -> dict[str, flo
 def evaluated(folder: Path, served: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The report of a run served with a pattern: the one beside it, or a new one."""
     given = {"length": arguments.length, "rows": arguments.rows, "text": arguments.text_characters}
-    path = folder / f"report-{served.replace(':', '-').replace('/', '-')}.json"
+    path = folder / f"report-{file_name(served)}.json"
     if path.exists():
         kept: dict[str, Any] = json.loads(path.read_text())
         if kept["given"] == given:

@@ -370,17 +370,29 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Run every step; 0 if everything that ran was right."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dry", action="store_true", help="without a GPU, tiny shapes")
+def options_of(parser: argparse.ArgumentParser, result: Path) -> argparse.Namespace | None:
+    """The command line of a check, with ``out`` filled in; None, and said, if there is no GPU.
+
+    Args:
+        parser: with the check's own options.
+        result: where a run on a card is kept; a dry run's goes to a temporary folder.
+    """
+    parser.add_argument("--dry", action="store_true", help="without a GPU, tiny sizes")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
     options = parser.parse_args()
-    dry_result = Path(tempfile.gettempdir()) / "device_check_dry.json"
-    out = options.out or (dry_result if options.dry else RESULT)
+    dry_result = Path(tempfile.gettempdir()) / f"{result.parent.name}_dry.json"
+    options.out = options.out or (dry_result if options.dry else result)
     if not options.dry and not torch.cuda.is_available():
         print("error: torch sees no GPU; on a CPU use --dry", file=sys.stderr)
+        return None
+    return options
+
+
+def main() -> int:
+    """Run every step; 0 if everything that ran was right."""
+    options = options_of(argparse.ArgumentParser(description=__doc__), RESULT)
+    if options is None:
         return 2
     clock = Clock(options.seconds)
     implementations = ["reference"] if options.dry else ["cuda", "triton", "reference"]
@@ -396,10 +408,10 @@ def main() -> int:
     report["speed"] = time_all(clock, tiny=options.dry)
     add_rooflines(report["speed"], report["machine"]["name"], tiny=options.dry)
     report["faster"] = faster(report["speed"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(summary(report))
-    print(f"wrote {out}")
+    print(f"wrote {options.out}")
     return 0 if all(all(ops.values()) for ops in report["correct"].values()) else 1
 
 

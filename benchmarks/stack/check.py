@@ -12,12 +12,8 @@ times mean nothing.
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
-import torch
-
-from benchmarks.kernels.device_check import ROOT, Clock, build, facts, run
+from benchmarks.kernels.device_check import ROOT, Clock, build, facts, options_of, run
 from benchmarks.stack.worker import CACHE_TOKENS, LENGTHS, TINY_CACHE_TOKENS, TINY_LENGTHS
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
 from sglang_indexcache.bench.prompts import format_length
@@ -65,17 +61,11 @@ def not_measured(result: LayerStackResult, lengths: tuple[int, ...], cache: int)
 def main() -> int:
     """Run every set; 0 if one of ours was measured to the end."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dry", action="store_true", help="without a GPU, tiny sizes")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
     parser.add_argument("--model", default="30b")
     parser.add_argument("--kv", default="bf16", help="bf16 or fp8")
     parser.add_argument("--layers", type=int, default=4, help="to run, of the model's")
-    options = parser.parse_args()
-    dry_result = Path(tempfile.gettempdir()) / "stack_check_dry.json"
-    out = options.out or (dry_result if options.dry else RESULT)
-    if not options.dry and not torch.cuda.is_available():
-        print("error: torch sees no GPU; on a CPU use --dry", file=sys.stderr)
+    options = options_of(parser, RESULT)
+    if options is None:
         return 2
     clock = Clock(options.seconds)
     machine = facts()
@@ -103,14 +93,14 @@ def main() -> int:
             problems=problems,
             not_measured=tuple(missing),
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save(check, out)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        save(check, options.out)
     for grid in check_grids(check):
         print(grid.to_markdown())
     for name, problem in problems.items():
         print(f"{name}: {problem}")
     print(*(f"not measured: {what}" for what in missing), sep="\n")
-    print(f"wrote {out}")
+    print(f"wrote {options.out}")
     whole = {result.kernels for result in results} - {line.partition(":")[0] for line in missing}
     return 0 if whole & {"cuda", "triton", "reference"} else 1
 

@@ -336,8 +336,8 @@ def plan_command(
 ) -> None:
     """Predict prefill and decode speed-up and memory of a pattern before serving it."""
     from sglang_indexcache.bench import plan
+    from sglang_indexcache.bench.gpus import find_gpu
     from sglang_indexcache.bench.prompts import parse_length
-    from sglang_indexcache.bench.roofline import find_gpu
     from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
     from sglang_indexcache.library import Library
 

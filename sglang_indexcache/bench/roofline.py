@@ -14,32 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.gpus import Gpu
 from sglang_indexcache.bench.shapes import Shape
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A data sheet, dense rates.
-
-    Attributes:
-        name: as NVIDIA's.
-        bf16: FLOP/s.
-        fp8: FLOP/s.
-        bandwidth: of the memory, bytes/s.
-    """
-
-    name: str
-    bf16: float
-    fp8: float
-    bandwidth: float
-
-
-GPUS = {
-    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12),
-    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12),
-    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12),
-}
 
 INDEXER_PART = 1145 / 1979
 """Of the FP8 rate: DeepGEMM's MQA logits on an H200 with 64 heads (sglang #11989), which includes
@@ -88,17 +64,6 @@ class LayerTime:
     def shared(self) -> float:
         """An S layer."""
         return self.attention + self.mlp
-
-
-def find_gpu(name: str) -> Gpu:
-    """A data sheet by name.
-
-    Raises:
-        BenchError: there is none.
-    """
-    if name.lower() not in GPUS:
-        raise BenchError(f"no rates are known for {name!r}; there are {', '.join(GPUS)}")
-    return GPUS[name.lower()]
 
 
 def prefill_layer(shape: Shape, gpu: Gpu, length: int, tp: int = 1) -> LayerTime:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.bench.gpus import GPUS
 from sglang_indexcache.bench.layer_stack import run
 from sglang_indexcache.bench.ops import CpuOps
 from sglang_indexcache.bench.plan import RooflineRates, memory, plan_grid, predict, read_rates
 from sglang_indexcache.bench.results import amdahl, paper_speedup, save
-from sglang_indexcache.bench.roofline import GPUS, busy_experts, prefill_layer, sum_selected
+from sglang_indexcache.bench.roofline import busy_experts, prefill_layer, sum_selected
 from sglang_indexcache.bench.shapes import PRESETS, Shape, checkpoint_of
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import Library

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.layer_stack import STAGES, LayerStackResult, Row, StackCheck
 from sglang_indexcache.bench.results import load
 from sglang_indexcache.bench.shapes import PRESETS
+from tests.dry_run import dry_run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,19 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
 def test_dry_run(tmp_path: Path) -> None:
     """One command, every step, one JSON; a set that cannot run is a reason in it."""
-    out = tmp_path / "stack.json"
-    command = ["bash", str(ROOT / "benchmarks" / "device_check.sh"), "--stack", "--dry"]
-    command += ["--out", str(out), "--seconds", "3000"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out, printed = dry_run(tmp_path, "--stack")
     found = load(StackCheck, out)
     assert found.dry
     assert {"name", "torch", "commit"} <= set(found.machine)
@@ -50,7 +38,7 @@ def test_dry_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert found.not_measured == ()
     assert "the engine's kernels need" in found.problems["engine"]
-    assert "IndexCache 1/4, reference" in done.stdout
+    assert "IndexCache 1/4, reference" in printed
 
 
 def test_no_gpu_is_one_clear_error(

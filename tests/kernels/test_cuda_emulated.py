@@ -48,13 +48,6 @@ def emulator() -> ctypes.CDLL:
     return library
 
 
-@pytest.fixture
-def random() -> np.random.Generator:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"{seed=}")
-    return np.random.default_rng(seed)
-
-
 def run(name: str, *arguments: object) -> None:
     problem = getattr(emulator(), f"emulate_{name}")(*arguments).decode()
     assert problem == ""

@@ -79,13 +79,6 @@ def small_bf16(random: np.random.Generator, *shape: int) -> NDArray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-@pytest.fixture
-def random() -> np.random.Generator:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"{seed=}")
-    return np.random.default_rng(seed)
-
-
 # -- swizzle, descriptors, fragments ---------------------------------------------------------------
 
 

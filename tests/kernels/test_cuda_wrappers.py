@@ -117,13 +117,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     return library
 
 
-@pytest.fixture
-def random() -> np.random.Generator:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"{seed=}")
-    return np.random.default_rng(seed)
-
-
 def tensors(batch: Batch) -> SimpleNamespace:
     return SimpleNamespace(
         q=torch.from_numpy(batch.q_bytes).view(torch.float8_e4m3fn),

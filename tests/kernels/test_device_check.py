@@ -1,7 +1,6 @@
 """The device check: its dry run end to end, and what it does when things break."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from benchmarks.kernels import anchors, device_check, roofline, speed, workloads
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.conformance import cases
 from sglang_indexcache.kernels.contracts import OPS
+from tests.dry_run import dry_run
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
@@ -20,19 +20,7 @@ CPU = torch.device("cpu")
 
 def test_dry_run(tmp_path: Path) -> None:
     """One command, every step, one JSON."""
-    out = tmp_path / "report.json"
-    command = ["bash", str(ROOT / "benchmarks" / "device_check.sh"), "--dry", "--out", str(out)]
-    command += ["--seconds", "3000"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out, _ = dry_run(tmp_path)
     report = json.loads(out.read_text())
     assert report["dry"] is True
     assert set(report["anchors"]) == set(anchors.TOPKS)
