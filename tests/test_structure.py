@@ -1,58 +1,121 @@
-"""The dependency direction of the design, read from the imports."""
+"""The dependency direction of the design, read from the imports: what each package may reach.
+
+Imports are followed to the end, also those inside functions; only those under ``TYPE_CHECKING``
+do not count, because they never run.
+"""
+
+from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "sglang_indexcache"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+NAME = PACKAGE.name
+
+BASE = {"errors", "pattern", "checkpoint", "library"}
+SMALL = {"pydantic", "yaml"}
+"""What the base of the package needs; the standard library is not listed."""
+TABLES = {"rich", "typer"}
+TORCH = {"torch", "numpy"}
+CUDA_BUILD = {"tvm_ffi", "filelock", "triton"}
+MODELS = TORCH | {"transformers", "tokenizers", "safetensors"}
+
+# A package, or a module: what of ours it may reach, and what of others.
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "errors": (set(), set()),
+    "pattern": ({"errors"}, set()),
+    "checkpoint": ({"errors", "pattern"}, set()),
+    "library": (BASE, SMALL),
+    "serving": ({"errors"}, {"httpx"}),
+    "drawing": ({"errors", "pattern"}, {"rich", "matplotlib"}),
+    "demo_model": ({"errors"}, MODELS),
+    "kernels": ({"errors"}, TORCH | CUDA_BUILD | TABLES),
+    "search": (
+        BASE | {"serving", "demo_model"},
+        SMALL | MODELS | {"httpx", "scipy", "matplotlib", "pyarrow"},
+    ),
+    "training": (
+        BASE | {"demo_model"},
+        SMALL | MODELS | TABLES | {"accelerate", "matplotlib"},
+    ),
+    "bench": (
+        BASE | {"serving", "demo_model", "search", "kernels"},
+        SMALL | MODELS | TABLES | CUDA_BUILD
+        | {"httpx", "scipy", "matplotlib", "sgl_kernel", "deep_gemm", "flash_mla"},
+    ),
+}  # fmt: skip
+UNBOUND = ("runtime", "cli", "search.cli", "bench.cli", "training.command", "demo")
+"""Who may reach everything: what runs inside SGLang, and what a user types."""
 
 
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in the file."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def module_name(path: Path) -> str:
+    """``search.run`` of ``search/run.py``; a package's is that of its folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from nodes_that_run(node)
+
+
+@cache
+def imports(module: str) -> tuple[set[str], set[str]]:
+    """``(modules of ours, packages of others)`` that a module imports, wherever in the file."""
+    ours, others = set(), set()
+    for node in nodes_that_run(ast.parse(PATHS[module].read_text())):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [n if n.removeprefix(f"{NAME}.") in PATHS else node.module for n in inner]
+        for name in names:
+            if name.split(".")[0] == NAME:
+                ours.add(name.removeprefix(NAME).removeprefix("."))
+            else:
+                others.add(name.split(".")[0])
+    return ours, others
+
+
+def reached(module: str) -> set[str]:
+    """``module`` and every module of ours that importing and running it can load."""
+    found, left = set(), [module]
+    while left:
+        name = left.pop()
+        if name and name not in found:
+            found.add(name)
+            left += imports(name)[0]
     return found
 
 
-def inner(path: Path) -> set[str]:
-    """Modules of this package that a file imports, without the package's name."""
-    return {
-        name.removeprefix("sglang_indexcache.")
-        for name in imports(path)
-        if name.startswith("sglang_indexcache.")
-    }
+def is_in(module: str, places: set[str] | tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_runtime_imports_sglang(path: Path) -> None:
-    uses_engine = any(name == "sglang" or name.startswith("sglang.") for name in imports(path))
-    assert not uses_engine or path.parent.name == "runtime"
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_reaches_only_what_it_may(package: str) -> None:
+    ours, others = ALLOWED[package]
+    for module in PATHS:
+        if not is_in(module, {package}) or is_in(module, UNBOUND):
+            continue
+        for name in reached(module):
+            assert is_in(name, ours | {package}), f"{module} reaches {name}"
+            foreign = imports(name)[1] - set(sys.stdlib_module_names)
+            assert foreign <= others, f"{module} reaches {foreign - others} by {name}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_nothing_below_runtime_depends_on_it(path: Path) -> None:
-    if path.parent.name == "runtime" or path.name == "cli.py":
-        return
-    assert not any(name.split(".")[0] == "runtime" for name in inner(path))
-
-
-def test_pattern_is_at_the_bottom() -> None:
-    assert inner(PACKAGE / "pattern.py") <= {"errors", "errors.PatternError"}
-    assert "torch" not in imports(PACKAGE / "pattern.py")
-
-
-def test_library_needs_no_torch() -> None:
-    for name in ("library.py", "checkpoint.py", "cli.py"):
-        assert not {"torch", "transformers"} & imports(PACKAGE / name)
-
-
-def test_kernels_need_torch_only() -> None:
-    for path in (PACKAGE / "kernels").rglob("*.py"):
-        assert all(name.split(".")[0] in {"kernels", "errors"} for name in inner(path)), path
+def test_every_module_has_a_row() -> None:
+    rows = {*ALLOWED, *UNBOUND}
+    assert [module for module in PATHS if module and not is_in(module, tuple(rows))] == []
