@@ -13,7 +13,7 @@ help:
 	@echo "make clean   remove what the above made, but the virtual environment"
 
 demo: $(INSTALLED)
-	$(BIN)/indexcache demo
+	$(BIN)/indexcache demo run
 
 test: $(INSTALLED)
 	# The servers' tests want the whole machine; the others do not.

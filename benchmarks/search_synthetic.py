@@ -13,11 +13,11 @@ from typing import Any
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.exhaustive import greedy
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.report import write_json
+from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.run import Options, Search
 from sglang_indexcache.search.targets import parse_targets
+from sglang_indexcache.support.files import write_json
 
 LAYERS, BATCHES = 47, 32
 NOISES = (0.1, 0.2, 0.3, 0.5)

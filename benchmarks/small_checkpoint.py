@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 
 from sglang_indexcache.training.data.retrieval import TASKS
-from sglang_indexcache.training.report import Report
+from sglang_indexcache.training.scores import Report
 
 RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
 RETRIEVAL = tuple(TASKS)

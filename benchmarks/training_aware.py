@@ -24,7 +24,7 @@ from typing import Any
 from sglang_indexcache.training.data.retrieval import TASKS
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS
 from sglang_indexcache.training.recipe import load_recipe
-from sglang_indexcache.training.report import evaluate_checkpoint
+from sglang_indexcache.training.scores import evaluate_checkpoint
 from sglang_indexcache.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "training_aware"

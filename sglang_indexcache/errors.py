@@ -37,6 +37,14 @@ class KernelError(IndexCacheError):
     """A kernel that cannot be built or run here, or that was given the wrong tensors."""
 
 
+class ServerError(IndexCacheError):
+    """A server that did not start, or an answer that is not what was asked for."""
+
+
+class BenchError(IndexCacheError):
+    """A benchmark that cannot be run as asked, or whose measurement does not hold."""
+
+
 class StaleIndexError(RuntimeError):
     """A shared layer asked for indices that its full layer has not written in this forward.
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.files import shipped
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
@@ -159,7 +160,7 @@ class Library:
     def default(cls) -> Library:
         """The patterns shipped with the package, then the folders of SGLANG_INDEXCACHE_LIBRARY."""
         extra = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
-        return cls([_shipped_folder(), *extra])
+        return cls([shipped("patterns"), *extra])
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -227,8 +228,9 @@ class Library:
         if not matching:
             raise LibraryError(
                 f"no pattern at retention {value} is known for this {checkpoint.architecture} with "
-                f"{checkpoint.num_layers} layers. Search one on your data (indexcache search), or "
-                f"say uniform:{value} to interleave blindly, which costs quality on long contexts."
+                f"{checkpoint.num_layers} layers. Search one on your data (indexcache search run), "
+                f"or say uniform:{value} to interleave blindly, which costs quality on long "
+                "contexts."
             )
         if len(matching) > 1:
             names = ", ".join(entry.name for entry in matching)
@@ -262,13 +264,6 @@ def _fits(pattern: Pattern, checkpoint: Checkpoint) -> bool:
     except PatternError:
         return False
     return True
-
-
-def _shipped_folder() -> Path:
-    """``patterns/``: inside an installed package, or beside it in a source tree."""
-    package = Path(__file__).parent
-    inside = package / "patterns"
-    return inside if inside.is_dir() else package.parent / "patterns"
 
 
 def _explain(error: ValidationError) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
-from sglang_indexcache.kernels.contracts import PAGE_TOKENS
+from sglang_indexcache.kernels.contract import PAGE_TOKENS
 
 Call = Callable[[], Any]
 TopK = Callable[[torch.Tensor, torch.Tensor, int], Any]

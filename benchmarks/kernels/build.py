@@ -8,7 +8,7 @@ import sys
 import time
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.cuda.build import build
+from sglang_indexcache.kernels.build import build
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import json
 import torch
 
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.conformance.runner import GROUPS, SIZES, Runner
+from sglang_indexcache.kernels.grid.runner import GROUPS, SIZES, Runner
 
 
 def main() -> None:

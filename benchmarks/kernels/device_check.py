@@ -28,8 +28,8 @@ from benchmarks.kernels.roofline import bound_seconds, card_named
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
-from sglang_indexcache.kernels.conformance.runner import GROUPS
-from sglang_indexcache.kernels.contracts import OPS as ALL_OPS
+from sglang_indexcache.kernels.contract import OPS as ALL_OPS
+from sglang_indexcache.kernels.grid.runner import GROUPS
 
 ROOT = Path(__file__).parent.parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
@@ -183,7 +183,7 @@ def first_line(command: list[str], *, last: bool = False) -> str | None:
 
 def build(clock: Clock) -> dict[str, Any]:
     """Compile every library, side by side."""
-    from sglang_indexcache.kernels.cuda.build import FOLDERS
+    from sglang_indexcache.kernels.build import FOLDERS
 
     seconds = clock.left(BUILD_SECONDS)
     with ThreadPoolExecutor() as pool:

@@ -25,7 +25,7 @@ from benchmarks.kernels.workloads import (
     workloads,
 )
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.contracts import OpName
+from sglang_indexcache.kernels.contract import OpName
 
 SECONDS_EACH = 1.5
 OPS: dict[str, OpName] = {

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from sglang_indexcache.kernels.contracts import (
+from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     INDEX_DIM,
     LATENT_DIM,

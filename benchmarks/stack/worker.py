@@ -11,8 +11,9 @@ import sys
 
 import torch
 
-from sglang_indexcache.bench.layer_stack import LayerStackResult, run
-from sglang_indexcache.bench.ops import NAMES, load_ops
+from benchmarks.stack.measure import run
+from benchmarks.stack.ops import NAMES, load_ops
+from sglang_indexcache.bench.layer_stack import LayerStackResult
 from sglang_indexcache.bench.roofline import KV_BYTES
 from sglang_indexcache.bench.shapes import Shape, preset
 from sglang_indexcache.errors import IndexCacheError

@@ -1,4 +1,4 @@
-// The functions that Python calls. Shapes and dtypes are checked there (kernels/cuda/indexer.py).
+// The functions that Python calls. Shapes and dtypes are checked there (kernels/indexer/cuda.py).
 #include "indexer/run.h"
 
 namespace indexcache::indexer {

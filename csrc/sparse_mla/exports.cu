@@ -1,4 +1,4 @@
-// The functions that Python calls. Shapes and dtypes are checked there (kernels/cuda/sparse_mla.py).
+// The functions that Python calls. Shapes and dtypes are checked there (kernels/sparse_mla/cuda.py).
 #include "common/block.cuh"
 #include "common/launch.h"
 #include "sparse_mla/attend.cuh"

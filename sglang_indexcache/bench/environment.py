@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.search.provenance import versions
+from sglang_indexcache.errors import BenchError
+from sglang_indexcache.support.provenance import versions
 
 _STAT = Path("/proc/stat")
 _CPUINFO = Path("/proc/cpuinfo")

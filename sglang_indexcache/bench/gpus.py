@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.errors import BenchError
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 
 from sglang_indexcache.bench.environment import busy_cores, environment
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.prompts import format_length, random_prompts
 from sglang_indexcache.bench.results import (
     METRICS,
@@ -40,10 +39,10 @@ from sglang_indexcache.bench.servers import (
 )
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
 from sglang_indexcache.checkpoint import Checkpoint, read_config
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import BenchError, SearchError
 from sglang_indexcache.library import Library
-from sglang_indexcache.search.provenance import checkpoint_digest
-from sglang_indexcache.serving import Client
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.errors import BenchError
 
 _LOWEST = 10
 """Tokens below are often special."""

@@ -18,14 +18,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sglang_indexcache.bench.environment import Environment, busy_cores, environment
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Target
 from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, Strict
 from sglang_indexcache.bench.servers import Servers, check_served, check_skipped, facts
 from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.traffic import Mix, Session, Words, sessions, trace
-from sglang_indexcache.serving import Client
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import BenchError
 
 Quantity = Literal["ttft", "tpot"]
 QUANTITIES: tuple[Quantity, ...] = ("ttft", "tpot")

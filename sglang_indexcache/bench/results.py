@@ -13,10 +13,10 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sglang_indexcache.bench.environment import Environment
-from sglang_indexcache.bench.errors import BenchError
+from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.report import write_whole
+from sglang_indexcache.support.files import write_whole
 
 Metric = Literal["prefill", "decode", "full"]
 

@@ -1,6 +1,6 @@
 """What a GPU could do: the time of one F and one S layer from arithmetic and published rates.
 
-It is a model, not a measurement, and ``indexcache plan`` says so beside every figure.
+It is a model, not a measurement, and ``indexcache bench plan`` says so beside every figure.
 
 * Prefill is arithmetic at the rates that kernels are known to reach, and what the top-k reads.
 * Decode is memory traffic, or the launches of a CUDA graph where that takes longer. It leaves out

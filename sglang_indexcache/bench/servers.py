@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sglang_indexcache.bench.environment import ProcessorClock
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.results import ClockName, Configuration, Model, ServerFacts
 from sglang_indexcache.bench.stream import Clock
-from sglang_indexcache.serving import Client, Server, ServerError
+from sglang_indexcache.client import Client, Server
+from sglang_indexcache.errors import BenchError, ServerError
 
 TIMEOUT = 3600.0
 """Seconds: a prefill of a full KV cache says nothing for long."""

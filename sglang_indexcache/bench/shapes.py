@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.results import Strict
 from sglang_indexcache.checkpoint import Checkpoint, read_config
+from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_indexcache.bench.errors import BenchError
-from sglang_indexcache.serving import Client
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import BenchError
 
 
 @dataclass

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.results import Strict
+from sglang_indexcache.errors import BenchError
 
 P50, P90 = 55_000, 280_000
 """Tokens of agent traffic's context: its median and its 90th percentile."""

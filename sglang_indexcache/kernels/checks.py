@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.contracts import (
+from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     INDEX_DIM,
     INDEXER_HEADS,

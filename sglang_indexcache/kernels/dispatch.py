@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.contracts import OPS, Limits, OpName
+from sglang_indexcache.kernels.contract import OPS, Limits, OpName
 
 Implementation: TypeAlias = Literal["cuda", "triton", "reference"]
 ORDER: tuple[Implementation, ...] = get_args(Implementation)
@@ -32,8 +32,7 @@ HOMES: dict[OpName, tuple[str, str]] = {
     "sparse_mla_prefill": ("sparse_mla", "sparse_mla"),
     "sparse_mla_decode": ("sparse_mla", "sparse_mla"),
 }
-"""Folder and function of every op: ``kernels/<folder>/<implementation>.py``, and for CUDA
-``kernels/cuda/<folder>.py``."""
+"""Folder and function of every op: ``kernels/<folder>/<implementation>.py``."""
 
 TRITON = Limits(oldest=(8, 0))
 
@@ -166,9 +165,8 @@ def load(op: OpName, name: Implementation) -> Callable[..., Any]:
         KernelError: it is not part of this installation, or cannot be imported here.
     """
     folder, function = HOMES[op]
-    module = f"cuda.{folder}" if name == "cuda" else f"{folder}.{name}"
     try:
-        found = importlib.import_module(f"{__package__}.{module}")
+        found = importlib.import_module(f"{__package__}.{folder}.{name}")
     except ImportError as error:
         raise KernelError(f"{op}: the {name} implementation cannot be loaded: {error}") from error
     implementation: Callable[..., Any] = getattr(found, function)
@@ -219,7 +217,7 @@ def _obstacle(limits: Limits, machine: Machine, shape: Shape) -> str | None:
 
 def _cuda_limits() -> dict[OpName, Limits]:
     try:
-        module = importlib.import_module(f"{__package__}.cuda.limits")
+        module = importlib.import_module(f"{__package__}.limits")
     except ImportError:
         return {}
     limits: dict[OpName, Limits] = module.LIMITS

@@ -1,4 +1,4 @@
-"""The dispatch table as ``indexcache kernels`` prints it."""
+"""The dispatch table as ``indexcache kernels list`` prints it."""
 
 from rich.box import SIMPLE
 from rich.console import Console

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.demo_model import machine_text
+from sglang_indexcache.demo.model import machine_text
 from sglang_indexcache.errors import SearchError
 
 DEFAULT_DATA = "machine"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.exhaustive import evaluations
+from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.run import LEAST_EVALUATIONS_PER_LAYER, Method
 from sglang_indexcache.search.targets import Targets
 

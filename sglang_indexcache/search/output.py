@@ -13,20 +13,15 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.compare import Comparison
+from sglang_indexcache.search.entries import Provenance, entry, summary, write_entry
 from sglang_indexcache.search.figures import draw_losses
 from sglang_indexcache.search.overlap import OverlapCounter, read, served_overlap
 from sglang_indexcache.search.path import Step
-from sglang_indexcache.search.report import (
-    Provenance,
-    entry,
-    summary,
-    write_entry,
-    write_json,
-)
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.search.stability import Agreement
 from sglang_indexcache.search.targets import Mark
+from sglang_indexcache.support.files import write_json
 
 _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL = "partial"
@@ -82,7 +77,7 @@ class OutputFolder:
 def comparison_data(
     comparisons: Sequence[tuple[str, Comparison]], reference: str, setup: Setup
 ) -> dict[str, Any]:
-    """The numbers of ``indexcache compare``."""
+    """The numbers of ``indexcache search compare``."""
     return {
         "reference": reference,
         "identity": setup.identity,
@@ -125,7 +120,7 @@ def measure_overlap(setup: Setup, on_batch: Callable[[], None]) -> OverlapCounte
 
 
 def overlap_data(counter: OverlapCounter, setup: Setup, drawn: Pattern | None) -> dict[str, Any]:
-    """The numbers of ``indexcache overlap``."""
+    """The numbers of ``indexcache search overlap``."""
     matrix = counter.matrix()
     reading = read(matrix)
     data: dict[str, Any] = {
@@ -152,7 +147,7 @@ def stability_data(
     orders: Sequence[Sequence[int]],
     answers: Sequence[Mapping[str, Pattern]],
 ) -> dict[str, Any]:
-    """The numbers of ``indexcache stability``."""
+    """The numbers of ``indexcache search stability``."""
     return {
         **asdict(result),
         "orders": [list(order) for order in orders],

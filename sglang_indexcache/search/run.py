@@ -9,15 +9,15 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.baselines import baselines
-from sglang_indexcache.search.beam import beam
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluator import Floats, standard_error
-from sglang_indexcache.search.exhaustive import evaluations, greedy
-from sglang_indexcache.search.fast import FastGreedy
 from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods.fast import FastGreedy
+from sglang_indexcache.search.methods.greedy import evaluations, greedy
+from sglang_indexcache.search.methods.similarity import most_similar
 from sglang_indexcache.search.path import Step, make_step
-from sglang_indexcache.search.refine import refine_exhaustively, refine_screened
-from sglang_indexcache.search.similarity import most_similar
+from sglang_indexcache.search.refinements.beam import beam
+from sglang_indexcache.search.refinements.exchange import refine_exhaustively, refine_screened
 from sglang_indexcache.search.targets import Mark, Targets
 
 Method = Literal["fast", "greedy", "similarity"]

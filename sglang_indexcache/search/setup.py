@@ -13,12 +13,12 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library, ModelInfo
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
+from sglang_indexcache.search.entries import Provenance, model_info
 from sglang_indexcache.search.evaluator import Evaluator, TokenEvaluator
 from sglang_indexcache.search.evaluators.pool import EvaluatorPool
 from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.provenance import checkpoint_digest, versions
-from sglang_indexcache.search.report import Provenance, model_info
+from sglang_indexcache.support.provenance import checkpoint_digest, versions
 
 StartEngine = Callable[[Path, Sequence[str]], AbstractContextManager[LiveEngine]]
 
@@ -159,7 +159,7 @@ def _synthetic(source: Source) -> Setup:
 
 
 def _served(source: Source, calibration: Calibration) -> TokenEvaluator:
-    from sglang_indexcache.serving import Client
+    from sglang_indexcache.client import Client
 
     members = [ServedEvaluator(Client(url), calibration) for url in source.urls]
     return members[0] if len(members) == 1 else EvaluatorPool(members)

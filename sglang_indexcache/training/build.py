@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sglang_indexcache.demo_model import ModelSpec, make_tokenizer
+from sglang_indexcache.demo.model import ModelSpec, make_tokenizer
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.recipe import ModelRecipe

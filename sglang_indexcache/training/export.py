@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_indexcache.demo_model import complete_config
+from sglang_indexcache.demo.model import complete_config
 from sglang_indexcache.training.build import MODEL_TYPES
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sglang_indexcache.demo_model import PRESETS
+from sglang_indexcache.demo.model import PRESETS
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 

@@ -14,14 +14,14 @@ import pytest
 
 from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Settings, Target, configurations, run
 from sglang_indexcache.bench.results import LatencyResult, Model
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import Answer, steady_window
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import BenchError, ServerError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import Client, ServerError
 from tests.bench.fake_server import Behaviour, fake_server
 
 CONFIG = {

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from sglang_indexcache.bench.errors import BenchError
+from benchmarks.stack.measure import run
+from benchmarks.stack.ops import CpuOps
 from sglang_indexcache.bench.gpus import GPUS
-from sglang_indexcache.bench.layer_stack import run
-from sglang_indexcache.bench.ops import CpuOps
 from sglang_indexcache.bench.plan import RooflineRates, memory, plan_grid, predict, read_rates
 from sglang_indexcache.bench.results import amdahl, paper_speedup, save
 from sglang_indexcache.bench.roofline import busy_experts, prefill_layer, sum_selected
 from sglang_indexcache.bench.shapes import PRESETS, Shape, checkpoint_of
 from sglang_indexcache.cli import app
+from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from tests.bench.test_layer_stack import TINY
 from tests.bench.test_tables import result as latency_result
+from tests.benchmarks.test_stack import TINY
 
 FLASH = PRESETS["30b"]
 FOUR_DOZEN = FLASH.model_copy(update={"layers": 48})  # the made-up servers' layers
@@ -161,7 +161,9 @@ def test_busy_experts(shape: Shape, tokens: int) -> None:
 
 def test_the_command() -> None:
     runner = CliRunner()
-    good = runner.invoke(app, ["plan", "--model", "30b", "--pattern", "1/4", "--context", "200K"])
+    good = runner.invoke(
+        app, ["bench", "plan", "--model", "30b", "--pattern", "1/4", "--context", "200K"]
+    )
     assert good.exit_code == 0, good.output
     assert "roofline of H100 SXM, not a measurement" in " ".join(good.output.split())
     for arguments, message in (
@@ -174,6 +176,6 @@ def test_the_command() -> None:
         (["--model", "30b", "--kv", "int4"], "fp8 or bf16"),
         (["--model", "30b", "--tp", "0"], "at least one rank"),
     ):
-        bad = runner.invoke(app, ["plan", *arguments])
+        bad = runner.invoke(app, ["bench", "plan", *arguments])
         assert bad.exit_code == 1, arguments
         assert message in " ".join(bad.output.split()), bad.output

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.bench.cli import write_replay
 from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.replay import Replay, ReplayResult, nearest_rank, read_turns
 from sglang_indexcache.bench.replay_tables import conditions, replay_grid
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
-from sglang_indexcache.demo_model import make_tokenizer
+from sglang_indexcache.cli.bench import write_replay
+from sglang_indexcache.demo.model import make_tokenizer
+from sglang_indexcache.errors import BenchError
 
 MIX = Mix(sessions=2, limit=1000, system=100, answer=4)
 SESSIONS = [Session((200, 50)), Session((300,))]

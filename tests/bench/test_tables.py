@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.bench import figures, readme, tables
-from sglang_indexcache.bench.cli import write_latency
+from benchmarks import readme
+from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.prompts import format_length, parse_length, random_prompts
 from sglang_indexcache.bench.results import (
     Configuration,
@@ -24,6 +23,8 @@ from sglang_indexcache.bench.results import (
     amdahl,
 )
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.cli.bench import write_latency
+from sglang_indexcache.errors import BenchError
 
 LENGTHS = (10_000, 200_000)
 BASE: dict[Metric, dict[int, float]] = {
@@ -213,7 +214,7 @@ def test_pages_are_up_to_date(page: Path) -> None:
     text = (readme.ROOT / page).read_text(encoding="utf-8")
     assert "<!-- bench:" in text
     assert readme.fill(text, readme.ROOT / readme.RESULTS) == text, (
-        "run python -m sglang_indexcache.bench.readme"
+        "run python -m benchmarks.readme"
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.demo_model import ModelSpec, make_model
+from sglang_indexcache.client import Client, Server
+from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import Client, Server
 from tests.oracle import Oracle
 
 VOCAB = 512

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.bench import latency, replay
-from sglang_indexcache.bench.cli import write_latency, write_replay
-from sglang_indexcache.bench.errors import BenchError
 from sglang_indexcache.bench.latency import Settings, Target
 from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import Configuration, LatencyResult, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.traffic import Mix
-from sglang_indexcache.serving import Client, ServerError
+from sglang_indexcache.cli.bench import write_latency, write_replay
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
 
 SHARED = "FSFSFS"

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import Client, ServerError
 from tests.e2e.conftest import Serve, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_indexcache.demo_model import ModelSpec, make_model
+from sglang_indexcache.client import Client
+from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import Client
 from tests.e2e.conftest import (
     ROUNDING,
     VOCAB,

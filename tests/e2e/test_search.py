@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.cli.search import run_search
+from sglang_indexcache.client import Client
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.cli import run_search
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.run import Options
 from sglang_indexcache.search.setup import Source, open_source
 from sglang_indexcache.search.targets import parse_targets
-from sglang_indexcache.serving import Client
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parity import decided_prompt
 from tests.oracle import Oracle
@@ -100,11 +100,11 @@ def test_an_engine_in_this_process(glm: Path) -> None:
     script = f"""
 from pathlib import Path
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.runtime.engine import InProcessEngine
+from sglang_indexcache.serving.in_process import InProcessEngine
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
-from sglang_indexcache.serving import ServerError
+from sglang_indexcache.errors import ServerError
 from tests.e2e.conftest import prompt
 
 if __name__ == "__main__":  # the engine starts its scheduler by spawning

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import torch
 
+from sglang_indexcache.client import Client
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import Client
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 
@@ -176,7 +176,7 @@ def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
 
 
 def test_switching_is_refused(client: Client) -> None:
-    from sglang_indexcache.serving import ServerError
+    from sglang_indexcache.errors import ServerError
 
     with pytest.raises(ServerError, match=r"started in static mode.*--indexcache-mode live"):
         client.switch_pattern("FFFFFF")

@@ -9,9 +9,9 @@ import torch
 import yaml
 from rich.console import Console
 
-from sglang_indexcache.demo import questions
+from sglang_indexcache.demo.checkpoints import shipped_checkpoint
+from sglang_indexcache.demo.run import questions
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.training.checkpoints import shipped_checkpoint
 from sglang_indexcache.training.recipe import Recipe, shipped_recipes
 from sglang_indexcache.training.trainer import Trainer
 from tests.e2e.conftest import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglang_indexcache.kernels.cuda.build import source_folder
+from sglang_indexcache.kernels.build import source_folder
 
 
 @cache

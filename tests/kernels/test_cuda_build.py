@@ -14,12 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels import build as building
 from sglang_indexcache.kernels import cuda
-from sglang_indexcache.kernels.contracts import INDEXER_HEADS
-from sglang_indexcache.kernels.cuda import build as building
-from sglang_indexcache.kernels.cuda import report
-from sglang_indexcache.kernels.cuda.build import FOLDERS, Library, build
-from sglang_indexcache.kernels.cuda.indexer import select_rows
+from sglang_indexcache.kernels import disassembly as report
+from sglang_indexcache.kernels.build import FOLDERS, Library, build
+from sglang_indexcache.kernels.contract import INDEXER_HEADS
+from sglang_indexcache.kernels.indexer.cuda import select_rows
 
 LOGITS = [(heads, rows) for heads in (32, 64) for rows in (1, 2, 4)] + [(8, 4), (16, 4)]
 SELECT = [(heads, select_rows(heads)) for heads in INDEXER_HEADS]
@@ -274,7 +274,7 @@ def test_launches_that_the_kernels_cannot_do_are_refused(libraries: dict[str, Li
 def test_build_kernels_command(libraries: dict[str, Library]) -> None:
     from sglang_indexcache.cli import app
 
-    done = CliRunner().invoke(app, ["build-kernels", "--show"])
+    done = CliRunner().invoke(app, ["kernels", "build", "--show"])
     assert done.exit_code == 0, done.output
     for folder in FOLDERS:
         assert f"{folder}: in the cache" in done.output

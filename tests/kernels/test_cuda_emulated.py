@@ -4,7 +4,7 @@ A fibre a thread, in random order; TMA lands late, WGMMA is made when it is wait
 small integers, so every product and sum is exact and results are compared bit for bit, ties
 included. Memory that no row may see holds NaN; table entries that nobody may follow lead nowhere.
 
-This is not a GPU: proxy fences and memory ordering are not modelled (docs/kernels-cuda-review.md).
+This is not a GPU: proxy fences and memory ordering are not modelled (csrc/README.md).
 """
 
 import ctypes
@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.contracts import mla_tolerance
-from sglang_indexcache.kernels.cuda import build, sparse_mla
+from sglang_indexcache.kernels import build
+from sglang_indexcache.kernels.contract import mla_tolerance
+from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from tests.kernels.cuda_host import pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglang_indexcache.kernels.cuda import sparse_mla
+from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from tests.kernels import cuda_host
 from tests.kernels.cuda_host import host, pointer
 
@@ -125,7 +125,7 @@ def test_splits_cover_every_step(steps: int, splits: int) -> None:
 
 
 def test_python_and_cuda_state_the_same_limits() -> None:
-    from sglang_indexcache.kernels.cuda import indexer
+    from sglang_indexcache.kernels.indexer import cuda as indexer
 
     assert cuda_host.constant("gate.list_capacity") == indexer.LIST_CAPACITY
     assert cuda_host.constant("mla.rows") == sparse_mla.TILE_ROWS

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_indexcache.kernels.conformance import cases, suite
-from sglang_indexcache.kernels.cuda import indexer, sparse_mla, topk
+from sglang_indexcache.kernels.grid import cases, suite
+from sglang_indexcache.kernels.indexer import cuda as indexer
+from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
+from sglang_indexcache.kernels.topk import cuda as topk
 from sglang_indexcache.kernels.topk import reference as topk_reference
 from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.conformance import cases, runner
-from sglang_indexcache.kernels.contracts import OPS, Limits, OpName
+from sglang_indexcache.kernels.contract import OPS, Limits, OpName
+from sglang_indexcache.kernels.grid import cases, runner
 from sglang_indexcache.kernels.report import print_table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -126,7 +126,7 @@ def test_report_names_everything() -> None:
 
 
 def test_command() -> None:
-    result = CliRunner().invoke(app, ["kernels"], env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, ["kernels", "list"], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "sparse_mla_decode" in result.output
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.kernels.conformance import cases, suite
-from sglang_indexcache.kernels.contracts import FLOAT32_BITS
+from sglang_indexcache.kernels.contract import FLOAT32_BITS
+from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
 from sglang_indexcache.kernels.topk import reference as topk

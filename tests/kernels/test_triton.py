@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from sglang_indexcache.kernels.conformance import cases, suite
-from sglang_indexcache.kernels.contracts import VALUE_DIM
+from sglang_indexcache.kernels.contract import VALUE_DIM
+from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference
 from sglang_indexcache.kernels.indexer import triton as indexer
 from sglang_indexcache.kernels.indexer.quantization import write_pages

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, stage_starts
-from sglang_indexcache.search.exhaustive import evaluations, greedy
+from sglang_indexcache.search.methods.greedy import evaluations, greedy
 from sglang_indexcache.search.targets import parse_targets
 from tests.search.helpers import free, landscape, targets
 from tests.search.oracle import algorithm_1, algorithm_1_in_blocks

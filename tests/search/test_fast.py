@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.exhaustive import greedy
-from sglang_indexcache.search.fast import FastGreedy, first_subset, least_subset
 from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods.fast import FastGreedy, first_subset, least_subset
+from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.run import Options, Search
 from tests.search.helpers import free, landscape, targets
 

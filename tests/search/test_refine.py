@@ -3,10 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.beam import beam
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.exhaustive import greedy
-from sglang_indexcache.search.refine import refine_exhaustively, refine_screened
+from sglang_indexcache.search.methods.greedy import greedy
+from sglang_indexcache.search.refinements.beam import beam
+from sglang_indexcache.search.refinements.exchange import refine_exhaustively, refine_screened
 from tests.search.helpers import free, landscape, targets
 from tests.search.oracle import every_pattern
 

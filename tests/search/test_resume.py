@@ -21,7 +21,7 @@ KILLS = 20
 
 def start(output: Path) -> subprocess.Popen[bytes]:
     command = [
-        *(sys.executable, "-m", "sglang_indexcache.cli", "search", "--synthetic", "12"),
+        *(sys.executable, "-m", "sglang_indexcache.cli", "search", "run", "--synthetic", "12"),
         *("--batches", "8", "--delay", "0.02", "--name", "test", "--output", str(output)),
     ]
     return subprocess.Popen(

@@ -16,7 +16,7 @@ from sglang_indexcache.errors import PatternError, TrainingError
 from sglang_indexcache.training.build import load, own_pattern
 from sglang_indexcache.training.log import RunLog, read_metrics
 from sglang_indexcache.training.model import DistilledModel
-from sglang_indexcache.training.report import evaluate_checkpoint
+from sglang_indexcache.training.scores import evaluate_checkpoint
 from sglang_indexcache.training.sharing import Stage
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.models import one_document

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_indexcache.demo_model import make_tokenizer
+from sglang_indexcache.demo.model import make_tokenizer
 
 
 @cache

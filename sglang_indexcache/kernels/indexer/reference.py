@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from sglang_indexcache.kernels.contracts import INDEX_DIM, PADDING, PAGE_TOKENS
+from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, PAGE_TOKENS
 from sglang_indexcache.kernels.indexer.quantization import read_pages
 from sglang_indexcache.kernels.topk.reference import topk_ascending
 
@@ -80,7 +80,7 @@ def indexer_logits_prefill(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerLogitsPrefill`."""
+    """:class:`~sglang_indexcache.kernels.contract.IndexerLogitsPrefill`."""
     if out is None:
         out = torch.full((q.shape[0], width), float("nan"), device=q.device)
     for request, start, end in _requests(query_starts):
@@ -100,7 +100,7 @@ def indexer_logits_decode(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerLogitsDecode`."""
+    """:class:`~sglang_indexcache.kernels.contract.IndexerLogitsDecode`."""
     if out is None:
         out = torch.full((*visible.shape, width), float("nan"), device=q.device)
     for request, lens in enumerate(visible):
@@ -122,7 +122,7 @@ def indexer_select_prefill(
     as_slots: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerSelectPrefill`."""
+    """:class:`~sglang_indexcache.kernels.contract.IndexerSelectPrefill`."""
     if out is None:
         out = torch.empty(q.shape[0], topk, dtype=torch.int32, device=q.device)
     out.fill_(PADDING)
@@ -146,7 +146,7 @@ def indexer_select_decode(
     as_slots: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerSelectDecode`."""
+    """:class:`~sglang_indexcache.kernels.contract.IndexerSelectDecode`."""
     batch, next_n = visible.shape
     starts = torch.arange(0, (batch + 1) * next_n, next_n, dtype=torch.int32, device=q.device)
     chosen = indexer_select_prefill(

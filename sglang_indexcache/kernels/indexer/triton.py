@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from sglang_indexcache.kernels.checks import check_indexer, check_topk
-from sglang_indexcache.kernels.contracts import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS
+from sglang_indexcache.kernels.contract import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS
 from sglang_indexcache.kernels.topk.triton import topk_of_requests
 
 SCRATCH_BYTES = 256 << 20
@@ -45,7 +45,7 @@ def indexer_logits_prefill(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerLogitsPrefill`."""
+    """:class:`~sglang_indexcache.kernels.contract.IndexerLogitsPrefill`."""
     check_indexer("indexer_logits_prefill", q, weights, pages, block_table, visible, query_starts)
     rows, heads = weights.shape
     if out is None:
@@ -67,7 +67,7 @@ def indexer_logits_decode(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerLogitsDecode`."""
+    """:class:`~sglang_indexcache.kernels.contract.IndexerLogitsDecode`."""
     check_indexer("indexer_logits_decode", q, weights, pages, block_table, visible)
     batch, next_n, heads = weights.shape
     if out is None:
@@ -93,7 +93,7 @@ def indexer_select_prefill(
     out: torch.Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerSelectPrefill`.
+    """:class:`~sglang_indexcache.kernels.contract.IndexerSelectPrefill`.
 
     Args:
         scratch_bytes: memory for logits; below one row's it is one row's.
@@ -141,7 +141,7 @@ def indexer_select_decode(
     out: torch.Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.IndexerSelectDecode`.
+    """:class:`~sglang_indexcache.kernels.contract.IndexerSelectDecode`.
 
     Args:
         scratch_bytes: memory for logits; below one request's it is one request's.

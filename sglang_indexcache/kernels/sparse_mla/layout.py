@@ -6,7 +6,7 @@ values. A scale is the group's largest magnitude over 448, not a power of two.
 
 import torch
 
-from sglang_indexcache.kernels.contracts import FP8_GROUP, FP8_ROW_BYTES, ROPE_DIM, VALUE_DIM
+from sglang_indexcache.kernels.contract import FP8_GROUP, FP8_ROW_BYTES, ROPE_DIM, VALUE_DIM
 
 E4M3_MAX = 448.0
 _GROUPS = VALUE_DIM // FP8_GROUP

@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_indexcache.kernels.contracts import FP8_ROW_BYTES, VALUE_DIM
+from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, VALUE_DIM
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 
 
@@ -19,7 +19,7 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over its selected latent rows (absorbed MLA), in float64.
 
-    :class:`~sglang_indexcache.kernels.contracts.SparseMLA` for any widths and dtypes.
+    :class:`~sglang_indexcache.kernels.contract.SparseMLA` for any widths and dtypes.
 
     Args:
         q: ``[T, H, D]`` queries, the latent part first and the rotary part last.

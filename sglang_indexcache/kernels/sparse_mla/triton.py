@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_indexcache.kernels.checks import check_sparse_mla
-from sglang_indexcache.kernels.contracts import (
+from sglang_indexcache.kernels.contract import (
     FP8_GROUP,
     FP8_ROW_BYTES,
     LATENT_DIM,
@@ -43,7 +43,7 @@ def sparse_mla(
     lse: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:class:`~sglang_indexcache.kernels.contracts.SparseMLA`.
+    """:class:`~sglang_indexcache.kernels.contract.SparseMLA`.
 
     Args:
         splits: parts of a query's list; by default as many as keep the card busy.

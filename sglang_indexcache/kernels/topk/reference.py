@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_indexcache.kernels.contracts import PADDING
+from sglang_indexcache.kernels.contract import PADDING
 
 __all__ = ["PADDING", "topk", "topk_ascending"]
 
@@ -34,6 +34,6 @@ def topk_ascending(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> to
 def topk(
     logits: torch.Tensor, visible: torch.Tensor, topk: int, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.TopK`."""
+    """:class:`~sglang_indexcache.kernels.contract.TopK`."""
     chosen = topk_ascending(logits, visible, topk)
     return chosen if out is None else out.copy_(chosen)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_indexcache.kernels.checks import check_logits
-from sglang_indexcache.kernels.contracts import PADDING, PAGE_TOKENS
+from sglang_indexcache.kernels.contract import PADDING, PAGE_TOKENS
 
 BLOCK = 2048
 _PADDING = tl.constexpr(PADDING)
@@ -20,7 +20,7 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 def topk(
     logits: torch.Tensor, visible: torch.Tensor, topk: int, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contracts.TopK`."""
+    """:class:`~sglang_indexcache.kernels.contract.TopK`."""
     return topk_of_requests(logits, visible, topk, out=out)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from sglang_indexcache.demo_model import machine_text
+from sglang_indexcache.demo.model import machine_text
 from sglang_indexcache.errors import TrainingError
 
 HELD_OUT_EVERY = 10

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_indexcache.demo_model import ModelSpec, make_model
+from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_indexcache.demo_model import machine_text
+from sglang_indexcache.demo.model import machine_text
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training.data.batches import IGNORED, Mixture
 from sglang_indexcache.training.data.retrieval import Words

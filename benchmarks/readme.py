@@ -1,0 +1,138 @@
+"""Fill the generated parts of README.md and docs/benchmarks.md from benchmarks/results.
+
+A generated part lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; NAME is one of
+:data:`PARTS`. Run ``python -m benchmarks.readme`` after a measurement; with
+``--check`` it changes nothing and fails if something would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.stack import tables as stack_tables
+from sglang_indexcache.bench import plan, replay_tables, tables
+from sglang_indexcache.bench.gpus import GPUS
+from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
+from sglang_indexcache.bench.prompts import format_length
+from sglang_indexcache.bench.replay import ReplayResult
+from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
+from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
+from sglang_indexcache.errors import BenchError
+from sglang_indexcache.library import Library
+
+ROOT = Path(__file__).parents[1]
+PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
+RESULTS = Path("benchmarks/results")
+_PAPER_LENGTHS = (10_000, 60_000, 120_000, 200_000)
+
+_MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
+
+
+def _latency(folder: Path, path: str) -> str:
+    result = load(LatencyResult, folder / path)
+    return tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
+
+
+def _latency_only(folder: Path, path: str) -> str:
+    return tables.latency_grid(load(LatencyResult, folder / path)).to_markdown()
+
+
+def _amdahl(folder: Path, path: str) -> str:
+    grid = tables.amdahl_grid(load(LatencyResult, folder / path))
+    return grid.to_markdown() if grid else NOT_MEASURED + "\n"
+
+
+def _memory(folder: Path, path: str) -> str:
+    return tables.memory_grid(load(LatencyResult, folder / path)).to_markdown()
+
+
+def _replay(folder: Path, path: str) -> str:
+    return replay_tables.report(load(ReplayResult, folder / path))
+
+
+def _stack(folder: Path, path: str) -> str:
+    return stack_tables.report(load(LayerStackResult, folder / path))
+
+
+def _stack_check(folder: Path, path: str) -> str:
+    check = load(StackCheck, folder / path)
+    return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
+
+
+def _plan(_folder: Path, _path: str) -> str:
+    """The planner's roofline beside the paper's measurement, for the paper's model and node."""
+    shape = PRESETS["30b"]
+    checkpoint = checkpoint_of(shape)
+    rates = plan.RooflineRates(shape, GPUS["h100"], "bf16")
+    header = ("predicted (paper)", *map(format_length, _PAPER_LENGTHS))
+    rows: list[tuple[str, ...]] = []
+    for metric in METRICS:
+        rows.append((tables.NAMES[metric],))
+        for ratio in ("1/2", "1/4"):
+            pattern = Library.default().resolve(ratio, checkpoint).pattern
+            cited = paper_speedup(dict(checkpoint.shape), pattern, metric)
+            cells = []
+            for length in _PAPER_LENGTHS:
+                found = plan.predict(shape, rates, pattern, length, 800_000)
+                speed = getattr(found, metric)
+                cells.append(f"{speed:.2f}x ({cited[format_length(length)]:.2f}x)")
+            rows.append((ratio, *cells))
+    title = "30B model on H100: roofline prediction, and in brackets what the paper measured"
+    return Grid(title, header, tuple(rows)).to_markdown()
+
+
+PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
+    "latency-cpu-table": (_latency_only, "latency/cpu/latency.json"),
+    "latency-cpu": (_latency, "latency/cpu/latency.json"),
+    "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
+    "memory-cpu": (_memory, "latency/cpu/latency.json"),
+    "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
+    "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
+    "replay-cpu": (_replay, "replay/cpu/replay.json"),
+    "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
+    "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
+    "plan-and-paper": (_plan, ""),
+}
+"""Generated parts: what makes them, and from which file below benchmarks/results."""
+
+
+def render(name: str, results: Path) -> str:
+    """One generated part; "not measured" where its file is missing.
+
+    Raises:
+        BenchError: no part has this name, or its file is malformed.
+    """
+    if name not in PARTS:
+        raise BenchError(f"no generated part is called {name!r}; there are {', '.join(PARTS)}")
+    make, path = PARTS[name]
+    if path and not (results / path).exists():
+        return f"{NOT_MEASURED}\n"
+    return make(results, path)
+
+
+def fill(text: str, results: Path) -> str:
+    """``text`` with every marked part made anew."""
+    return _MARKED.sub(lambda found: found[1] + render(found[2], results) + found[3], text)
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    only_check = parser.parse_args().check
+    for page in PAGES:
+        path = ROOT / page
+        before = path.read_text(encoding="utf-8")
+        after = fill(before, ROOT / RESULTS)
+        if after != before:
+            if only_check:
+                raise SystemExit(f"{page} is out of date: python -m {__spec__.name}")
+            path.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

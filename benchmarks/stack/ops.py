@@ -1,0 +1,294 @@
+"""The seam between the layer stack and the kernels: who scores, selects and attends.
+
+* ``cpu``: the blocked torch that the CPU platform serves with.
+* ``cuda``, ``triton``, ``reference``: ours, out of ``kernels.dispatch`` and called by the contract
+  of ``kernels.contracts``; ``ours`` is the best of them that runs here.
+* ``engine``: what SGLang runs by default on Hopper (``bench.engine_ops``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+
+from sglang_indexcache.bench.shapes import Shape
+from sglang_indexcache.errors import BenchError
+from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.kernels.batch import PagedBatch
+from sglang_indexcache.kernels.contract import (
+    FP8_ROW_BYTES,
+    INDEX_DIM,
+    LATENT_DIM,
+    PAGE_BYTES,
+    OpName,
+)
+from sglang_indexcache.kernels.indexer.cpu import select_topk
+from sglang_indexcache.kernels.indexer.quantization import (
+    PAGE_TOKENS,
+    quantize_e4m3,
+    quantize_queries,
+    write_pages,
+)
+from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
+from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
+
+NAMES = ("cpu", "ours", "engine", *dispatch.ORDER)
+"""What ``--kernels`` may be."""
+
+
+class Geometry:
+    """Equal requests laid end to end: each has ``keys`` tokens, the last ``queries`` are queries.
+
+    Request ``b`` owns the slots from ``b * room`` on. Block tables are as wide as ``keys``, not as
+    ``room``: kernels plan by their width, as for a server whose longest request this is.
+
+    Args:
+        requests: B.
+        queries: of each.
+        keys: tokens of each in the cache, queries included.
+        room: slots of each, a multiple of the page.
+        device: of the tensors.
+    """
+
+    def __init__(self, requests: int, queries: int, keys: int, room: int, device: str) -> None:
+        self.requests, self.queries, self.keys = requests, queries, keys
+        starts = torch.arange(requests, device=device)[:, None] * room
+        self.slots = starts + torch.arange(keys, device=device)
+        self.new_slots = self.slots[:, keys - queries :].reshape(-1)
+        pages = torch.arange(-(-keys // PAGE_TOKENS), device=device)
+        self.block_table = (starts // PAGE_TOKENS + pages).to(torch.int32)
+        edges = torch.arange(requests + 1, device=device) * queries
+        self.query_starts = edges.to(torch.int32)
+        span = torch.arange(keys - queries + 1, keys + 1, device=device)
+        self.visible = span.repeat(requests).to(torch.int32)
+
+
+class Ops(Protocol):
+    """What a layer needs of its kernels.
+
+    Attributes:
+        name: for results.
+    """
+
+    name: str
+
+    def index_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the index keys of ``slots`` tokens."""
+
+    def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
+        """Write ``[T, D]`` index keys at the slots ``where``."""
+
+    def latent_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the latent rows of ``slots`` tokens."""
+
+    def store_latent(self, cache: torch.Tensor, where: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write ``[T, width]`` latent rows at the slots ``where``."""
+
+    def select(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        cache: torch.Tensor,
+        geometry: Geometry,
+        topk: int,
+    ) -> torch.Tensor:
+        """``[T, topk]`` int32 slots for ``[T, H, D]`` queries and ``[T, H]`` float32 gates."""
+
+    def attend(
+        self, q: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, scale: float, values: int
+    ) -> torch.Tensor:
+        """``[T, Hq, values]`` for ``[T, Hq, width]`` queries."""
+
+
+class CpuOps:
+    """``kernels/*/cpu.py`` with caches in the dtype of the weights, as it serves by default."""
+
+    name = "cpu"
+
+    def index_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Ops`."""
+        return torch.zeros(slots, width, dtype=dtype)
+
+    def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
+        """See :class:`Ops`."""
+        cache[where] = keys.to(cache.dtype)
+
+    def latent_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Ops`."""
+        return torch.zeros(slots, width, dtype=dtype)
+
+    def store_latent(self, cache: torch.Tensor, where: torch.Tensor, rows: torch.Tensor) -> None:
+        """See :class:`Ops`."""
+        cache[where] = rows
+
+    def select(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        cache: torch.Tensor,
+        geometry: Geometry,
+        topk: int,
+    ) -> torch.Tensor:
+        """See :class:`Ops`."""
+        batch = PagedBatch(
+            (geometry.queries,) * geometry.requests,
+            (geometry.keys,) * geometry.requests,
+            geometry.slots,
+        )
+        found = select_topk(q, gates, lambda slots: cache[slots], batch, topk)
+        return batch.physical_slots(found)
+
+    def attend(
+        self, q: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, scale: float, values: int
+    ) -> torch.Tensor:
+        """See :class:`Ops`."""
+        return sparse_mla(q, latent, slots, scale, values)[0]
+
+
+class PagedCaches:
+    """Caches in the layouts that a GPU serves with.
+
+    Args:
+        device: of the tensors.
+        fp8_kv: latent rows of 656 bytes instead of bfloat16.
+    """
+
+    def __init__(self, device: str, *, fp8_kv: bool) -> None:
+        self.device, self.fp8_kv = device, fp8_kv
+
+    @property
+    def latent_dtype(self) -> torch.dtype:
+        """Of the latent cache."""
+        return torch.uint8 if self.fp8_kv else torch.bfloat16
+
+    def index_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Ops`; FP8 pages, whatever the ``dtype`` of the weights.
+
+        Raises:
+            BenchError: another width than the kernels'.
+        """
+        if width != INDEX_DIM:
+            raise BenchError(
+                f"these kernels read index keys of {INDEX_DIM}, this model has {width}"
+            )
+        pages = -(-slots // PAGE_TOKENS)
+        return torch.zeros(pages, PAGE_BYTES, dtype=torch.uint8, device=self.device)
+
+    def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
+        """See :class:`Ops`."""
+        write_pages(cache, where, *quantize_e4m3(keys))
+
+    def latent_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Ops`; whole pages, which FlashMLA's FP8 kernel reads the cache as.
+
+        Raises:
+            BenchError: another width or dtype than the kernels'.
+        """
+        if width != LATENT_DIM or dtype != torch.bfloat16:
+            raise BenchError(
+                f"these kernels read latent rows of {LATENT_DIM} bfloat16, this model has {width} "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
+        rows = -(-slots // PAGE_TOKENS) * PAGE_TOKENS
+        size = FP8_ROW_BYTES if self.fp8_kv else width
+        return torch.zeros(rows, size, dtype=self.latent_dtype, device=self.device)
+
+    def store_latent(self, cache: torch.Tensor, where: torch.Tensor, rows: torch.Tensor) -> None:
+        """See :class:`Ops`."""
+        cache[where] = quantize_latent(rows) if self.fp8_kv else rows
+
+
+class DispatchedOps(PagedCaches):
+    """Implementations out of ``kernels.dispatch``, by the contract: FP8 pages, slots out.
+
+    Args:
+        name: cuda, triton or reference; "ours" for the best of them, op by op.
+        device: of the tensors.
+        shape: of the model, to check what the kernels can do.
+        fp8_kv: see :class:`PagedCaches`.
+
+    Raises:
+        KernelError: an implementation cannot run here.
+    """
+
+    def __init__(self, name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> None:
+        super().__init__(device, fp8_kv=fp8_kv)
+        machine = dispatch.Machine.here()
+        index = dispatch.Shape(heads=shape.index_heads, topk=shape.topk, next_n=1)
+        mla = dispatch.Shape(heads=shape.heads, topk=shape.topk, cache=self.latent_dtype)
+
+        def required(op: OpName, call: dispatch.Shape) -> tuple[str, Callable[..., Any]]:
+            best = dispatch.decide(op, machine, call).opt_in
+            chosen = best if name == "ours" else cast("dispatch.Implementation", name)
+            return chosen, dispatch.require(op, chosen, machine, call)
+
+        chosen = {
+            "prefill": required("indexer_select_prefill", index),
+            "decode": required("indexer_select_decode", index),
+            "attend": required("sparse_mla_prefill", mla),
+        }
+        self._prefill, self._decode, self._attend = (run for _, run in chosen.values())
+        used = sorted({implementation for implementation, _ in chosen.values()})
+        self.name = f"ours: {', '.join(used)}" if name == "ours" else name
+
+    def select(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        cache: torch.Tensor,
+        geometry: Geometry,
+        topk: int,
+    ) -> torch.Tensor:
+        """See :class:`Ops`."""
+        values, weights = quantize_queries(q, gates)
+        table, visible = geometry.block_table, geometry.visible
+        found: torch.Tensor
+        if geometry.queries == 1:
+            q, weights, visible = values[:, None], weights[:, None], visible[:, None]
+            found = self._decode(q, weights, cache, table, visible, topk, as_slots=True)
+            return found[:, 0]
+        starts = geometry.query_starts
+        found = self._prefill(values, weights, cache, table, starts, visible, topk, as_slots=True)
+        return found
+
+    def attend(
+        self, q: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, scale: float, values: int
+    ) -> torch.Tensor:
+        """See :class:`Ops`; ``values`` is 512 by contract. Prefill and decode are one function."""
+        out: torch.Tensor = self._attend(q, latent, slots, scale)[0]
+        assert out.shape[-1] == values
+        return out
+
+
+def load_ops(name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> Ops:
+    """The kernels called ``name``.
+
+    Args:
+        name: one of :data:`NAMES`.
+        device: cpu or cuda.
+        shape: of the model.
+        fp8_kv: latent rows of 656 bytes instead of bfloat16.
+
+    Raises:
+        BenchError: there are none of this name, or they do not run on ``device``.
+        KernelError: they cannot run on this machine or this shape.
+    """
+    if name not in NAMES:
+        raise BenchError(f"the kernels are {', '.join(NAMES)}, got {name!r}")
+    if device not in ("cpu", "cuda"):
+        raise BenchError(f"the device is cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchError("torch sees no GPU here; use --device cpu")
+    if name == "cpu":
+        if device != "cpu" or fp8_kv:
+            raise BenchError(
+                "the kernels 'cpu' run on a CPU with bfloat16 rows; choose others with --kernels"
+            )
+        return CpuOps()
+    if name == "engine":
+        from benchmarks.stack.engine_ops import EngineOps
+
+        return EngineOps(device, shape, fp8_kv=fp8_kv)
+    return DispatchedOps(name, device, shape, fp8_kv=fp8_kv)

@@ -1,0 +1,49 @@
+"""``indexcache demo``: see the difference on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglang_indexcache.cli.common import group, json_or_text, name_and_value, out
+
+app = group("See on this machine what sharing does.")
+
+
+@app.command("run")
+def demo_command(
+    folder: Annotated[Path, typer.Option(help="For the logs.")] = Path(".demo"),
+) -> None:
+    """Serve a small checkpoint with every indexer and with a quarter of them, side by side."""
+    from sglang_indexcache.demo.run import run
+
+    folder.mkdir(parents=True, exist_ok=True)
+    run(folder, out)
+
+
+@app.command("model")
+def make_model_command(
+    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
+    preset: Annotated[str, typer.Option(help="glm-5 or deepseek-v3.2.")] = "glm-5",
+    size: Annotated[str, typer.Option(help="tiny or small.")] = "small",
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Entries of the tokenizer.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    field: Annotated[
+        list[str] | None,
+        typer.Option(help="Replace a config field, for example --field num_hidden_layers=24."),
+    ] = None,
+) -> None:
+    """Make a small DSA checkpoint with random weights and a real tokenizer."""
+    from sglang_indexcache.demo.model import ModelSpec, make_model
+
+    overrides = {
+        name: json_or_text(value)
+        for name, value in (name_and_value(text, "--field") for text in field or [])
+    }
+    spec = ModelSpec(preset, size, seed, vocab_size, dtype, overrides)
+    with out.status(f"making {folder} ..."):
+        count = make_model(spec, folder)
+    out.print(f"wrote {folder}: {preset} shape, {count / 1e6:.1f} M parameters, random weights")

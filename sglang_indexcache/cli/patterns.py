@@ -1,0 +1,128 @@
+"""``indexcache patterns``: look at the pattern library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.cli.common import group, out
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.library import Entry, Library, load_entry
+from sglang_indexcache.pattern import Pattern
+
+app = group("The pattern library.")
+
+
+@app.command("list")
+def list_patterns(
+    model: Annotated[
+        Path | None, typer.Option(help="Only patterns that fit this checkpoint's config.json.")
+    ] = None,
+) -> None:
+    """List the library's patterns."""
+    library = Library.default()
+    entries = list(library.entries.values())
+    if model is not None:
+        entries = library.for_checkpoint(Checkpoint.read(model))
+    table = Table("name", "model", "layers", "F", "retention", "found by", box=SIMPLE)
+    table.columns[0].no_wrap = True
+    for entry in entries:
+        table.add_row(
+            entry.name,
+            entry.model.name,
+            str(entry.model.num_layers),
+            str(entry.full_layers),
+            entry.retention,
+            entry.method.name,
+        )
+    out.print(table if entries else "no pattern in the library fits this checkpoint")
+
+
+@app.command("show")
+def show_pattern(
+    name: Annotated[str, typer.Argument(help="A library name or a YAML file.")],
+) -> None:
+    """Show a pattern with its provenance and what is known of its quality."""
+    entry = _entry(name)
+    out.print(_drawing(entry.parsed, f"{entry.name}: {entry.model.name}"))
+    out.print(f"\n{entry.pattern}\n", soft_wrap=True, highlight=False)
+    out.print(f"found by   {entry.method.name}, minimising {entry.method.objective}")
+    out.print(f"data       {entry.method.data}")
+    out.print(f"source     {entry.source.title}, {entry.source.where} ({entry.source.url})")
+    if entry.model.note:
+        out.print(f"note       {entry.model.note.strip()}")
+    if entry.quality:
+        table = Table("benchmark", "this pattern", "all F", "uniform", "source", title="quality")
+        for row in entry.quality:
+            scores = (row.score, row.all_full, row.uniform)
+            shown = ["" if score is None else f"{score:g}" for score in scores]
+            table.add_row(row.benchmark, *shown, row.where)
+        out.print(table)
+    if entry.latency:
+        table = Table("metric", "context", "this pattern", "all F", "source", title="latency")
+        for speed in entry.latency:
+            speeds = (speed.value, speed.all_full)
+            shown = ["" if value is None else f"{value:g} {speed.unit}" for value in speeds]
+            table.add_row(speed.metric, speed.context, *shown, speed.where)
+        out.print(table)
+
+
+@app.command("validate")
+def validate_patterns(
+    files: Annotated[list[Path], typer.Argument(help="Pattern files (YAML).")],
+) -> None:
+    """Check pattern files; exit code 1 if one is wrong."""
+    failures = 0
+    for path in files:
+        try:
+            entry = load_entry(path)
+        except IndexCacheError as error:
+            typer.secho(f"indexcache: error: {error}", err=True, fg="red")
+            failures += 1
+        else:
+            typer.echo(f"{path}: {entry.name}, {entry.parsed.summary()}")
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command("draw")
+def draw_patterns(
+    values: Annotated[list[str], typer.Argument(help="F/S strings, library names or YAML files.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .png or .svg file to write.")
+    ] = None,
+) -> None:
+    """Draw which layer serves which, in the terminal or as a picture."""
+    drawn = [(value, _literal_or_entry(value)) for value in values]
+    if output is None:
+        for title, pattern in drawn:
+            out.print(_drawing(pattern, title))
+        return
+    from sglang_indexcache.support.drawing import to_image
+
+    titled = [("" if str(pattern) == title else title, pattern) for title, pattern in drawn]
+    to_image(titled, output)
+    typer.echo(f"wrote {output}")
+
+
+def _drawing(pattern: Pattern, title: str) -> Any:
+    from sglang_indexcache.support.drawing import to_terminal
+
+    return to_terminal(pattern, title)
+
+
+def _entry(name: str) -> Entry:
+    return (
+        load_entry(Path(name)) if name.endswith((".yaml", ".yml")) else Library.default().get(name)
+    )
+
+
+def _literal_or_entry(value: str) -> Pattern:
+    if value and not set(value) - {"F", "S"}:
+        return Pattern(value)
+    return _entry(value).parsed

@@ -1,0 +1,281 @@
+"""Start, talk to and stop a real SGLang server from Python: for the demo, the tests, benchmarks.
+
+The server is its own process group and dies with its parent, whatever kills that: on Linux the
+kernel sends the signal, so nothing is left behind even after kill -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from sglang_indexcache.errors import ServerError
+
+_PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 30_000)
+_PORT_TAKEN = "address already in use"
+
+
+class Client:
+    """The HTTP side of a running server."""
+
+    def __init__(self, url: str, timeout: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+
+    def is_ready(self) -> bool:
+        """Whether the server answers requests."""
+        try:
+            return self._http.get("/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def generate(self, **body: Any) -> Any:
+        """SGLang's native ``/generate``."""
+        return self._request("POST", "/generate", body)
+
+    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
+        """SGLang's native ``/generate``, chunk by chunk as they arrive.
+
+        Raises:
+            ServerError: the server refused, reported an error, or went away before the end.
+        """
+        try:
+            with self._http.stream("POST", "/generate", json={**body, "stream": True}) as response:
+                if response.status_code != 200:
+                    text = response.read().decode(errors="replace")[:500]
+                    raise ServerError(
+                        f"POST {self.url}/generate answered {response.status_code}: {text}"
+                    )
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        chunk = json.loads(line[len("data: ") :])
+                        if "error" in chunk:
+                            raise ServerError(f"{self.url} answered an error: {chunk['error']}")
+                        yield chunk
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"the server at {self.url} stopped answering in the middle of a request "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    def server_info(self) -> dict[str, Any]:
+        """SGLang's ``/server_info``."""
+        return dict(self._request("GET", "/server_info"))
+
+    def states(self) -> list[dict[str, Any]]:
+        """What IndexCache reports, one entry per data-parallel rank.
+
+        Raises:
+            ServerError: the server does not run IndexCache.
+        """
+        internal = self.server_info()["internal_states"]
+        states = [state["indexcache"] for state in internal if "indexcache" in state]
+        if not states:
+            raise ServerError(
+                f"the server at {self.url} does not run IndexCache. Start it with "
+                "--attention-backend indexcache."
+            )
+        return states
+
+    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+        """Make ``value`` the pattern of a server in live mode; returns the new states.
+
+        Raises:
+            ServerError: with the server's reason, if it refused.
+        """
+        self.states()
+        body = {"server_args": {f"indexcache_pattern={value}": 1}}
+        accepted = self._request("POST", "/set_internal_state", body)
+        states = self.states()
+        if not all(accepted):
+            reasons = {state["last_rejection"] for state in states} - {""}
+            raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
+        return states
+
+    def flush_cache(self, timeout: float = 60.0) -> None:
+        """Empty the radix cache, once the server is idle.
+
+        It may not be yet when an answer arrives: a pipeline's first stage learns later than the
+        client that the last one is through.
+
+        Args:
+            timeout: seconds to wait for that.
+
+        Raises:
+            ServerError: the server was busy all that time.
+        """
+        self._send("POST", f"/flush_cache?timeout={timeout}")
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self._send(method, path, body).json()
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ServerError(f"cannot reach the server at {self.url}: {error}") from error
+        if response.status_code != 200:
+            raise ServerError(
+                f"{method} {self.url}{path} answered {response.status_code}: {response.text[:500]}"
+            )
+        return response
+
+
+class Server:
+    """One ``python -m sglang.launch_server`` process; use it as a context manager."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
+        self.log = log
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *arguments,
+            *("--port", str(self.port)),
+        ]
+        self._env = {**os.environ, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = Client(f"http://127.0.0.1:{self.port}")
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process and return at once."""
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def wait_until_ready(
+        self, timeout: float = 600.0, tick: Callable[[float], None] | None = None
+    ) -> Client:
+        """Wait until the server answers.
+
+        Args:
+            timeout: seconds.
+            tick: called about twice a second with the seconds waited, for a progress display.
+
+        Raises:
+            ServerError: it died or took too long; the end of its log is in the message.
+        """
+        started = time.monotonic()
+        while (waited := time.monotonic() - started) < timeout:
+            if self._process is None or self._process.poll() is not None:
+                code = None if self._process is None else self._process.returncode
+                raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
+            if _PORT_TAKEN in self.log_tail():
+                # SGLang would stay, and whoever has the port would answer in its place.
+                self.stop()
+                raise ServerError(f"port {self.port} is in use; give the server another one")
+            if self.client.is_ready():
+                return self.client
+            if tick is not None:
+                tick(waited)
+            time.sleep(0.5)
+        self.stop()
+        raise ServerError(f"the server was not ready after {timeout:.0f} s:\n{self.log_tail()}")
+
+    def wait(self, timeout: float) -> int:
+        """Wait until the process ends by itself; returns its exit code."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.wait(timeout)
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Stop the whole process group; safe to call twice."""
+        if self._process is None:
+            return
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+            if number == signal.SIGTERM:
+                # Children of a server that ended politely may still be on their way out.
+                _kill_group(self._process.pid)
+            break
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the server's log, the very long ones (its arguments) cut short."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(line[:500] for line in text.splitlines()[-lines:])
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that is free now and that no outgoing connection will be given.
+
+    A server may need minutes until it listens: a port from the kernel's own range could be taken
+    by then.
+
+    Raises:
+        ServerError: none was found.
+    """
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise ServerError(f"found no free port from {_PORTS.start} to {_PORTS.stop - 1}")

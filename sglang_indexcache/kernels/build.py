@@ -1,0 +1,261 @@
+"""Compile ``csrc/`` for Hopper: one shared library an op, cached by what went into it.
+
+A library is built on first use, or ahead of time by ``indexcache kernels build``; what was built
+ahead serves on machines without nvcc. Nothing here needs a GPU; torch is not involved either: the
+libraries speak the apache-tvm-ffi ABI.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.support.files import shipped
+
+FOLDERS = ("topk", "indexer", "sparse_mla")
+"""The folders of ``csrc/`` that become a library each."""
+
+ARCHITECTURE = "sm_90a"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    # wgmma and setmaxnreg exist for sm_90a only; -arch=sm_90a would add a pass for sm_90.
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC",
+)
+OLDEST_NVCC = (12, 5)
+"""cudaGetDriverEntryPointByVersion; sm_90a itself needs 12.0."""
+
+DEFAULT_HOME = Path("/usr/local/cuda")
+CACHE_VARIABLE = "INDEXCACHE_KERNEL_CACHE"
+
+
+@dataclass(frozen=True)
+class Library:
+    """One built library.
+
+    Attributes:
+        path: the shared library.
+        log: what nvcc and ptxas said while compiling it: registers, spills, warnings.
+        fresh: whether this call built it.
+    """
+
+    path: Path
+    log: Path
+    fresh: bool
+
+
+def source_folder() -> Path:
+    """``csrc/``."""
+    return shipped("csrc")
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: ``$INDEXCACHE_KERNEL_CACHE``, or below the user's cache."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sglang-indexcache" / "kernels"
+
+
+@cache
+def find_nvcc() -> Path:
+    """The CUDA compiler: ``$CUDA_HOME``'s, else the one on the PATH, else ``/usr/local/cuda``'s.
+
+    Raises:
+        KernelError: there is none.
+    """
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(DEFAULT_HOME / "bin" / "nvcc")
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise KernelError(
+        "the CUDA kernels need nvcc, and none was found: install the CUDA toolkit "
+        f"{OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or later and set CUDA_HOME to it, or use another "
+        "implementation"
+    )
+
+
+@cache
+def nvcc_version() -> tuple[int, int]:
+    """Release of the compiler, for example ``(13, 0)``.
+
+    Raises:
+        KernelError: there is no nvcc, it does not run, or it is too old.
+    """
+    nvcc = find_nvcc()
+    try:
+        words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise KernelError(f"{nvcc} does not run: {error}") from error
+    found = re.search(r"release (\d+)\.(\d+)", words.stdout)
+    if found is None:
+        raise KernelError(f"{nvcc} --version names no release: {words.stdout.strip()!r}")
+    version = int(found[1]), int(found[2])
+    if version < OLDEST_NVCC:
+        raise KernelError(
+            f"{nvcc} is CUDA {version[0]}.{version[1]}; the kernels need "
+            f"{OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or later: set CUDA_HOME to a newer toolkit"
+        )
+    return version
+
+
+def sources_of(folder: str) -> list[Path]:
+    """The files that nvcc compiles for one library."""
+    return sorted((source_folder() / folder).glob("*.cu"))
+
+
+def build(folder: str, *, say: Callable[[str], None] | None = None) -> Library:
+    """Compile one folder of ``csrc/``, unless the cache has it.
+
+    Several processes may ask at once (one a GPU): one compiles, the others wait.
+
+    Args:
+        folder: one of :data:`FOLDERS`.
+        say: receives a line before anything slow starts.
+
+    Raises:
+        KernelError: no usable nvcc, a cache that cannot be written, or the compilation failed; the
+            message ends with the compiler's words.
+    """
+    from filelock import FileLock
+
+    found = cached(folder)
+    if found is not None:
+        return found
+    target = cache_folder() / f"{_stem(folder)}{_dotted(nvcc_version())}"
+    _make_writable(target.parent)
+    with FileLock(f"{target}.lock"):
+        found = cached(folder)
+        if found is not None:
+            return found
+        if say:
+            say(f"compiling csrc/{folder} for {ARCHITECTURE}")
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            built.mkdir()
+            _compile(folder, built)
+            shutil.rmtree(target, ignore_errors=True)  # no library is in it
+            # In one step: who looks for the library without the lock finds all of it or nothing.
+            built.rename(target)
+    return _library(target, folder, fresh=True)
+
+
+def cached(folder: str) -> Library | None:
+    """What the cache holds for these sources: the build of this machine's nvcc, or None.
+
+    Without a usable nvcc it is the build of the newest one, made elsewhere (a container's build
+    stage, another machine).
+    """
+    stem = _stem(folder)
+    try:
+        builds = [cache_folder() / f"{stem}{_dotted(nvcc_version())}"]
+    except KernelError:
+        builds = sorted(cache_folder().glob(f"{stem}*"), key=_version_in_name, reverse=True)
+    libraries = (_library(path, folder, fresh=False) for path in builds)
+    return next((library for library in libraries if library.path.is_file()), None)
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem: str | None = str(error)
+    else:
+        problem = None if os.access(folder, os.W_OK) else "no permission to write"
+    if problem:
+        raise KernelError(
+            f"cannot keep built kernels in {folder}: {problem}; set {CACHE_VARIABLE} to a folder "
+            "that can be written"
+        )
+
+
+def _library(target: Path, folder: str, *, fresh: bool) -> Library:
+    return Library(target / f"{folder}.so", target / "build.log", fresh)
+
+
+def _stem(folder: str) -> str:
+    """Name of a build in the cache, up to the version of the nvcc that made it."""
+    return f"{folder}-{_fingerprint(folder)}-cuda"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _version_in_name(path: Path) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", path.name.rpartition("-cuda")[2])))
+
+
+def _compile(folder: str, scratch: Path) -> None:
+    """Objects side by side, then the library and the log in ``scratch``."""
+    sources = sources_of(folder)
+    objects = [scratch / f"{source.stem}.o" for source in sources]
+    commands = [
+        [str(find_nvcc()), *FLAGS, *_includes(), "-c", str(source), "-o", str(target)]
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        words = list(pool.map(_run, commands))
+    (scratch / "build.log").write_text("".join(words))
+    link = [str(find_nvcc()), "-shared", "-cudart=shared", *map(str, objects)]
+    _run([*link, *_linked(), "-o", str(scratch / f"{folder}.so")])
+    for path in objects:
+        path.unlink()
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = done.stdout + done.stderr
+    if done.returncode != 0:
+        errors = [line for line in words.splitlines() if "error" in line or "fatal" in line]
+        shown = "\n".join(errors[:20] or words.splitlines()[-20:])
+        raise KernelError(f"`{' '.join(command)}` failed:\n{shown}")
+    return words
+
+
+def _includes() -> list[str]:
+    from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path
+
+    return [
+        f"-I{path}" for path in (source_folder(), find_include_path(), find_dlpack_include_path())
+    ]
+
+
+def _linked() -> list[str]:
+    from tvm_ffi.libinfo import find_libtvm_ffi
+
+    runtime = Path(find_libtvm_ffi())
+    return [f"-L{runtime.parent}", "-ltvm_ffi"]
+
+
+def _fingerprint(folder: str) -> str:
+    """Of everything but the compiler that the library depends on: sources, flags, ABI."""
+    import tvm_ffi
+
+    digest = hashlib.sha256()
+    for part in (*FLAGS, tvm_ffi.__version__):
+        digest.update(part.encode() + b"\0")
+    root = source_folder()
+    headers = [
+        path
+        for path in root.rglob("*")
+        if path.suffix in {".h", ".cuh"} and path.relative_to(root).parts[0] != "host"
+    ]
+    for path in sorted([*headers, *sources_of(folder)]):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

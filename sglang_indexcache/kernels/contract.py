@@ -1,0 +1,335 @@
+"""What every implementation of an op must do: signatures, layouts, order of arithmetic, ties.
+
+The reference, the Triton and the CUDA implementation of an op are functions with one signature,
+the ``__call__`` of a protocol below, and pass one test grid. Nothing here runs on a device.
+
+**Names.** T query rows, B requests, H indexer heads, D = 128 their width, Hq MLA heads, k top-k.
+
+**Index-K pages** (SGLang's ``IndexKeyCache``): ``pages`` is ``[P, 8448]`` uint8, contiguous,
+16-byte aligned. A page holds 64 tokens: 64 x 128 bytes of e4m3, then 64 float32 scales. A scale is
+positive and finite, and usually but not necessarily a power of two.
+
+**Requests.** ``block_table`` is ``[B, W]`` int32, rows any stride apart: token ``s`` of request
+``b`` is token ``s % 64`` of page ``block_table[b, s // 64]``. Entries past the pages that a row of
+``b`` may see are not initialised and must not be followed.
+
+**Query rows.** ``visible[row]`` int32 in ``[0, 64 * W]`` is how many tokens of its request, counted
+from the first, a row may see; 0 for a row of padding. In prefill the rows of request ``b`` are
+``query_starts[b]`` up to ``query_starts[b + 1]`` (``[B + 1]`` int32, from 0, never decreasing,
+equal for an empty request); rows from ``query_starts[B]`` to T are padding whatever ``visible``
+says (dp_attention pads batches). In decode request ``b`` has ``next_n`` rows, 1 to 4 (MTP). Within
+a request ``visible`` usually rises by one a row; a kernel may rely on that for speed only.
+
+**No host synchronisation.** Lengths live on the device and no op may read them back, so that every
+op can be captured in a CUDA graph. Shapes, ``topk`` and ``width`` are all the host knows.
+Scratch memory is bounded independently of T x L (:data:`WORKSPACE_BYTES`).
+
+**Logits**, in this order of float32 arithmetic::
+
+    dot[h]  = sum_i q[h, i] * key[i]           the matrix unit's own order and precision
+    part[l] = fma chain over the heads h with (h // 2) % 4 == l, ascending, from +0:
+              part[l] = fma(weight[h], max(dot[h], 0), part[l])
+    logit   = ((part[0] + part[1]) + (part[2] + part[3])) * scale
+
+The order of ``part`` is how a Hopper accumulator lies in a warp (thread ``l`` of a quad holds the
+columns ``8j + 2l`` and ``8j + 2l + 1``). An implementation that cannot promise it (Triton reduces
+in an order of its compiler's choosing) states its own; whatever it is, one row's logits must depend
+on nothing but that row's inputs: not on T, the other requests, its place in a tile, or the run.
+Against float64 every logit is within :func:`logits_tolerance`.
+
+**Selection.** Of the first ``visible[row]`` logits the ``min(k, visible[row])`` largest, equal
+values to the smaller position, output ascending by position, padded with -1. ``-0.0`` equals
+``+0.0``; ``-inf`` and ``+inf`` are values like any other; NaN never occurs in valid input (an
+implementation must then still end, in bounds). The fused ops select exactly, bit for bit, what
+:class:`TopK` selects from the logits of **the same implementation**. Across implementations sets
+may differ only where logits are within the tolerance of the k-th.
+
+**Slots.** With ``as_slots`` the fused ops map each selected position ``s`` to the physical token
+``block_table[b, s // 64] * 64 + s % 64``, in the same (position) order; -1 stays -1.
+
+**Latent cache** of sparse MLA, one row a physical slot, contiguous, 16-byte aligned:
+
+- bfloat16 ``[N, 576]``: 512 latent (the values), 64 rotary;
+- uint8 ``[N, 656]`` (FlashMLA's FP8 format): 512 e4m3, 4 float32 scales (one for each 128), 64
+  bfloat16 rotary. A row means ``bfloat16(float32(e4m3) * scale)`` and its rotary part as stored:
+  attention over an FP8 cache is by definition attention over those bfloat16 rows.
+
+**Attention.** ``slots[row]`` lists physical slots, padding (-1) at the end only; a kernel may stop
+at the first -1. A slot may occur twice and then counts twice. With ``s_j = scale * q . row_j`` in
+float32, ``lse = ln(sum_j exp(s_j))``, ``out = sum_j exp(s_j - lse) * row_j[:512]``, probabilities
+rounded to bfloat16 before the second product. ``sinks`` (``[Hq]`` float32, infinities allowed)
+adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so that splits combine
+(FlashMLA's ``attn_sink``). A row without any slot gives zeros and ``-inf``. Within
+:func:`mla_tolerance` of float64, and the same bits on every run.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, get_args
+
+import torch
+
+INDEX_DIM = 128
+PAGE_TOKENS = 64
+PAGE_BYTES = PAGE_TOKENS * (INDEX_DIM + 4)
+LATENT_DIM, VALUE_DIM, ROPE_DIM = 576, 512, 64
+FP8_ROW_BYTES = 656
+FP8_GROUP = 128
+PADDING = -1
+
+MAX_TOPK = 2048
+MAX_NEXT_N = 4
+MAX_TOKENS = 1 << 20
+"""Tokens of one request that a row may see."""
+MAX_MLA_HEADS = 128
+INDEXER_HEADS = (8, 16, 32, 64)
+WORKSPACE_BYTES = 512 << 20
+"""What an op may allocate besides its output (the logits ops' output is what they are for)."""
+
+OpName: TypeAlias = Literal[
+    "indexer_logits_prefill",
+    "indexer_logits_decode",
+    "indexer_select_prefill",
+    "indexer_select_decode",
+    "topk",
+    "sparse_mla_prefill",
+    "sparse_mla_decode",
+]
+OPS: tuple[OpName, ...] = get_args(OpName)
+
+
+class IndexerLogitsPrefill(Protocol):
+    """Logits of a ragged batch, a matrix for tests and for the unfused path."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pages: torch.Tensor,
+        block_table: torch.Tensor,
+        query_starts: torch.Tensor,
+        visible: torch.Tensor,
+        width: int,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the op; the module says what every argument means.
+
+        Args:
+            q: ``[T, H, 128]`` float8_e4m3fn, contiguous.
+            weights: ``[T, H]`` float32, contiguous: gate * scale of q * softmax scale; any sign.
+            width: columns of the result, at least ``max(visible)``.
+            out: where to write; rows may be any stride apart.
+
+        Returns:
+            ``[T, width]`` float32. Columns from ``visible[t]`` on, and rows of padding, hold
+            anything (DeepGEMM's ``clean_logits=False``); nothing beyond ``width`` is touched.
+        """
+        ...
+
+
+class IndexerLogitsDecode(Protocol):
+    """Logits of ``next_n`` rows of every request."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pages: torch.Tensor,
+        block_table: torch.Tensor,
+        visible: torch.Tensor,
+        width: int,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the op; the module says what every argument means.
+
+        Args:
+            q: ``[B, next_n, H, 128]`` float8_e4m3fn, contiguous.
+            weights: ``[B, next_n, H]`` float32, contiguous.
+            visible: ``[B, next_n]`` int32.
+
+        Returns:
+            ``[B, next_n, width]`` float32, valid where :class:`IndexerLogitsPrefill`'s is.
+        """
+        ...
+
+
+class IndexerSelectPrefill(Protocol):
+    """Logits and selection in one; the matrix of logits never reaches memory as a whole."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pages: torch.Tensor,
+        block_table: torch.Tensor,
+        query_starts: torch.Tensor,
+        visible: torch.Tensor,
+        topk: int,
+        *,
+        as_slots: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Arguments as :class:`IndexerLogitsPrefill`.
+
+        Returns:
+            ``[T, topk]`` int32, contiguous, every element written.
+        """
+        ...
+
+
+class IndexerSelectDecode(Protocol):
+    """:class:`IndexerSelectPrefill` for ``next_n`` rows of every request."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pages: torch.Tensor,
+        block_table: torch.Tensor,
+        visible: torch.Tensor,
+        topk: int,
+        *,
+        as_slots: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Arguments as :class:`IndexerLogitsDecode`.
+
+        Returns:
+            ``[B, next_n, topk]`` int32, contiguous, every element written.
+        """
+        ...
+
+
+class TopK(Protocol):
+    """Exact, deterministic top-k of given logits."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        visible: torch.Tensor,
+        topk: int,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the op; the module says what every argument means.
+
+        Args:
+            logits: ``[T, S]`` float32, unit stride in a row, rows any stride apart; not changed.
+            visible: ``[T]`` int32 in ``[0, S]``.
+
+        Returns:
+            ``[T, topk]`` int32 positions, contiguous, every element written.
+        """
+        ...
+
+
+class SparseMLA(Protocol):
+    """Attention over selected latent rows; the same for prefill (many rows) and decode (few)."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the op; the module says what every argument means.
+
+        Args:
+            q: ``[T, Hq, 576]`` bfloat16, contiguous, any ``Hq`` from 1 to 128.
+            cache: ``[N, 576]`` bfloat16 or ``[N, 656]`` uint8.
+            slots: ``[T, k]`` int32, contiguous, any ``k`` >= 1.
+            scale: softmax scale, a natural-logarithm one.
+
+        Returns:
+            ``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where one implementation of one op can run; ``kernels/limits.py`` states CUDA's.
+
+    Attributes:
+        architectures: compute capabilities, for example ``(9, 0)``; empty means any.
+        oldest: the least compute capability; None means that no GPU is needed.
+        heads: head counts; empty means every one of the contract's.
+        topk: largest k.
+        next_n: query rows per request in decode.
+        caches: latent cache dtypes.
+    """
+
+    architectures: frozenset[tuple[int, int]] = frozenset()
+    oldest: tuple[int, int] | None = None
+    heads: frozenset[int] = frozenset()
+    topk: int = MAX_TOPK
+    next_n: frozenset[int] = frozenset(range(1, MAX_NEXT_N + 1))
+    caches: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.uint8})
+
+
+FLOAT32_BITS = 23
+HOPPER_FP8_BITS = 13
+"""Bits that a matrix unit keeps below the leading one when it adds; see logits_tolerance."""
+
+
+def logits_tolerance(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int = HOPPER_FP8_BITS,
+) -> torch.Tensor:
+    """How far a logit may be from exact arithmetic on the same quantised inputs.
+
+    A matrix unit adds 32 products and the accumulator after aligning them to the largest of the
+    33, and drops what is below ``bits`` bits: each loses up to ``2^-bits`` of the largest. Hopper's
+    FP8 unit keeps 13 (DeepSeek-V3 report, section 3.3.2: "around 14 bits"; SageAttention2's FP22).
+    The float32 sum over the heads adds ``H * 2^-23`` of its terms.
+
+    Args:
+        q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, any dtype that holds e4m3 exactly.
+        weights: ``[T, H]``.
+        scales: ``[S]``.
+        bits: the unit's.
+
+    Returns:
+        ``[T, S]`` float64.
+    """
+    steps = q.double().unflatten(-1, (-1, 32)), keys.double().unflatten(-1, (-1, 32))
+    sums = torch.einsum("thgi,sgi->tghs", *steps).cumsum(1)
+    largest = torch.einsum("thg,sg->tghs", *(step.abs().amax(-1) for step in steps))
+    aligned = torch.maximum(sums.abs(), largest)
+    aligned[:, 1:] = torch.maximum(aligned[:, 1:], sums[:, :-1].abs())
+    dot_error = 33 * 2.0**-bits * aligned.sum(1)
+    dots = sums[:, -1].relu() + dot_error
+    error = dot_error + q.shape[1] * 2.0**-23 * dots
+    return torch.einsum("th,ths->ts", weights.double().abs(), error) * scales.double()
+
+
+def mla_tolerance(
+    q: torch.Tensor, rows: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far one query's output and LSE may be from exact arithmetic on the same inputs.
+
+    Scores: 576 float32 additions. Output: probabilities and result rounded to bfloat16 (2^-9
+    each), the sum over k in float32.
+
+    Args:
+        q: ``[Hq, 576]`` one query row.
+        rows: ``[n, 576]`` its selected rows.
+
+    Returns:
+        ``[Hq, 512]`` and ``[Hq]`` float64 absolute bounds.
+    """
+    wide_q, wide_rows = q.double(), rows.double()
+    score_error = (wide_q.abs() @ wide_rows.abs().T).amax(-1) * abs(scale) * LATENT_DIM * 2.0**-24
+    probability = (wide_q @ wide_rows.T * scale).softmax(-1)
+    magnitude = probability @ wide_rows[:, :VALUE_DIM].abs()
+    relative = 2.0**-8 + 2.0**-9 + 2 * score_error + rows.shape[0] * 2.0**-23
+    return magnitude * relative[:, None], score_error + 2.0**-20 * (1 + score_error)

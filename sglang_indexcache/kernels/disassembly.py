@@ -1,0 +1,100 @@
+"""What the compiler made of the kernels: registers and spills (its log), instructions (SASS)."""
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels.build import find_nvcc
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_NAME = re.compile(r"(?<=\d)([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?")
+_FUNCTION = re.compile(r"Function : (\w+)")
+_LINE = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+([^;]+?)\s*;", re.MULTILINE)
+_NAME_OF_INSTRUCTION = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes of a thread's resources.
+
+    Attributes:
+        kernel: name and template arguments, for example ``select_kernel<32, 8>``.
+        registers: at entry; roles that call for more (setmaxnreg) have more.
+        stack: bytes of local memory a thread.
+        spills: bytes of spill stores and loads.
+    """
+
+    kernel: str
+    registers: int
+    stack: int
+    spills: int
+
+
+def readable(symbol: str) -> str:
+    """``select_kernel<32, 8>`` from its mangled name."""
+    found = _NAME.search(symbol)
+    if found is None:
+        return symbol
+    arguments = re.findall(r"L[ib](\d+)E", found[2] or "")
+    return f"{found[1]}<{', '.join(arguments)}>" if arguments else found[1]
+
+
+def usage(log: str) -> list[Usage]:
+    """Every kernel that a build log (``ptxas -v``) tells of."""
+    found = []
+    for part in log.split("Compiling entry function ")[1:]:
+        symbol = re.match(r"'(\w+)'", part)
+        stack, registers = _STACK.search(part), _REGISTERS.search(part)
+        if symbol is None or stack is None or registers is None:
+            raise KernelError(f"ptxas says nothing known of a kernel: {part[:200]!r}")
+        spills = int(stack[2]) + int(stack[3])
+        found.append(Usage(readable(symbol[1]), int(registers[1]), int(stack[1]), spills))
+    return found
+
+
+def complaints(log: str) -> list[str]:
+    """Warnings, and ptxas's notes on lost performance (serialised wgmma, ignored setmaxnreg)."""
+    return [line for line in log.splitlines() if "warning" in line or re.search(r"\(C\d+\)", line)]
+
+
+def find_cuobjdump() -> Path | None:
+    """The disassembler: the toolkit's, one on the PATH, or the one that Triton ships."""
+    candidates = [find_nvcc().parent / "cuobjdump"]
+    on_path = shutil.which("cuobjdump")
+    candidates += [Path(on_path)] if on_path else []
+    triton = find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        candidates.append(Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
+    """The SASS of each kernel of a built library: addresses and instructions, in order.
+
+    Raises:
+        KernelError: no cuobjdump, or it fails.
+    """
+    tool = find_cuobjdump()
+    if tool is None:
+        raise KernelError("no cuobjdump: install the CUDA toolkit's or Triton")
+    done = subprocess.run([tool, "-sass", library], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise KernelError(f"{tool} -sass {library} failed: {done.stderr.strip()}")
+    parts = _FUNCTION.split(done.stdout)[1:]
+    return {
+        readable(symbol): [(int(line[1], 16), line[2]) for line in _LINE.finditer(body)]
+        for symbol, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def instructions(code: list[tuple[int, str]]) -> Counter[str]:
+    """How often each instruction stands in a kernel, without its predicate and operands."""
+    found = (_NAME_OF_INSTRUCTION.match(line) for _, line in code)
+    return Counter(match[1] for match in found if match)

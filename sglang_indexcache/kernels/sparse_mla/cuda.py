@@ -1,0 +1,112 @@
+"""Sparse MLA on Hopper (csrc/sparse_mla): any head count from 1 to 128, bfloat16 or FP8 cache.
+
+The tensor cores work on tiles of 64 rows. Where there are enough query rows to fill the GPU,
+neighbouring rows share a tile, and the gather of the union of their lists: three rows of 20 heads
+fill 60 of 64. Where there are few (decode), a row has a tile to itself and its list is split over
+the blocks of a cluster, which combine their results inside the launch; tile rows without a head
+then idle, and the gather is what takes time.
+"""
+
+import torch
+
+from sglang_indexcache.kernels.checks import check_sparse_mla
+from sglang_indexcache.kernels.contract import VALUE_DIM, WORKSPACE_BYTES
+from sglang_indexcache.kernels.cuda import (
+    library,
+    multiprocessors,
+    output,
+    require_aligned,
+    require_hopper,
+)
+
+TILE_ROWS = 64
+TILE_KEYS = 64
+MAX_CLUSTER = 8
+MAX_PACKED_ROWS = 4
+MAX_PACKED_SLOTS = 8192
+"""``kRows``, ``kKeys``, ``kMaxCluster`` of csrc/sparse_mla/config.h, the rest of pack.h."""
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:class:`sglang_indexcache.kernels.contract.SparseMLA`."""
+    check_sparse_mla(q, cache, slots, sinks)
+    require_hopper("sparse_mla", q.device)
+    rows, heads = q.shape[:2]
+    out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
+    lse = output("sparse_mla", lse, (rows, heads), torch.float32, q.device)
+    require_aligned("sparse_mla", q=q, cache=cache, out=out)
+    packed = rows_per_tile(rows, heads, slots.shape[1], multiprocessors(q.device))
+    if packed == 1:
+        splits = cluster_size(rows, heads, slots.shape[1], multiprocessors(q.device))
+        if rows:
+            library("sparse_mla").sparse_mla_attend(
+                q, cache, slots, None, None, 1, scale, sinks, splits, out, lse
+            )
+        return out, lse
+    at_once = packed * max(1, WORKSPACE_BYTES // (packed * slots.shape[1] * 5 + 4))
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        lists = pack(slots[part], packed)
+        library("sparse_mla").sparse_mla_attend(
+            q[part], cache, *lists, packed, scale, sinks, 1, out[part], lse[part]
+        )
+    return out, lse
+
+
+def pack(
+    slots: torch.Tensor, rows_per_tile: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The union of each ``rows_per_tile`` neighbouring lists (csrc/sparse_mla/pack.h).
+
+    Args:
+        slots: ``[T, k]`` int32.
+
+    Returns:
+        ``[tiles, rows_per_tile * k]`` int32 slots, uint8 masks of the same shape (bit g: row g of
+        the tile selected the slot), ``[tiles]`` int32 lengths; undefined beyond the lengths.
+    """
+    rows, k = slots.shape
+    tiles = -(-rows // rows_per_tile)
+    packed = torch.empty(tiles, rows_per_tile * k, dtype=torch.int32, device=slots.device)
+    masks = torch.empty(tiles, rows_per_tile * k, dtype=torch.uint8, device=slots.device)
+    counts = torch.empty(tiles, dtype=torch.int32, device=slots.device)
+    library("sparse_mla").sparse_mla_pack(slots, rows_per_tile, packed, masks, counts)
+    return packed, masks, counts
+
+
+def rows_per_tile(rows: int, heads: int, k: int, sms: int) -> int:
+    """Query rows that share a tile: as many as fit, where that leaves every SM two tiles."""
+    fitting = min(TILE_ROWS // heads_per_block(heads), MAX_PACKED_ROWS, MAX_PACKED_SLOTS // k)
+    enough = rows * head_blocks(heads) // (2 * sms)
+    return max(1, min(fitting, enough))
+
+
+def cluster_size(rows: int, heads: int, k: int, sms: int) -> int:
+    """Blocks that share a list: the largest power of two that the GPU holds at once."""
+    size = 1
+    while (
+        size < MAX_CLUSTER
+        and 2 * size * rows * head_blocks(heads) <= sms
+        and 2 * size * TILE_KEYS <= k + TILE_KEYS - 1
+    ):
+        size *= 2
+    return size
+
+
+def head_blocks(heads: int) -> int:
+    """Tiles that the heads of one query row take (``head_blocks`` of config.h)."""
+    return -(-heads // TILE_ROWS)
+
+
+def heads_per_block(heads: int) -> int:
+    """Heads of one tile (``heads_per_block`` of config.h)."""
+    return -(-heads // head_blocks(heads))

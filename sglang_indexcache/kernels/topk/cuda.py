@@ -1,0 +1,22 @@
+"""Exact top-k on Hopper (csrc/topk)."""
+
+import torch
+
+from sglang_indexcache.kernels.checks import check_logits
+from sglang_indexcache.kernels.cuda import library, output, require_hopper
+
+
+def topk(
+    logits: torch.Tensor,
+    visible: torch.Tensor,
+    topk: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:class:`sglang_indexcache.kernels.contract.TopK`."""
+    check_logits(logits, visible, topk)
+    require_hopper("topk", logits.device)
+    out = output("topk", out, (len(visible), topk), torch.int32, logits.device)
+    if len(visible):
+        library("topk").topk(logits, visible, out)
+    return out

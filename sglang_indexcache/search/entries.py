@@ -1,0 +1,169 @@
+"""What a search leaves behind: a library entry for every mark, and its numbers as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.library import Entry, Method, ModelInfo, Quality, Source
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.path import Step
+from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.support.files import write_whole
+
+_SHAPE = ("hidden_size", "num_attention_heads", "n_routed_experts")
+_LOSS = "calibration loss, nats per token (lower is better)"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Everything about a search that is not its result.
+
+    Attributes:
+        name: prefix of the entries' names.
+        model: for which model the patterns are.
+        data: calibration data in words.
+        identity: hashes of checkpoint and data, and the evaluator.
+        versions: of the software.
+        seed: of the data's shuffle.
+    """
+
+    name: str
+    model: ModelInfo
+    data: str
+    identity: Mapping[str, Any]
+    versions: Mapping[str, str]
+    seed: int
+
+
+def model_info(name: str, checkpoint: Checkpoint) -> ModelInfo:
+    """How the pattern library recognises ``checkpoint``."""
+    return ModelInfo(
+        name=name,
+        architectures=(checkpoint.architecture,),
+        num_layers=checkpoint.num_layers,
+        shape={key: checkpoint.shape[key] for key in _SHAPE if key in checkpoint.shape},
+        note="Recognised by its shape; other weights of the same shape need a search of their own.",
+    )
+
+
+def entry(search: Search, found: Found, origin: Provenance) -> Entry:
+    """The library entry of one mark. Holds no times: the same search gives the same file."""
+    retention = found.mark.label
+    uniform = found.baselines.get("uniform")
+    return Entry(
+        name=f"{origin.name}-{retention.replace('/', 'of')}",
+        model=origin.model,
+        pattern=str(found.pattern),
+        full_layers=len(found.pattern.full_layers),
+        retention=retention,
+        method=Method(
+            name=search.options.in_words() if found.is_final else "unfinished search",
+            objective="per-token language-modelling loss",
+            data=origin.data,
+            details=_details(search, found, origin),
+        ),
+        source=Source(title="indexcache search", where="this file's method.details"),
+        quality=(
+            Quality(
+                benchmark=_LOSS,
+                score=found.loss,
+                all_full=search.start_loss,
+                uniform=uniform[1] if uniform else None,
+                where="indexcache search",
+            ),
+        ),
+    )
+
+
+def _details(search: Search, found: Found, origin: Provenance) -> dict[str, Any]:
+    details: dict[str, Any] = {
+        **origin.identity,
+        "seed": origin.seed,
+        "versions": dict(origin.versions),
+        "loss_standard_error": _number(found.standard_error),
+        "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
+        "loss_curve": [_curve_point(step) for step in search.path],
+    }
+    if found.is_final:
+        details["cost"] = _cost(search)
+    return details
+
+
+def _curve_point(step: Step) -> dict[str, Any]:
+    return {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
+
+
+def _cost(search: Search) -> dict[str, Any]:
+    exhaustive = search.exhaustive_tokens
+    return {
+        "tokens": search.search_tokens,
+        "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
+        "exhaustive_greedy_tokens": exhaustive,
+        "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),
+    }
+
+
+def write_entry(item: Entry, folder: Path) -> Path:
+    """Write ``<name>.yaml``; a reader never sees half a file."""
+    path = folder / f"{item.name}.yaml"
+    data = item.model_dump(mode="json", exclude_defaults=True)
+    write_whole(path, yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True))
+    return path
+
+
+def summary(search: Search, origin: Provenance) -> dict[str, Any]:
+    """The whole search as plain data, complete or not."""
+    return {
+        "complete": search.is_complete,
+        "name": origin.name,
+        "method": search.options.in_words(),
+        "identity": dict(origin.identity),
+        "versions": dict(origin.versions),
+        "data": origin.data,
+        "seed": origin.seed,
+        "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
+        "cost": _cost(search) if search.is_complete else None,
+        "steps": [_step(step) for step in search.path],
+        "marks": [_mark(found) for found in search.found.values()],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "pattern": str(step.pattern),
+        "flipped": step.layer,
+        "loss": step.loss,
+        "standard_error": _number(step.standard_error),
+        "batches": step.batches,
+        "candidates": step.candidates,
+        "tokens_so_far": step.spent,
+        "decided": step.decided,
+    }
+
+
+def _mark(found: Found) -> dict[str, Any]:
+    def measured(pattern: Pattern, loss: float) -> dict[str, Any]:
+        return {"pattern": str(pattern), "loss": loss}
+
+    return {
+        "retention": found.mark.label,
+        "full_layers": found.mark.full_layers,
+        "final": found.is_final,
+        **measured(found.pattern, found.loss),
+        "standard_error": _number(found.standard_error),
+        "before_refinement": measured(found.searched, found.searched_loss),
+        "exchanges": found.exchanges,
+        "baselines": {name: measured(*pair) for name, pair in found.baselines.items()},
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON and YAML have no portable NaN."""
+    return None if math.isnan(value) else value

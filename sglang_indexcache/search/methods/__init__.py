@@ -1,0 +1,1 @@
+"""How a search descends, one method a file."""

@@ -1,0 +1,1 @@
+"""What improves a pattern that a method found, one a file."""

@@ -1,0 +1,129 @@
+"""Better than greedy at the same retention: exchange an F layer for an S layer while it helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.constraints import Constraints, exchanged, flipped
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods.fast import least_subset
+from sglang_indexcache.search.race import race
+
+SHORTLIST = 16
+"""Exchanges that a screened round looks at beside the shifts by one layer."""
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What refinement came to.
+
+    Attributes:
+        pattern: as many F layers as before; its mean loss over all batches is never higher.
+        loss: of ``pattern``, nats per token over all batches.
+        gained: nats per token by which the loss went down.
+        exchanges: F/S pairs that were exchanged.
+        is_optimum: no single exchange lowers the loss. Known only after an exhaustive round.
+    """
+
+    pattern: Pattern
+    loss: float
+    gained: float
+    exchanges: int
+    is_optimum: bool
+
+
+def refine_exhaustively(ledger: Ledger, pattern: Pattern, constraints: Constraints) -> Refined:
+    """Take the best of all exchanges on all batches, until none lowers the loss."""
+    start = ledger.mean(pattern)
+    exchanges = 0
+    while True:
+        neighbours = _exchanges(pattern, constraints)
+        if not neighbours:
+            break
+        means = ledger.many(neighbours).mean(axis=1)
+        if means.min() >= ledger.mean(pattern):
+            break
+        pattern, exchanges = neighbours[int(means.argmin())], exchanges + 1
+    loss = ledger.mean(pattern)
+    return Refined(pattern, loss, start - loss, exchanges, is_optimum=True)
+
+
+def refine_screened(
+    ledger: Ledger, pattern: Pattern, constraints: Constraints, budget: int
+) -> Refined:
+    """Race only promising exchanges, within a budget.
+
+    A round measures on a few batches what each F layer is worth and what each S layer would gain
+    as F; the exchanges with the best sum, and every shift of an F layer by one, race against the
+    pattern as it is. An exchange is made only if the mean over all batches is lower. A round that
+    found nothing is repeated on twice as many batches.
+
+    Args:
+        ledger: measures and remembers.
+        pattern: where to start.
+        constraints: which layers may change.
+        budget: tokens; a round that may not fit is not begun.
+    """
+    start = ledger.mean(pattern)
+    exchanges, end = 0, ledger.spent + budget
+    first = least_subset(len(ledger.all_batches))
+    while True:
+        winner = _round(ledger, pattern, constraints, first, end)
+        if winner is None:
+            break
+        if ledger.mean(winner) < ledger.mean(pattern):
+            pattern, exchanges = winner, exchanges + 1
+        elif first < len(ledger.all_batches):
+            first = min(2 * first, len(ledger.all_batches))
+        else:
+            break
+    loss = ledger.mean(pattern)
+    return Refined(pattern, loss, start - loss, exchanges, is_optimum=False)
+
+
+def _round(
+    ledger: Ledger, pattern: Pattern, constraints: Constraints, first: int, end: int
+) -> Pattern | None:
+    """The winner of one round that looks at ``first`` batches; None if it may spend too much."""
+    subset = ledger.all_batches[:first]
+    screening = [flipped(pattern, layer) for layer in _movable(pattern, constraints)]
+    needed = ledger.cost(screening, subset)
+    if not screening or ledger.spent + needed + ledger.full_evaluation > end:
+        return None
+    contenders = [pattern, *_promising(ledger, pattern, constraints, subset)]
+    needed = ledger.cost(contenders, subset) + ledger.full_evaluation
+    if ledger.spent + needed > end:
+        return None
+    return race(ledger, contenders, first, end - ledger.spent - needed).winner
+
+
+def _movable(pattern: Pattern, constraints: Constraints) -> list[int]:
+    return [*constraints.candidates(pattern), *constraints.restorable(pattern)]
+
+
+def _exchanges(pattern: Pattern, constraints: Constraints) -> list[Pattern]:
+    return [
+        exchanged(pattern, out, into)
+        for out in constraints.candidates(pattern)
+        for into in constraints.restorable(pattern)
+    ]
+
+
+def _promising(
+    ledger: Ledger, pattern: Pattern, constraints: Constraints, subset: Sequence[int]
+) -> list[Pattern]:
+    """The exchanges with the lowest predicted loss, and every shift by one layer."""
+    outs, intos = constraints.candidates(pattern), constraints.restorable(pattern)
+    if not outs or not intos:
+        return []
+    without = ledger.many([flipped(pattern, layer) for layer in outs], subset).mean(axis=1)
+    restored = ledger.many([flipped(pattern, layer) for layer in intos], subset).mean(axis=1)
+    predicted = without[:, None] + restored[None, :]
+    best = np.argsort(predicted, axis=None, kind="stable")[:SHORTLIST]
+    pairs = [(outs[i // len(intos)], intos[i % len(intos)]) for i in best]
+    pairs += [(out, into) for out in outs for into in (out - 1, out + 1) if into in intos]
+    return [exchanged(pattern, out, into) for out, into in dict.fromkeys(pairs)]

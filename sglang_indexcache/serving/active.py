@@ -1,0 +1,129 @@
+"""The pattern that the next forward will obey, and what the layers did about it so far.
+
+One :class:`ActivePattern` per process: all attention backends read it, the live switch replaces
+its pattern between two batches.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
+
+
+@dataclass
+class Counters:
+    """How often each pattern position did what. CUDA graph replays are not seen from here.
+
+    Attributes:
+        forwards: forwards begun.
+        selections: times the layer's indexer scored keys and selected.
+        reuses: times the layer took another layer's indices.
+        key_writes: times the layer stored index keys without scoring (live mode, S layers).
+        indexer_seconds: in indexers, by phase and clock ("prefill", "decode", and each with
+            "_processor" for this thread's processor time). The CPU platform only: a GPU's kernels
+            run behind the clock.
+    """
+
+    forwards: int = 0
+    selections: list[int] = field(default_factory=list)
+    reuses: list[int] = field(default_factory=list)
+    key_writes: list[int] = field(default_factory=list)
+    indexer_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
+        )
+    )
+
+    @classmethod
+    def for_layers(cls, count: int) -> Counters:
+        """Zeros for ``count`` pattern positions."""
+        return cls(0, [0] * count, [0] * count, [0] * count)
+
+
+class ActivePattern:
+    """The plan of this process with its current pattern."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.pattern = plan.pattern
+        self.source = plan.source
+        self.switches = 0
+        self.last_rejection = ""
+        self.counters = Counters.for_layers(len(plan.pattern))
+        self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
+
+    def position(self, layer: int) -> int:
+        """Pattern position of the model's layer ``layer``."""
+        return self._positions[layer]
+
+    def count_selection(self, layer: int) -> None:
+        """The indexer of ``layer`` scored keys and selected."""
+        self.counters.selections[self.position(layer)] += 1
+
+    def count_reuse(self, layer: int) -> None:
+        """``layer`` attended to another layer's indices."""
+        self.counters.reuses[self.position(layer)] += 1
+
+    def count_key_write(self, layer: int) -> None:
+        """``layer`` stored index keys without scoring any."""
+        self.counters.key_writes[self.position(layer)] += 1
+
+    def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
+        """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
+        self.counters.indexer_seconds[phase] += wall
+        self.counters.indexer_seconds[f"{phase}_processor"] += processor
+
+    def replace(self, pattern: Pattern, source: str) -> None:
+        """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
+        self.pattern, self.source = pattern, source
+        self.switches += 1
+        self.counters = Counters.for_layers(len(pattern))
+
+    def report(self) -> dict[str, Any]:
+        """State for ``/server_info``: plain numbers and strings."""
+        pattern = self.pattern
+        return {
+            "pattern": str(pattern),
+            "source": self.source,
+            "mode": self.plan.mode,
+            "architecture": self.plan.architecture,
+            "num_layers": len(pattern),
+            "full_layers": len(pattern.full_layers),
+            "shared_layers": len(pattern.shared_layers),
+            "retention": float(pattern.retention),
+            "checkpoint_pattern": str(self.plan.own),
+            "switches": self.switches,
+            "last_rejection": self.last_rejection,
+            "forwards": self.counters.forwards,
+            "indexer_selections": list(self.counters.selections),
+            "index_reuses": list(self.counters.reuses),
+            "index_key_writes": list(self.counters.key_writes),
+            "indexer_seconds": dict(self.counters.indexer_seconds),
+        }
+
+
+_active: ActivePattern | None = None
+
+
+def activate(plan: Plan) -> ActivePattern:
+    """Make ``plan`` the one of this process; the same plan again returns the same object."""
+    global _active
+    if _active is None or _active.plan != plan:
+        _active = ActivePattern(plan)
+    return _active
+
+
+def current() -> ActivePattern | None:
+    """This process's active pattern, or None where no backend was created."""
+    return _active
+
+
+def published_plan() -> Plan | None:
+    """The plan in this process's resolved configuration, before any backend exists."""
+    from sglang.srt.runtime_context import get_model
+
+    return Plan.from_json(json.loads(get_model().json_model_override_args).get(CONFIG_KEY))

@@ -1,0 +1,130 @@
+"""The reference attention backend: DSA with shared indices, in torch, on a CPU.
+
+The whole method in one place: :class:`IndexBuffer` decides whose indices a layer uses,
+``indexer_cpu.py`` selects them where the layer is F, and :meth:`CpuIndexCacheBackend._attend`
+attends to the selected latent rows. Everything else is SGLang's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.kernels.batch import PagedBatch
+from sglang_indexcache.kernels.sparse_mla import sparse_mla
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.index_buffer import IndexBuffer
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class CpuIndexCacheBackend(AttentionBackend):
+    """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool.
+
+    Attributes:
+        active: the pattern that the next forward obeys.
+        index_buffer: the indices in flight.
+        index_keys: the index-K cache of the pool.
+        batch: the geometry of the batch in flight.
+    """
+
+    def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.index_keys = runner.token_to_kv_pool.index_key_cache
+        self.active = active
+        self.index_buffer = IndexBuffer(active)
+        self.batch = PagedBatch((), (), torch.empty(0, 0, dtype=torch.int64))
+        self._slots_of: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Begin a forward: reset the index buffer, lay out the batch."""
+        self.index_buffer.begin()
+        self._slots_of = None
+        key_lens = tuple(forward_batch.seq_lens.tolist())
+        if forward_batch.forward_mode.is_decode_or_idle():
+            query_lens = (1,) * len(key_lens)
+        else:
+            query_lens = tuple(forward_batch.extend_seq_lens.tolist())
+        longest = max(key_lens, default=0)
+        slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest]
+        self.batch = PagedBatch(query_lens, key_lens, slots)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Prefill; see :meth:`_attend`."""
+        return self._attend(*args, **kwargs)
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Decode; see :meth:`_attend`."""
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        topk_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Absorbed MLA over the selected tokens.
+
+        Args:
+            q: ``[T, heads, kv_lora_rank]`` absorbed queries.
+            k: ``[T, 1, kv_lora_rank]`` new latent rows, which are also the values.
+            q_rope: ``[T, heads, rope]`` rotated query part.
+            k_rope: ``[T, 1, rope]`` rotated key part.
+            topk_indices: ``[T, k]`` request-local positions from this layer's indexer, or what
+                SGLang carried here from the F layer.
+
+        Returns:
+            ``[T, heads * kv_lora_rank]`` in ``q``'s dtype.
+        """
+        assert q_rope is not None, "the DSA path passes split queries"
+        assert k_rope is not None, "the DSA path passes split keys"
+        if save_kv_cache:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+        indices = self.index_buffer.resolve(layer.layer_id, topk_indices)
+        if topk_indices is not None and topk_indices is not indices:
+            raise StaleIndexError(
+                f"SGLang carried other indices to layer {layer.layer_id} than its F layer selected"
+            )
+        if not self.index_buffer.is_full(layer.layer_id):
+            self.active.count_reuse(layer.layer_id)
+        latent = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
+        heads = layer.tp_q_head_num
+        queries = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope], dim=-1)
+        output, _ = sparse_mla(
+            queries.to(latent.dtype),
+            latent,
+            self._physical_slots(indices),
+            layer.scaling,
+            layer.v_head_dim,
+        )
+        return output.flatten(1).to(q.dtype)
+
+    def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:
+        """Pool slots of ``indices``, translated once for a whole group of layers."""
+        if self._slots_of is None or self._slots_of[0] is not indices:
+            self._slots_of = (indices, self.batch.physical_slots(indices))
+        return self._slots_of[1]
+
+    def support_triton(self) -> bool:
+        """There is no Triton for CPUs here."""
+        return False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of the dummy requests that pad a batch under dp_attention."""
+        return 1
+
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value

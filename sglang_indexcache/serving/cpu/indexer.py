@@ -1,0 +1,145 @@
+"""The lightning indexer's forward on a CPU, in torch (SGLang has "no native (pure-torch) path").
+
+Follows ``Indexer.forward_cuda`` of ``sglang/srt/layers/attention/dsa/dsa_indexer.py``: project,
+normalise, rotate, store the key, score the visible keys, select. The indices are positions
+within each request, ascending, so that they mean the same to every rank and to transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.model_executor.forward_context import get_attn_backend
+
+from sglang_indexcache.kernels.indexer.cpu import select_topk
+from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
+from sglang_indexcache.kernels.topk.reference import PADDING
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
+
+
+def indexer_forward(
+    indexer: Indexer,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    return_indices: bool = True,
+) -> torch.Tensor | None:
+    """Store this layer's index keys, then select the top-k or take the shared indices; timed.
+
+    Args:
+        x: ``[T, hidden]`` hidden states.
+        q_lora: ``[T, q_lora_rank]`` normalised query latent.
+        positions: ``[T]`` rotary positions.
+
+    Returns:
+        ``[T, index_topk]`` int32 request-local positions, -1 padded.
+    """
+    if forward_batch.forward_mode.is_idle():
+        # A rank without requests keeps step with the others. Its rows, if any, are padding that
+        # no layer attends with, so nothing is stored, read or counted.
+        return _nothing(indexer, x)
+    wall, processor = time.perf_counter(), time.thread_time()
+    backend: CpuIndexCacheBackend = get_attn_backend()
+    indices = _store_and_select(
+        indexer, backend, x, q_lora, positions, forward_batch, layer_id, return_indices
+    )
+    backend.active.count_indexer_time(
+        "decode" if forward_batch.forward_mode.is_decode() else "prefill",
+        time.perf_counter() - wall,
+        time.thread_time() - processor,
+    )
+    return indices
+
+
+def _store_and_select(
+    indexer: Indexer,
+    backend: CpuIndexCacheBackend,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    return_indices: bool,
+) -> torch.Tensor | None:
+    backend.index_keys.store(
+        layer_id, forward_batch.out_cache_loc, _keys(indexer, x, positions, backend)
+    )
+    if not return_indices:
+        return None
+    if not backend.index_buffer.is_full(layer_id):
+        # Live mode: the key is kept for the next pattern, the indices are another layer's.
+        backend.active.count_key_write(layer_id)
+        return backend.index_buffer.shared(layer_id)
+    backend.active.count_selection(layer_id)
+    queries, scales = _queries(indexer, q_lora, positions, backend)
+    return select_topk(
+        queries,
+        _head_gates(indexer, x) * scales,
+        lambda slots: backend.index_keys.load(layer_id, slots),
+        backend.batch,
+        indexer.index_topk,
+    )
+
+
+def _nothing(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
+    """``[T, index_topk]`` indices that select no token."""
+    return torch.full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32, device=x.device)
+
+
+def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
+    """``[T, H]`` float32: the gate of each head times both softmax scales."""
+    gates = torch.nn.functional.linear(x.float(), indexer.weights_proj.weight.float())
+    return gates * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+
+
+def _queries(
+    indexer: Indexer, q_lora: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back."""
+    queries, _ = indexer.wq_b(q_lora)
+    queries = queries.view(-1, indexer.n_heads, indexer.head_dim)
+    queries = _rotate(indexer, queries, positions)
+    if not backend.index_keys.stores_fp8:
+        return queries.to(backend.index_keys.compute_dtype), 1.0
+    values, scales = quantize_e4m3(_spread(indexer, queries))
+    return values.to(backend.index_keys.compute_dtype), scales
+
+
+def _keys(
+    indexer: Indexer, x: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
+) -> torch.Tensor:
+    """``[T, D]`` index keys, ready to store."""
+    keys, _ = indexer.wk(x)
+    keys = indexer.k_norm(keys).view(-1, 1, indexer.head_dim)
+    keys = _rotate(indexer, keys, positions).squeeze(1)
+    return _spread(indexer, keys) if backend.index_keys.stores_fp8 else keys
+
+
+def _rotate(indexer: Indexer, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the leading ``rope_head_dim`` entries of ``[T, H, D]``.
+
+    SGLang rotates a query and a key together and may do it in place, so both arguments are
+    copies: the first of our input, the second a scratch that nobody reads.
+    """
+    width = indexer.rope_head_dim
+    rope = heads[..., :width].contiguous()
+    rotated, _ = indexer.rotary_emb(positions, rope, torch.zeros_like(rope[:, :1]))
+    return torch.cat([rotated.view_as(rope), heads[..., width:]], dim=-1)
+
+
+def _spread(indexer: Indexer, heads: torch.Tensor) -> torch.Tensor:
+    """The Hadamard rotation that DeepSeek-V3.2 applies before it quantises.
+
+    SGLang's fused writers, which serve the interleaved rope of the GLM models, leave it out
+    (``Indexer._maybe_rotate``), and the stored pages must be the ones a GPU would have written.
+    """
+    return hadamard(heads) if indexer.is_neox_style else heads

@@ -1,0 +1,260 @@
+"""Entry point ``sglang.srt.platforms``: serve on a machine without any accelerator.
+
+Slow by nature and exact by design: the reference that the GPU path is compared with, and the
+way to try everything before there is a GPU. Never active where SGLang could use an accelerator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.serving.hooks import after
+from sglang_indexcache.serving.settings import KERNELS, Plan
+
+if TYPE_CHECKING:
+    from sglang.srt.platforms.interface import KVPoolKind
+
+logger = logging.getLogger(__name__)
+
+PLATFORM_NAME = "indexcache_cpu"
+"""The entry point's name; also the key of the indexer's forward."""
+
+MAX_TOTAL_TOKENS = 65536
+"""KV pool when --max-total-tokens is not given; SGLang's own rule would take most of the RAM."""
+MAX_RUNNING_REQUESTS = 64
+CHUNKED_PREFILL_SIZE = 2048
+
+IDLE_NAP = 0.005
+"""Seconds that an idle scheduler which must stay awake rests between two looks."""
+
+
+def activate() -> str | None:
+    """The platform class to use, or None where this machine has an accelerator."""
+    if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return None
+    return "sglang_indexcache.serving.cpu.platform:CpuReferencePlatform"
+
+
+def is_active() -> bool:
+    """Whether SGLang runs on this platform."""
+    from sglang.srt.platforms import current_platform
+
+    return current_platform.get_dispatch_key_name() == PLATFORM_NAME
+
+
+def __getattr__(name: str) -> Any:
+    # The class needs SGLang's, and SGLang imports this module before those exist.
+    if name == "CpuReferencePlatform":
+        return _platform_class()
+    raise AttributeError(name)
+
+
+def _platform_class() -> type:
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+    class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
+        """No Triton, no graphs, no compilation: plain torch."""
+
+        _enum = PlatformEnum.OOT
+        capabilities = PlatformCapabilities()
+
+        def get_dispatch_key_name(self) -> str:
+            return PLATFORM_NAME
+
+        def get_default_attention_backend(self) -> str:
+            return "dsa"
+
+        def get_device(self, device_id: int = 0) -> str:
+            return "cpu"  # SGLang's default for --device is this, and it wants a string
+
+        def get_compile_backend(self, mode: str | None = None) -> str:
+            return "eager"
+
+        def apply_server_args_defaults(self, server_args: Any) -> None:
+            _apply_defaults(server_args)
+
+        def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
+            if kind != "dsa":
+                return None
+            from sglang_indexcache.serving.cpu.pool import CpuDSATokenToKVPool
+
+            return CpuDSATokenToKVPool
+
+        def init_backend(self) -> None:
+            from sglang.kernels.fused_op import BaseFusedOp
+            from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+
+            from sglang_indexcache.serving.cpu.indexer import indexer_forward
+
+            BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
+            after(f"{Indexer.__module__}.Indexer.__init__", _keep_gate_precision)
+            after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
+
+    return CpuReferencePlatform
+
+
+def _apply_defaults(server_args: Any) -> None:
+    server_args.device = "cpu"
+    server_args.sampling_backend = "pytorch"
+    if server_args.attn_dp_size == 1:
+        # An idle scheduler spins on a core that others need. Under dp_attention it must not
+        # sleep until a request comes (its peers cannot run a batch without it), but may nap.
+        server_args.sleep_on_idle = True
+    for name, value in (
+        ("max_total_tokens", MAX_TOTAL_TOKENS),
+        ("max_running_requests", MAX_RUNNING_REQUESTS),
+        ("chunked_prefill_size", CHUNKED_PREFILL_SIZE),
+    ):
+        if getattr(server_args, name) is None:
+            setattr(server_args, name, value)
+    _bind_cores(server_args)
+    # Without a GPU there is no core dump to wait a minute for after a crash.
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+
+
+def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: Any) -> None:
+    """SGLang holds the head gates' weights in bfloat16 whatever the model's dtype.
+
+    That would round a float32 checkpoint, and the reference shall not round what it was given.
+    Runs before weights load.
+    """
+    gates = indexer.weights_proj.weight
+    gates.data = gates.data.to(torch.get_default_dtype())
+
+
+def _nap(_result: None, scheduler: Any) -> None:
+    """All ranks of dp_attention are idle together or not at all, so all nap alike."""
+    if scheduler.idle_sleeper is None:
+        time.sleep(IDLE_NAP)
+
+
+def _bind_cores(server_args: Any) -> None:
+    """Deal this machine's cores out to the ranks; SGLang asks for it with more than one rank."""
+    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks > 1:
+        share = max(1, len(cores) // ranks)
+        groups = [
+            [cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)
+        ]
+        binding = "|".join(",".join(map(str, group)) for group in groups)
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+
+
+def check_plan(server_args: Any, plan: Plan) -> None:
+    """Refuse what only a GPU can do, and say that this is the CPU reference.
+
+    Raises:
+        SettingsError: a flag that needs a GPU.
+    """
+    if not is_active():
+        return
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(server_args)
+    if cfg.device not in (None, "cpu"):
+        raise SettingsError(
+            f"--device {cfg.device} was given, but no accelerator is visible here. Drop the flag "
+            "to serve on the CPU, or check the driver."
+        )
+    if cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
+        raise SettingsError(
+            f"--kv-cache-dtype {cfg.kv_cache_dtype} needs a GPU; the CPU platform stores latents "
+            "in the model's dtype. Drop the flag (index keys: --indexcache-index-k-dtype)."
+        )
+    if plan.kernels != "engine":
+        raise SettingsError(
+            f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels "
+            "of its own. Drop the flag."
+        )
+    if cfg.speculative_algorithm is not None:
+        raise SettingsError(
+            f"--speculative-algorithm {cfg.speculative_algorithm} needs a GPU. Drop the flag."
+        )
+    if cfg.enable_two_batch_overlap:
+        raise SettingsError("--enable-two-batch-overlap needs a GPU. Drop the flag.")
+    logger.warning(
+        "No accelerator found: serving on the IndexCache CPU reference platform, which is exact "
+        "but slow."
+    )
+
+
+def adapt_engine() -> None:
+    """Route around the places where SGLang takes "not a known CPU" for "CUDA"."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_resolution_hook("handle_model_specific_adjustments")(_adjust_without_cuda)
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper",
+        _generic_rope,
+        HookType.AROUND,
+    )
+    _take_cpu_branches()
+    _rest_in_controller()
+
+
+def _rest_in_controller() -> None:
+    """The process that deals requests to data-parallel ranks polls without a pause.
+
+    Its module is only patched where it is loaded: in that process, and in the launcher.
+    """
+    module: Any = sys.modules.get("sglang.srt.managers.data_parallel_controller")
+    if module is None:
+        return
+    receive = module.sock_recv
+
+    def wait_and_receive(socket: Any, flags: int = 0) -> Any:
+        socket.poll(IDLE_NAP * 1000)  # milliseconds; returns at once when a message is there
+        return receive(socket, flags=flags)
+
+    module.sock_recv = wait_and_receive
+
+
+def _take_cpu_branches() -> None:
+    import sglang.srt.distributed.parallel_state as parallel_state
+    import sglang.srt.layers.dp_attention as dp_attention
+    import sglang.srt.model_executor.forward_batch_info as forward_batch_info
+
+    parallel_state._is_cpu = True
+    forward_batch_info._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+
+
+def _generic_rope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kwargs["device"] = None  # "cpu" would take a branch that knows only DeepSeek-YaRN
+    return original(*args, **kwargs)
+
+
+def _adjust_without_cuda(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's DSA adjustments ask for the compute capability and pick kernels by it.
+
+    Nothing they decide is used here except the KV dtype, which must stay the model's.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    kv_cache_dtype = resolving_view(server_args).kv_cache_dtype
+    with _pretended_capability():
+        previous(server_args)
+    declare_resolution(server_args, PLATFORM_NAME, kv_cache_dtype=kv_cache_dtype)
+
+
+@contextmanager
+def _pretended_capability() -> Iterator[None]:
+    real = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = real

@@ -1,0 +1,1 @@
+"""The backend of NVIDIA GPUs."""

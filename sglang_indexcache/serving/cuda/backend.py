@@ -1,0 +1,240 @@
+"""The CUDA backend: SGLang's DSA backend, plus the index buffer.
+
+Metadata, CUDA graphs, MTP, context parallelism, disaggregation and HiCache are SGLang's own, and so
+are the kernels unless ``--indexcache-kernels`` asks for ours. What is added is one call per
+attention layer, :meth:`IndexBuffer.resolve`. It matters where SGLang carries no indices itself:
+between the sub-batches of two-batch overlap, across layers without DSA, and in live mode.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cuda import kernels as kernels_cuda
+from sglang_indexcache.serving.cuda.choice import choose
+from sglang_indexcache.serving.cuda.kernels import EngineKernels, attend
+from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.index_buffer import IndexBuffer
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_indexcache.kernels.contract import SparseMLA
+
+_parents: weakref.WeakKeyDictionary[Any, IndexCacheBackend] = weakref.WeakKeyDictionary()
+"""The first backend of each runner. Under two-batch overlap it is the one for whole batches, and
+those created after it are for sub-batches (``TboAttnBackend.init_new``)."""
+
+
+def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
+    """Create the backend of one runner, or of one sub-batch of it.
+
+    Raises:
+        SettingsError: a combination in which indices cannot reach a shared layer.
+    """
+    parent = _parents.get(runner)
+    backend = IndexCacheBackend(runner, active, parent)
+    backend.kernels = parent.kernels if parent else _load_kernels(runner, active)
+    _parents.setdefault(runner, backend)
+    if get_exec().overlap.enable_two_batch_overlap:
+        _check_overlap(runner, backend)
+    if active.plan.mode == "live":
+        target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
+        around(target, _live_indexer_forward)
+    return backend
+
+
+class IndexCacheBackend(DeepseekSparseAttnBackend):
+    """DSA attention that knows whose indices each layer uses.
+
+    Attributes:
+        active: the pattern that the next forward obeys.
+        index_buffer: the indices in flight.
+        parent: the backend of the whole batch, if this one serves a sub-batch.
+        kernels: which operations are ours.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, active: ActivePattern, parent: IndexCacheBackend | None = None
+    ) -> None:
+        super().__init__(runner)
+        self.active = active
+        self.index_buffer = IndexBuffer(active)
+        self.parent = parent
+        self.kernels = EngineKernels()
+        self._attention: SparseMLA | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Begin an eager forward."""
+        self.index_buffer.begin()
+        super().init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Begin a forward that is captured or replayed; the capture runs the layers after it."""
+        self.index_buffer.begin()
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *args: Any,
+        topk_indices: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Prefill. Short prompts may take dense attention, which selects nothing."""
+        if not self.use_mha:
+            topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices)
+        self._attention = self.kernels.attention(forward_batch.forward_mode)
+        return super().forward_extend(
+            q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *args: Any,
+        topk_indices: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Decode."""
+        topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices)
+        self._attention = self.kernels.attention(forward_batch.forward_mode)
+        return super().forward_decode(
+            q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
+        )
+
+    # SGLang's two methods above store the key, map the indices and call one of these three, by
+    # keyword, with the slots of every row.
+
+    def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
+        if self._attention is None:
+            return super()._forward_flashmla_sparse(**call)
+        slots, sinks = call["page_table_1"], call["attn_sink"]
+        return attend(
+            self._attention, call["q_all"], call["kv_cache"], slots, call["sm_scale"], sinks
+        )
+
+    def _forward_flashmla_kv(self, **call: Any) -> torch.Tensor:
+        if self._attention is None:
+            return super()._forward_flashmla_kv(**call)
+        slots = call["page_table_1"]
+        return attend(self._attention, call["q_all"], call["kv_cache"], slots, call["sm_scale"])
+
+    def _forward_fa3(self, **call: Any) -> torch.Tensor:
+        if self._attention is None:
+            return super()._forward_fa3(**call)
+        assert not call["logit_cap"], "no DSA model caps its attention logits"
+        q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
+        slots = call["page_table"]
+        return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"])
+
+    def _indices(
+        self, layer: int, forward_batch: ForwardBatch, selected: torch.Tensor | None
+    ) -> torch.Tensor:
+        if selected is None:
+            self.inherit(layer, forward_batch)
+        if self.index_buffer.is_full(layer):
+            self.active.count_selection(layer)
+        else:
+            self.active.count_reuse(layer)
+        return self.index_buffer.resolve(layer, selected)
+
+    def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
+        """Sub-batch: take over what the whole batch selected before it was split."""
+        rows = forward_batch.tbo_parent_token_range
+        if rows is None or self.parent is None or not self.index_buffer.is_empty:
+            return
+        if not self.index_buffer.is_full(layer):
+            whole = self.parent.index_buffer.shared(layer)
+            self.index_buffer.adopt(layer, whole[rows[0] : rows[1]])
+
+
+def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
+    """What ``--indexcache-kernels`` asks for, on the GPU of this worker."""
+    if active.plan.kernels == "engine":
+        return EngineKernels()
+    cfg = resolving_view(runner.server_args)
+    routes = choose(active.plan.kernels, cfg, runner.model_config, Machine.here())
+    kernels = EngineKernels.load(routes)
+    if kernels.selects:
+        kernels_cuda.install()
+    return kernels
+
+
+def _check_overlap(runner: ModelRunner, backend: IndexCacheBackend) -> None:
+    """Indices of a whole batch can be cut into sub-batches only where they are pool slots.
+
+    The layers before ``first_k_dense_replace`` run on the whole batch, those after it on
+    sub-batches. Offsets into a flattened batch (RAGGED) mean something else in a sub-batch.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    first = runner.model_config.hf_config.first_k_dense_replace
+    plan = backend.active.plan
+    positions = [i for i, layer in enumerate(plan.layer_ids) if layer >= first]
+    if not positions or plan.pattern.is_full(positions[0]):
+        return
+    method = backend.get_topk_transform_method(ForwardMode.EXTEND)
+    if method == TopkTransformMethod.RAGGED:
+        raise SettingsError(
+            f"under --enable-two-batch-overlap layer {first} is the first to run on sub-batches, "
+            "and with this prefill kernel indices cannot be cut in two. Make that layer F, or "
+            "choose --dsa-prefill-backend flashmla_kv."
+        )
+
+
+def _live_indexer_forward(
+    original: Callable[..., torch.Tensor | None],
+    indexer: Indexer,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    return_indices: bool = True,
+    use_cuda_graph: bool = True,
+) -> torch.Tensor | None:
+    """Live mode: every layer has an indexer, and on S layers it only stores its key."""
+    backend = get_attn_backend()
+    backend = getattr(backend, "full_attn_backend", backend)  # hybrid models wrap ours
+    ours = getattr(backend, "index_buffer", None)
+    idle = forward_batch.forward_mode.is_idle()
+    if ours is None or idle or not return_indices or ours.is_full(layer_id):
+        return original(
+            indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph
+        )
+    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+
+    metadata = backend.get_indexer_metadata(layer_id, forward_batch)
+    indexer._forward_cuda_k_only(
+        x, positions, forward_batch, layer_id, act_quant, metadata, return_indices=False
+    )
+    backend.active.count_key_write(layer_id)
+    backend.inherit(layer_id, forward_batch)
+    return maybe_capture_indexer_topk(layer_id, ours.shared(layer_id))

@@ -1,0 +1,341 @@
+"""Our kernels in SGLang's place (``--indexcache-kernels``): what SGLang has, as the contract wants.
+
+The selection takes over at the two methods of SGLang's indexer that begin with quantised queries
+and end with indices (``Indexer._get_topk_ragged`` in prefill, ``_get_topk_paged`` in decode and
+MTP); storing keys, quantising and sharing indices stay SGLang's. Sparse attention takes over at
+the backend's calls of FA3 and FlashMLA. Nothing here reads a tensor's values, so all of it can be
+captured in a CUDA graph. It has been tested without a GPU only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
+from sglang.srt.model_executor.forward_context import get_attn_backend
+
+from sglang_indexcache.kernels.contract import (
+    MAX_NEXT_N,
+    PADDING,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    IndexerSelectDecode,
+    IndexerSelectPrefill,
+    SparseMLA,
+)
+from sglang_indexcache.kernels.dispatch import load
+from sglang_indexcache.serving.cuda.choice import Route
+from sglang_indexcache.serving.hooks import around
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+logger = logging.getLogger(__name__)
+
+Phase: TypeAlias = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class EngineKernels:
+    """What runs each operation of one backend; None is SGLang's own kernel."""
+
+    select_prefill: IndexerSelectPrefill | None = None
+    select_decode: IndexerSelectDecode | None = None
+    attend_prefill: SparseMLA | None = None
+    attend_decode: SparseMLA | None = None
+
+    @classmethod
+    def load(cls, routes: tuple[Route, ...]) -> EngineKernels:
+        """Import (for CUDA: compile and load) what was chosen; the launcher's log has said it.
+
+        Raises:
+            KernelError: it cannot be built or imported.
+        """
+        found: dict[str, Callable[..., Any]] = {}
+        for route in routes:
+            if route.implementation is not None:
+                found[route.op] = load(route.op, route.implementation)
+            if route.implementation == "cuda":
+                _build(route)
+        return cls(
+            found.get("indexer_select_prefill"),
+            found.get("indexer_select_decode"),
+            found.get("sparse_mla_prefill"),
+            found.get("sparse_mla_decode"),
+        )
+
+    def attention(self, mode: ForwardMode) -> SparseMLA | None:
+        """Sparse attention of a forward; SGLang, too, counts MTP's forwards as decode."""
+        return self.attend_decode if is_decode(mode) else self.attend_prefill
+
+    @property
+    def selects(self) -> bool:
+        """Whether any selection is ours."""
+        return self.select_prefill is not None or self.select_decode is not None
+
+
+def is_decode(mode: ForwardMode) -> bool:
+    """Whether SGLang takes the decode kernels (``forward_cuda`` and ``forward_extend``)."""
+    return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
+
+
+def _build(route: Route) -> None:
+    """Compile now: the first forward may be the capture of a graph."""
+    from sglang_indexcache.kernels.cuda import library
+
+    for folder in ("sparse_mla",) if route.op.startswith("sparse") else ("indexer", "topk"):
+        library(folder)
+
+
+# -- selection ---------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Wrap the two methods of SGLang's indexer; safe to call again.
+
+    Raises:
+        UnsupportedEngineError: SGLang could not.
+    """
+    indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+    around(f"{indexer}._get_topk_ragged", _ragged)
+    around(f"{indexer}._get_topk_paged", _paged)
+
+
+def _ragged(
+    original: Callable[..., torch.Tensor],
+    indexer: Indexer,
+    enable_dual_stream: bool,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    metadata: DSAIndexerMetadata,
+    topk_result: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``Indexer._get_topk_ragged``."""
+    kernel = current().select_prefill
+    if kernel is None or _is_unknown(metadata, "prefill"):
+        return original(
+            indexer,
+            enable_dual_stream,
+            forward_batch,
+            layer_id,
+            q_fp8,
+            weights,
+            metadata,
+            topk_result,
+        )
+    pages = _pages(indexer, layer_id)
+    return select_prefill(kernel, q_fp8, weights, pages, metadata, indexer.index_topk, topk_result)
+
+
+def _paged(
+    original: Callable[..., torch.Tensor],
+    indexer: Indexer,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    metadata: DSAIndexerMetadata,
+) -> torch.Tensor:
+    """``Indexer._get_topk_paged``."""
+    kernel = current().select_decode
+    if kernel is None or _is_unknown(metadata, "decode"):
+        return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
+    pages = _pages(indexer, layer_id)
+    return select_decode(kernel, q_fp8, weights, pages, metadata, indexer.index_topk)
+
+
+def select_prefill(
+    kernel: IndexerSelectPrefill,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    metadata: DSAIndexerMetadata,
+    topk: int,
+    result: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What ``Indexer._get_topk_ragged`` returns, selected by ours.
+
+    Args:
+        q_fp8: ``[T, H, 128]`` float8_e4m3fn; T counts the rows that dp_attention or a graph pads.
+        weights: ``[>= rows, H, 1]`` float32, with the scales of q and of the softmax.
+        pages: ``[P, 8448]`` uint8.
+        metadata: SGLang's: the page table ``[B, W]`` has a row a request.
+        result: ``[T, topk]`` int32 to write to; rows of padding keep what they hold. A piecewise
+            graph reads it at this address.
+
+    Returns:
+        ``[T, topk]`` int32: pool slots, offsets into the flattened keys of the batch (RAGGED), or
+        positions in the request where SGLang maps them itself; ascending, padded with -1.
+    """
+    rows = _prefill_rows(metadata)
+    if result is None:
+        result = _padding(q_fp8, topk)
+    if rows == 0:
+        return result
+    chosen = result[:rows]
+    kernel(
+        q_fp8[:rows].contiguous(),
+        weights[:rows].squeeze(-1).contiguous(),
+        pages,
+        metadata.get_page_table_64(),
+        metadata.attn_metadata.cu_seqlens_q,
+        metadata.get_seqlens_expanded(),
+        topk,
+        as_slots=_wants_slots(metadata),
+        out=chosen,
+    )
+    if _wants_offsets(metadata):
+        offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
+        chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
+    return result
+
+
+def select_decode(
+    kernel: IndexerSelectDecode,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    metadata: DSAIndexerMetadata,
+    topk: int,
+) -> torch.Tensor:
+    """What ``Indexer._get_topk_paged`` returns, selected by ours.
+
+    SGLang repeats a request's page-table row for each of its MTP rows. Ours takes one and reads the
+    request's keys once for up to four rows; more rows than four are requests of their own to it.
+
+    Args and result as :func:`select_prefill`, the page table ``[rows, W]``.
+    """
+    rows = _decode_rows(metadata)
+    result = _padding(q_fp8, topk)
+    if rows == 0:
+        return result
+    requests = metadata.get_seqlens_int32().shape[0]
+    next_n = rows // requests
+    if rows % requests or next_n > MAX_NEXT_N:
+        requests, next_n = rows, 1
+    group = (requests, next_n)
+    chosen = result[:rows].view(*group, topk)
+    kernel(
+        q_fp8[:rows].contiguous().view(*group, *q_fp8.shape[1:]),
+        weights[:rows].squeeze(-1).contiguous().view(*group, weights.shape[1]),
+        pages,
+        metadata.get_page_table_64()[::next_n],
+        metadata.get_seqlens_expanded().view(group),
+        topk,
+        as_slots=_wants_slots(metadata),
+        out=chosen,
+    )
+    return result
+
+
+def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
+    """Why SGLang's metadata is not in the form that we know, or None. Reads shapes only."""
+    attention = metadata.attn_metadata
+    tables, lengths = len(attention.real_page_table), len(attention.dsa_seqlens_expanded)
+    rows = _prefill_rows(metadata) if phase == "prefill" else _decode_rows(metadata)
+    wanted = len(attention.cu_seqlens_q) - 1 if phase == "prefill" else rows
+    if attention.indexer_logical_page_table is not None:
+        return "index keys and latents have page tables of their own"
+    if attention.page_size != PAGE_TOKENS:
+        return f"pages have {attention.page_size} tokens"
+    if lengths != rows:
+        return f"{rows} query rows have {lengths} lengths"
+    if tables != wanted:
+        return f"the page table has {tables} rows, not {wanted}"
+    return None
+
+
+def _is_unknown(metadata: DSAIndexerMetadata, phase: Phase) -> bool:
+    """Whether SGLang must select itself; says so once."""
+    problem = mismatch(metadata, phase)
+    if problem:
+        _say_once(f"IndexCache kernels: SGLang's indexer selects in {phase}, because {problem}")
+    return problem is not None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _prefill_rows(metadata: DSAIndexerMetadata) -> int:
+    return len(metadata.get_indexer_kvcache_range()[0])
+
+
+def _decode_rows(metadata: DSAIndexerMetadata) -> int:
+    return sum(metadata.get_dsa_extend_len_cpu())
+
+
+def _wants_slots(metadata: DSAIndexerMetadata) -> bool:
+    paged = metadata.topk_transform_method == TopkTransformMethod.PAGED
+    return paged and not metadata.force_unfused_topk
+
+
+def _wants_offsets(metadata: DSAIndexerMetadata) -> bool:
+    ragged = metadata.topk_transform_method == TopkTransformMethod.RAGGED
+    return ragged and not metadata.force_unfused_topk
+
+
+def _padding(q_fp8: torch.Tensor, topk: int) -> torch.Tensor:
+    shape = (q_fp8.shape[0], topk)
+    return torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
+
+
+def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:
+    """A layer's index keys; waits for HiCache where it is loading them."""
+    pages: torch.Tensor = indexer._get_index_k_read_buffer(
+        get_attn_backend().token_to_kv_pool, layer_id
+    )
+    return pages.view(-1, PAGE_BYTES)
+
+
+def current() -> EngineKernels:
+    """The kernels of the forward in progress; SGLang's where another backend runs it (drafts)."""
+    backend = get_attn_backend()
+    backend = getattr(backend, "full_attn_backend", backend)  # hybrid models wrap ours
+    kernels = getattr(backend, "kernels", None)
+    return kernels if isinstance(kernels, EngineKernels) else EngineKernels()
+
+
+# -- sparse attention --------------------------------------------------------------------------
+
+
+def attend(
+    kernel: SparseMLA,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sparse MLA over the rows that SGLang's kernels would read.
+
+    Args:
+        q: ``[T, Hq, 576]`` bfloat16.
+        kv_cache: ``[N, 1, 576]`` bfloat16, a pool's or gathered for this batch, or a pool's
+            ``[N, 1, 656]`` FP8 rows under any one-byte dtype.
+        slots: ``[T, k]`` int32 rows of ``kv_cache``, padded with -1.
+        sinks: ``[Hq]``.
+
+    Returns:
+        ``[T, Hq, 512]`` bfloat16.
+    """
+    if kv_cache.element_size() == 1:
+        kv_cache = kv_cache.view(torch.uint8)
+    out, _ = kernel(
+        q.contiguous(),
+        kv_cache.reshape(-1, kv_cache.shape[-1]),
+        slots.contiguous(),
+        scale,
+        sinks=None if sinks is None else sinks.float(),
+    )
+    return out

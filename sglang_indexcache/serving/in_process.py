@@ -1,0 +1,67 @@
+"""An in-process SGLang engine in live mode, with the calls that ``serving.Client`` has."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.serving.live import switch_request
+from sglang_indexcache.serving.settings import BACKEND_NAME
+
+
+class InProcessEngine:
+    """``sglang.Engine`` whose pattern can be replaced; use it as a context manager.
+
+    Args:
+        engine_arguments: as for ``sglang.Engine``; the backend and the mode are set here.
+    """
+
+    def __init__(self, **engine_arguments: Any) -> None:
+        import sglang
+
+        self._engine = sglang.Engine(
+            **{
+                "attention_backend": BACKEND_NAME,
+                "indexcache_mode": "live",
+                "log_level": "error",
+                **engine_arguments,
+            }
+        )
+
+    def __enter__(self) -> InProcessEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._engine.shutdown()
+
+    def states(self) -> list[dict[str, Any]]:
+        """What IndexCache reports, one entry per data-parallel rank."""
+        internal = self._engine.get_server_info()["internal_states"]
+        return [state["indexcache"] for state in internal if "indexcache" in state]
+
+    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+        """Make ``value`` the pattern on every rank; returns the new states.
+
+        Raises:
+            ServerError: with the engine's reason, if it refused.
+        """
+        from sglang.srt.managers.io_struct import SetInternalStateReq
+
+        request = SetInternalStateReq(**switch_request(value))
+        manager = self._engine.tokenizer_manager
+        accepted = self._engine.loop.run_until_complete(manager.set_internal_state(request))
+        states = self.states()
+        if not all(accepted):
+            reasons = {state["last_rejection"] for state in states} - {""}
+            raise ServerError(f"the engine refused {value!r}: {'; '.join(sorted(reasons))}")
+        return states
+
+    def generate(self, **body: Any) -> Any:
+        """SGLang's native generate."""
+        return self._engine.generate(**body)

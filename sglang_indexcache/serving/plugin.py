@@ -1,0 +1,316 @@
+"""Entry point ``sglang.srt.plugins``: make SGLang accept and resolve ``indexcache``.
+
+``indexcache`` IS a DSA backend. SGLang compares backend names with the literal "dsa" in many
+places, so the name is resolved to "dsa" at the first step of SGLang's own resolution pipeline,
+with the "dsa" factory replaced: every such comparison, now and after an upgrade, sees "dsa".
+The raw input keeps what the operator wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.arg_groups.choices import add_attention_backend_choices
+from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
+from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
+from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.library import Library
+from sglang_indexcache.serving import seams
+from sglang_indexcache.serving.cpu import platform as platform_cpu
+from sglang_indexcache.serving.cuda.choice import check_reference, choose
+from sglang_indexcache.serving.settings import (
+    BACKEND_NAME,
+    CONFIG_KEY,
+    MODE,
+    OPTIONS,
+    Plan,
+    Request,
+    make_plan,
+)
+
+logger = logging.getLogger(__name__)
+
+_DSA_NAMES = ("dsa", "nsa")
+_BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+_GIVEN = "_indexcache_given"
+"""Attribute of ServerArgs: the flags or keywords as given. Like SGLang's own ``_launch_command``
+it is bookkeeping beside the fields, and is pickled with them."""
+_FROM_COMMAND_LINE = "_indexcache_from_command_line"
+RAISE_ERRORS = "_indexcache_raise_errors"
+"""Attribute of ServerArgs: raise bad input to the caller even if it came by command line."""
+
+
+def register() -> None:
+    """Called by SGLang in every process, before it parses arguments."""
+    add_attention_backend_choices([BACKEND_NAME])
+    for target, function, kind in (
+        ("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, HookType.AFTER),
+        ("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, HookType.AROUND),
+        (
+            "sglang.srt.arg_groups.model_hook._validate_dsa_tbo_index_sharing",
+            _allow_overlap,
+            HookType.AROUND,
+        ),
+    ):
+        HookRegistry.register(target, function, kind)
+    _accept_engine_keywords()
+    register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
+    register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
+    _register_backend()
+    if platform_cpu.is_active():
+        platform_cpu.adapt_engine()
+
+
+def _register_backend() -> None:
+    """Take over "dsa"; SGLang's own factory still serves whoever did not ask for IndexCache."""
+    from sglang.srt.layers.attention import attention_registry
+
+    from sglang_indexcache.serving.backend import create_backend
+
+    original = attention_registry.create_dsa_backend
+
+    def create(runner: Any) -> Any:
+        return create_backend(runner, original)
+
+    for name in ("dsa", BACKEND_NAME):
+        attention_registry.register_attention_backend(name)(create)
+
+
+# -- what the user says ------------------------------------------------------------------------
+
+
+def _add_flags(_result: None, parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("IndexCache (with --attention-backend indexcache)")
+    for option in OPTIONS:
+        group.add_argument(
+            option.flag, help=option.help, choices=option.choices, metavar=option.metavar
+        )
+
+
+def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
+    server_args = original(cls, args)
+    given = {option.name: getattr(args, option.name, None) for option in OPTIONS}
+    setattr(server_args, _GIVEN, given)
+    setattr(server_args, _FROM_COMMAND_LINE, True)
+    return server_args
+
+
+def _accept_engine_keywords() -> None:
+    """``sglang.Engine(indexcache_pattern=...)``.
+
+    The engine module is only patched where it is loaded: an Engine loads the plugins itself
+    before it builds its arguments, and importing it elsewhere would slow every worker's start.
+    """
+    import sys
+
+    module = sys.modules.get("sglang.srt.entrypoints.engine")
+    if module is None:
+        return
+    original = module.Engine.server_args_class
+
+    def build(**kwargs: Any) -> Any:
+        given = {option.name: kwargs.pop(option.name, None) for option in OPTIONS}
+        server_args = original(**kwargs)
+        setattr(server_args, _GIVEN, given)
+        return server_args
+
+    module.Engine.server_args_class = staticmethod(build)
+
+
+# -- what it comes to --------------------------------------------------------------------------
+
+
+def _resolve_after_model_path(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """The resolution step: the model's path is known, nothing has read its config yet."""
+    previous(server_args)
+    with _one_sentence(server_args):
+        _resolve(server_args)
+
+
+def _check_kernels_at_last(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """The resolution step: SGLang's kernels, KV dtype and parallelism are decided."""
+    previous(server_args)
+    with _one_sentence(server_args):
+        _check_kernels(server_args)
+
+
+@contextmanager
+def _one_sentence(server_args: Any) -> Iterator[None]:
+    """A command line deserves a sentence, not a stack of frames."""
+    try:
+        yield
+    except IndexCacheError as error:
+        if _from_command_line(server_args) and not getattr(server_args, RAISE_ERRORS, False):
+            raise SystemExit(f"indexcache: error: {error}") from None
+        raise
+
+
+def _from_command_line(server_args: Any) -> bool:
+    return bool(getattr(server_args, _FROM_COMMAND_LINE, False))
+
+
+def _resolve(server_args: Any) -> None:
+    given = getattr(server_args, _GIVEN, {})
+    request = Request.collect(given, as_keywords=not _from_command_line(server_args))
+    if not _is_wanted(server_args, request):
+        _warn_about_ignored_overrides(server_args)
+        return
+    seams.check()
+    cfg = resolving_view(server_args)
+    overrides = json.loads(cfg.json_model_override_args)
+    config = _checkpoint_config(cfg, overrides)
+    checkpoint = Checkpoint.from_config(config, cfg.model_path)
+    plan = make_plan(request, checkpoint, overrides, Library.default())
+    if plan.mode == "live":
+        _check_live(cfg, plan)
+    platform_cpu.check_plan(server_args, plan)
+    _declare(server_args, plan, overrides, config)
+    logger.info(plan.describe())
+    if plan.advice:
+        logger.warning("IndexCache: %s", plan.advice)
+
+
+def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
+    """Say before weights are loaded which kernels will run, or why they cannot.
+
+    Raises:
+        SettingsError: kernels asked for by name that cannot take over.
+    """
+    cfg = resolving_view(server_args)
+    plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
+    if plan is None or plan.kernels == "engine":
+        return
+    check_reference(plan.kernels, cfg)
+    for route in choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here()):
+        logger.info("IndexCache kernels: %s", route)
+
+
+def _is_wanted(server_args: Any, request: Request) -> bool:
+    """Whether this server shall run IndexCache.
+
+    Raises:
+        SettingsError: IndexCache settings with another backend.
+    """
+    cfg = resolving_view(server_args)
+    named = {field: getattr(cfg, field) for field in _BACKEND_FIELDS if getattr(cfg, field)}
+    others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
+    asked = BACKEND_NAME in named.values()
+    settings = ", ".join(choice.origin for choice in request.choices.values())
+    if (asked or request) and others:
+        field, value = next(iter(others.items()))
+        what = f"--attention-backend {BACKEND_NAME}" if asked else settings
+        raise SettingsError(
+            f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
+            "indices of DSA attention in prefill and decode alike. Drop one of them."
+        )
+    if request and named and not asked:
+        raise SettingsError(
+            f"{settings} needs --attention-backend {BACKEND_NAME}, and "
+            f"--attention-backend {next(iter(named.values()))} was given."
+        )
+    if platform_cpu.is_active() and named and not asked and not others:
+        raise SettingsError(
+            "SGLang's own DSA backend needs a GPU and this machine has none. Use "
+            f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
+        )
+    return asked or bool(request)
+
+
+def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
+    """The model's config as shipped, with the user's overrides except those about sharing."""
+    from sglang.srt.utils.hf_transformers.config import get_config
+
+    path = Path(cfg.model_path)
+    if path.is_absolute() and not path.exists():
+        raise CheckpointError(f"there is no model at {path}")
+    others = {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
+    try:
+        config = get_config(
+            cfg.model_path,
+            trust_remote_code=cfg.trust_remote_code,
+            revision=cfg.revision,
+            model_override_args=others,
+            model_config_parser=cfg.model_config_parser,
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read the model config of {cfg.model_path}: {' '.join(str(error).split())}"
+        ) from error
+    return deepcopy(config)
+
+
+def _check_live(cfg: Any, plan: Plan) -> None:
+    """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
+    reasons = {
+        "--speculative-algorithm": cfg.speculative_algorithm is not None,
+        "--enable-prefill-cp": cfg.enable_prefill_cp,
+        "--cuda-graph-config": cfg.cuda_graph_config is not None,
+        f"a {plan.architecture}": plan.architecture == "Glm5NextForConditionalGeneration",
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise SettingsError(
+            f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
+        )
+
+
+def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
+    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop."""
+    if Plan.from_hf_config(hf_config) is None:
+        original(server_args, hf_config)
+
+
+def merged_overrides(plan: Plan, overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The user's config overrides with the plan's in place of any about sharing.
+
+    A multimodal model's layers may be built from its text config, so that gets them too.
+    """
+    merged = {**overrides, **plan.hf_overrides()}
+    if getattr(config, "text_config", None) is not None:
+        merged["text_config"] = {**overrides.get("text_config", {}), **plan.hf_overrides()}
+    return merged
+
+
+def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config: Any) -> None:
+    merged = merged_overrides(plan, overrides, config)
+    cfg = resolving_view(server_args)
+    fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    if plan.mode == "live":
+        # A captured graph would replay the pattern that it was captured with.
+        fields |= dict.fromkeys(
+            ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
+        )
+    declare_resolution(
+        server_args,
+        BACKEND_NAME,
+        attention_backend="dsa",
+        json_model_override_args=json.dumps(merged),
+        **fields,
+    )
+
+
+def _warn_about_ignored_overrides(server_args: Any) -> None:
+    """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
+    cfg = resolving_view(server_args)
+    overrides = json.loads(cfg.json_model_override_args)
+    asked = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
+    if not asked or overrides.get("indexer_types") is not None:
+        return
+    config = _checkpoint_config(cfg, overrides)
+    if getattr(config, "indexer_types", None) is not None:
+        logger.warning(
+            "SGLang ignores %s for this model, because its config also says indexer_types: no "
+            "layer will share. Add --attention-backend %s to make the override work.",
+            ", ".join(asked),
+            BACKEND_NAME,
+        )

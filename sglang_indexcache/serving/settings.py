@@ -1,0 +1,309 @@
+"""Flags, environment and model config, resolved into one validated plan.
+
+Pure: nothing here imports SGLang. ``plugin.py`` collects what the user said into a
+:class:`Request`; :func:`make_plan` turns it into a :class:`Plan` or raises the one error that says
+what is wrong. The plan travels to every process inside the HF config (``Plan.hf_overrides``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
+from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.library import Library, names
+from sglang_indexcache.pattern import Pattern
+
+BACKEND_NAME = "indexcache"
+"""What a user writes after --attention-backend."""
+
+Mode = Literal["static", "live"]
+IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
+Kernels = Literal["engine", "auto", "cuda", "triton", "reference"]
+
+CONFIG_KEY = "indexcache"
+"""Attribute of the HF config that carries the plan."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One user-facing setting: a command-line flag, an Engine keyword and a variable."""
+
+    name: str
+    help: str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """``--indexcache-pattern``."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """``SGLANG_INDEXCACHE_PATTERN``."""
+        return "SGLANG_" + self.name.upper()
+
+
+PATTERN = Option(
+    "indexcache_pattern",
+    "Which layers keep their indexer: an F/S string with one character per layer, the name of a "
+    "library pattern (see: indexcache patterns list), a YAML file, a ratio such as 1/4 (looked up "
+    "in the library for this model), uniform:1/4, or full. Default: the checkpoint's own sharing.",
+    metavar="PATTERN",
+)
+MODE = Option(
+    "indexcache_mode",
+    "static (default): shared layers are built without indexer and without index-K cache. "
+    "live: every layer keeps both, and the pattern can be replaced while the server runs.",
+    choices=get_args(Mode),
+)
+INDEX_K_DTYPE = Option(
+    "indexcache_index_k_dtype",
+    "How the CPU platform stores index keys: auto (the model's dtype), bfloat16, float32, or "
+    "fp8_e4m3 (the GPU's pages and quantisation). GPUs always use fp8_e4m3.",
+    choices=get_args(IndexKDtype),
+)
+KERNELS = Option(
+    "indexcache_kernels",
+    "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
+    "engine (default): SGLang's. auto: for each operation what a committed measurement shows to "
+    "be faster than the engine's on this card, else the first of cuda (Hopper) and triton that "
+    "can run here, else the engine's; the log says which and why. cuda, triton, reference: that "
+    "implementation of ours for all of them, or an error. None has been measured on a GPU yet "
+    "(see: indexcache kernels list).",
+    choices=get_args(Kernels),
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value that the user gave, and where."""
+
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything the user said, before it is known whether it makes sense."""
+
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+
+    @classmethod
+    def collect(cls, given: Mapping[str, str | None], *, as_keywords: bool) -> Request:
+        """Merge flags (or Engine keywords) with the environment.
+
+        Raises:
+            SettingsError: a flag and a variable that disagree, or a value out of range.
+        """
+        merged: dict[str, Choice] = {}
+        for option in OPTIONS:
+            origin = f"Engine({option.name}=...)" if as_keywords else option.flag
+            direct = given.get(option.name)
+            from_environment = os.environ.get(option.variable)
+            choice = None
+            if from_environment is not None:
+                choice = Choice(from_environment, option.variable)
+            if direct is not None:
+                if choice is not None and choice.value != direct:
+                    raise SettingsError(
+                        f"{origin} is {direct!r} and {option.variable} is {choice.value!r}. "
+                        "Give only one."
+                    )
+                choice = Choice(direct, origin)
+            if choice is not None:
+                _check_choice(option, choice)
+                merged[option.name] = choice
+        return cls(merged)
+
+    def __bool__(self) -> bool:
+        return bool(self.choices)
+
+    def get(self, option: Option) -> Choice | None:
+        """What the user said for ``option``."""
+        return self.choices.get(option.name)
+
+
+def _check_choice(option: Option, choice: Choice) -> None:
+    if option.choices is not None and choice.value not in option.choices:
+        raise SettingsError(
+            f"{choice.origin} is {choice.value!r}; it may be {', '.join(option.choices)}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this server will do: the pattern in effect and how it is carried out.
+
+    Attributes:
+        pattern: the pattern in effect at start.
+        source: where it came from, in words.
+        mode: static or live.
+        own: the checkpoint's own sharing.
+        layer_ids: model layer of each pattern position.
+        architecture: HF architecture.
+        index_k_dtype: for the CPU platform.
+        kernels: whose GPU kernels run.
+        advice: a warning for the log, or "".
+    """
+
+    pattern: Pattern
+    source: str
+    mode: Mode
+    own: Pattern
+    layer_ids: tuple[int, ...]
+    architecture: str
+    index_k_dtype: IndexKDtype = "auto"
+    kernels: Kernels = "engine"
+    advice: str = ""
+
+    def describe(self) -> str:
+        """The one log line."""
+        shared = len(self.pattern.shared_layers)
+        return (
+            f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
+            f"pattern {self.pattern} from {self.source}"
+        )
+
+    def hf_overrides(self) -> dict[str, Any]:
+        """What to write into the HF config so that SGLang builds this plan.
+
+        ``indexer_types`` is the key that SGLang obeys first; the others are cleared so that
+        nothing is left to contradict it. In live mode every indexer of the checkpoint is built.
+        """
+        built = self.pattern if self.mode == "static" else self.own
+        overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
+        overrides["indexer_types"] = self._by_model_layer(built)
+        overrides[CONFIG_KEY] = self._to_json()
+        return overrides
+
+    def _by_model_layer(self, pattern: Pattern) -> list[str]:
+        types = ["full"] * (self.layer_ids[-1] + 1)
+        for layer, kind in zip(self.layer_ids, pattern.to_indexer_types(), strict=True):
+            types[layer] = kind
+        return types
+
+    def _to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["pattern"], data["own"] = str(self.pattern), str(self.own)
+        data["layer_ids"] = list(self.layer_ids)
+        return data
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> Plan | None:
+        """The plan that :meth:`hf_overrides` wrote, or None if there is none."""
+        return cls.from_json(getattr(config, CONFIG_KEY, None))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> Plan | None:
+        """The inverse of what :meth:`hf_overrides` stores under :data:`CONFIG_KEY`."""
+        if data is None:
+            return None
+        data = dict(data)
+        data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
+        data["layer_ids"] = tuple(data["layer_ids"])
+        return cls(**data)
+
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint as the plan knows it, enough to check another pattern against it."""
+        return Checkpoint(self.architecture, self.layer_ids, self.own, shape={})
+
+
+def make_plan(
+    request: Request,
+    checkpoint: Checkpoint,
+    overrides: Mapping[str, Any],
+    library: Library,
+) -> Plan:
+    """Decide the pattern and the mode.
+
+    Args:
+        request: flags, keywords, environment.
+        checkpoint: what the model's own config says, without any override.
+        overrides: the user's ``--json-model-override-args``.
+        library: where names and ratios are looked up.
+
+    Raises:
+        IndexCacheError: one sentence on what is wrong, one on how to mend it.
+    """
+    chosen = _chosen_pattern(request, checkpoint, library)
+    upstream = _upstream_pattern(overrides, checkpoint)
+    if chosen and upstream and chosen[0] != upstream[0]:
+        raise SettingsError(
+            f"{chosen[1]} gives {chosen[0]} and {upstream[1]} gives {upstream[0]}. Give only one."
+        )
+    mode = request.get(MODE)
+    dtype = request.get(INDEX_K_DTYPE)
+    kernels = request.get(KERNELS)
+    pattern, source = chosen or upstream or _default_pattern(checkpoint)
+    return Plan(
+        pattern=pattern,
+        source=source,
+        mode=mode.value if mode else "static",  # type: ignore[arg-type]
+        own=checkpoint.own,
+        layer_ids=checkpoint.layer_ids,
+        architecture=checkpoint.architecture,
+        index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
+        kernels=kernels.value if kernels else "engine",  # type: ignore[arg-type]
+        advice="" if chosen or upstream else _advice(checkpoint, library),
+    )
+
+
+def _chosen_pattern(
+    request: Request, checkpoint: Checkpoint, library: Library
+) -> tuple[Pattern, str] | None:
+    choice = request.get(PATTERN)
+    if choice is None:
+        return None
+    said = f"{choice.origin} {choice.value}"
+    try:
+        resolved = library.resolve(choice.value, checkpoint)
+    except IndexCacheError as error:
+        raise type(error)(f"{said}: {error}") from error
+    return resolved.pattern, f"{said} ({resolved.description})"
+
+
+def _upstream_pattern(
+    overrides: Mapping[str, Any], checkpoint: Checkpoint
+) -> tuple[Pattern, str] | None:
+    """SGLang's own way of asking: sharing keys in --json-model-override-args."""
+    values = {**_nested(overrides), **overrides}
+    given = [key for key in SHARING_KEYS if values.get(key) is not None]
+    if not given:
+        return None
+    said = f"--json-model-override-args ({', '.join(given)})"
+    try:
+        pattern = pattern_from_sharing_keys(values, checkpoint.num_layers, checkpoint.layer_ids)
+        if pattern is None:
+            raise SettingsError("an offset alone is no schedule. Give index_topk_freq too.")
+        pattern.check_checkpoint(checkpoint.own)
+    except IndexCacheError as error:
+        raise type(error)(f"{said}: {error}") from error
+    return pattern, said
+
+
+def _nested(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = overrides.get("text_config")
+    return text if isinstance(text, Mapping) else {}
+
+
+def _default_pattern(checkpoint: Checkpoint) -> tuple[Pattern, str]:
+    if checkpoint.shares_already:
+        return checkpoint.own, "the checkpoint, which was trained with it"
+    return checkpoint.own, "the default"
+
+
+def _advice(checkpoint: Checkpoint, library: Library) -> str:
+    """The one warning when nobody chose a pattern and nothing is shared."""
+    if checkpoint.shares_already:
+        return ""
+    known = library.for_checkpoint(checkpoint)
+    start = "no pattern was given, so every layer runs its indexer and nothing is saved"
+    if known:
+        return f"{start}. The library has {names(known)} for this model: add {PATTERN.flag} NAME."
+    return f"{start}. The library has no pattern for this model; see: indexcache patterns --help."

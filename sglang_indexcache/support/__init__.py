@@ -1,0 +1,1 @@
+"""Helpers that exist once: files, provenance, statistics, figures, text."""

@@ -1,0 +1,72 @@
+"""The commands as a user types them, without SGLang: against a fake server, and on tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_indexcache.bench.results import LatencyResult, load
+from sglang_indexcache.cli import app
+from tests.bench.fake_server import Behaviour, fake_server
+from tests.bench.test_latency import CONFIG, HALF
+
+STACK_CONFIG = {
+    **CONFIG,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2,
+    "index_head_dim": 64, "index_topk": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "intermediate_size": 32,
+}  # fmt: skip
+
+
+def folder(path: Path, config: dict[str, object]) -> str:
+    (path / "model").mkdir()
+    (path / "model" / "config.json").write_text(json.dumps(config))
+    return str(path / "model")
+
+
+def said(*arguments: str, code: int) -> str:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
+
+
+def test_latency_against_running_servers(tmp_path: Path) -> None:
+    model, out = folder(tmp_path, CONFIG), tmp_path / "out"
+    with fake_server(Behaviour("F" * 8)) as one, fake_server(Behaviour(HALF)) as other:
+        text = said(
+            *("latency", "--model", model, "-o", str(out), "--url", one, "--url", other),
+            *("--pattern", "full", "--pattern", "half=uniform:1/2", "--length", "256"),
+            *("--rounds", "1", "--new-tokens", "6", "--metric", "prefill", "--metric", "decode"),
+            code=0,
+        )
+    assert "+ IndexCache (half)" in text
+    result = load(LatencyResult, out / "latency.json")
+    assert result.metrics == ("prefill", "decode")
+    assert (out / "latency-speedup.svg").exists()
+    assert "the servers ran already" in (out / "latency.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--url", "u", "--url", "v"], "give one --url, or one for each of full, 1/2, 1/4"),
+        (["--url", "u", "--env", "A=1"], "no server flags or --env"),
+        (["--url", "u", "--", "--tp", "8"], "no server flags"),
+        (["--env", "A"], "--env wants NAME=VALUE"),
+        (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
+        (["--length", "1K", "--length", "1000"], "the same length was given twice"),
+        (["--metric", "speed"], "the metrics are"),
+        (["--clock", "sun"], "the clocks are"),
+        (["--pattern", "FS"], "too short"),
+    ],
+)
+def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message: str) -> None:
+    patterns = [] if "--pattern" in options else ["--pattern", "full", "--pattern"]
+    patterns += ["1/2=uniform:1/2", "--pattern", "1/4=uniform:1/4"] if patterns else []
+    model = folder(tmp_path, CONFIG)
+    text = said("latency", "--model", model, "-o", str(tmp_path), *patterns, *options, code=1)
+    assert message in text

@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sglang_indexcache.cli import app
+from sglang_indexcache.library import load_entry
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("method", ["fast", "greedy", "similarity"])
+@pytest.mark.parametrize("refine", ["none", "screened", "swap", "beam"])
+def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: str) -> None:
+    result = call(
+        *("search", "run", "--synthetic", "12", "--batches", "4", "-o", tmp_path, "--name", "x"),
+        *("--method", method, "--refine", refine),
+    )
+    assert result.exit_code == 0, result.output
+    evaluator = SyntheticEvaluator(12, 4)
+    for label, full in (("1of2", 6), ("1of4", 3), ("1of8", 2)):
+        entry = load_entry(tmp_path / f"x-{label}.yaml")
+        assert entry.full_layers == full
+        loss = evaluator.loss(Pattern(entry.pattern), range(4)).mean
+        assert entry.quality[0].score == pytest.approx(loss, abs=1e-12)
+        before = entry.method.details["before_refinement"]["loss"]
+        assert entry.quality[0].score <= before
+        assert {"checkpoint", "data", "seed", "versions", "cost", "loss_curve"} <= set(
+            entry.method.details
+        )
+    for name in ("losses.png", "losses.svg", "search.json", "journal.jsonl"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_constraints_reach_the_search(tmp_path: Path) -> None:
+    result = call(
+        *("search", "run", "--synthetic", "12", "-o", tmp_path, "--target", "4", "--name", "x"),
+        *("--keep-full", "2", "--force-shared", "7-8", "--stages", "2"),
+    )
+    assert result.exit_code == 0, result.output
+    text = load_entry(tmp_path / "x-4of12.yaml").pattern
+    assert text[0] == text[2] == text[6] == "F"
+    assert text[7] == text[8] == "S"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--synthetic", "8", "--method", "magic"], "method 'magic' is unknown"),
+        (["--synthetic", "8", "--budget", "2"], "share must be above 0 and at most 1"),
+        (["--synthetic", "8", "--blocks", "2"], "a variant of --method greedy"),
+        (["--synthetic", "8", "--target", "9"], "can only reach 1 to 8"),
+        (["--synthetic", "8", "--keep-full", "a"], "not a list of layers"),
+        ([], "give the checkpoint's folder with --model"),
+        (["--model", "missing"], "cannot read missing/config.json"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = call("search", "run", "-o", tmp_path / "out", *arguments)
+    assert result.exit_code == 1
+    assert result.output.startswith("indexcache: error: ")
+    assert message in result.output
+    assert not (tmp_path / "out" / "search.json").exists()
+
+
+def test_stability(tmp_path: Path) -> None:
+    result = call("search", "stability", "--synthetic", "12", "--batches", "8", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "Kendall tau" in result.output
+    assert (tmp_path / "stability.json").exists()
+    assert (tmp_path / "set-2" / "losses.png").exists()
+
+
+def test_cost() -> None:
+    result = call("search", "cost", "--layers", "47", "--target", "1", "--rate", "1e6")
+    assert "1,082" in result.output
+    assert result.exit_code == 0
+
+
+def test_compare_needs_two() -> None:
+    result = call("search", "compare", "full", "-o", "nowhere")
+    assert result.exit_code == 1
+    assert "at least two patterns" in result.output

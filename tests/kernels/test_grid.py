@@ -1,0 +1,158 @@
+"""Every implementation of every op on the shared grid, and on what hypothesis makes up.
+
+The reference always runs, Triton on a GPU or under its interpreter (``TRITON_INTERPRET=1``; see
+``test_triton_interpreted.py``), CUDA on the architectures it is for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.kernels.contract import FLOAT32_BITS, HOPPER_FP8_BITS, OPS, OpName
+from sglang_indexcache.kernels.grid import cases, suite
+
+MACHINE = dispatch.Machine.here()
+RUNNING = [
+    name
+    for name in dispatch.ORDER
+    if any(dispatch.judge(op, name, MACHINE, dispatch.Shape()).runs for op in OPS)
+]
+ON_GPU = torch.cuda.is_available() and not MACHINE.interpreted
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+Op = Callable[..., Any]
+
+
+def op(name: dispatch.Implementation, which: OpName, shape: dispatch.Shape) -> Op:
+    """One implementation of an op, or skip where it says that it cannot."""
+    verdict = dispatch.judge(which, name, MACHINE, shape)
+    if not verdict.runs:
+        pytest.skip(f"{which}, {name}: {verdict.why}")
+    return dispatch.load(which, name)
+
+
+def bits(name: dispatch.Implementation) -> int:
+    return HOPPER_FP8_BITS if ON_GPU and name != "reference" else FLOAT32_BITS
+
+
+running = pytest.mark.parametrize("name", RUNNING)
+
+
+@running
+@pytest.mark.parametrize("case", cases.TOPK + cases.LARGE_TOPK if ON_GPU else cases.TOPK, ids=str)
+def test_topk(
+    name: dispatch.Implementation, case: cases.TopKCase, generator: torch.Generator
+) -> None:
+    topk = op(name, "topk", dispatch.Shape(topk=case.topk))
+    logits, visible = cases.topk_inputs(case, generator, DEVICE)
+    assert suite.check_topk(topk, logits, visible, case.topk) == []
+
+
+@running
+@pytest.mark.parametrize(
+    "case",
+    cases.PREFILL + cases.WIDE_PREFILL + cases.LARGE_PREFILL if ON_GPU else cases.PREFILL,
+    ids=str,
+)
+def test_indexer_prefill(
+    name: dispatch.Implementation, case: cases.IndexerCase, generator: torch.Generator
+) -> None:
+    shape = dispatch.Shape(heads=case.heads, topk=case.topk)
+    logits = op(name, "indexer_logits_prefill", shape)
+    select = op(name, "indexer_select_prefill", shape)
+    inputs = cases.indexer_inputs(case, generator, DEVICE)
+    assert suite.check_indexer_prefill(logits, select, case, inputs, bits(name)) == []
+
+
+@running
+@pytest.mark.parametrize(
+    "case", cases.DECODE + cases.LARGE_DECODE if ON_GPU else cases.DECODE, ids=str
+)
+def test_indexer_decode(
+    name: dispatch.Implementation, case: cases.IndexerCase, generator: torch.Generator
+) -> None:
+    next_n = case.lens[0][0] if case.lens else 1
+    shape = dispatch.Shape(heads=case.heads, topk=case.topk, next_n=next_n)
+    logits = op(name, "indexer_logits_decode", shape)
+    select = op(name, "indexer_select_decode", shape)
+    inputs = cases.indexer_inputs(case, generator, DEVICE)
+    assert suite.check_indexer_decode(logits, select, case, inputs, bits(name)) == []
+
+
+@running
+@pytest.mark.parametrize(
+    "case",
+    cases.ATTENTION + cases.WIDE_ATTENTION + cases.LARGE_ATTENTION if ON_GPU else cases.ATTENTION,
+    ids=str,
+)
+def test_sparse_mla(
+    name: dispatch.Implementation, case: cases.AttentionCase, generator: torch.Generator
+) -> None:
+    inputs = cases.attention_inputs(case, generator, DEVICE)
+    shape = dispatch.Shape(heads=case.heads, cache=inputs.cache.dtype)
+    attend = op(name, "sparse_mla_prefill", shape)
+    assert suite.check_sparse_mla(attend, inputs) == []
+
+
+def test_prefill_and_decode_attend_with_one_function() -> None:
+    """Else the test above would have to run both."""
+    assert dispatch.HOMES["sparse_mla_prefill"] == dispatch.HOMES["sparse_mla_decode"]
+
+
+# Few distinct values make ties, also at the threshold and at infinity.
+values = st.sampled_from([float("-inf"), -1.0, -0.0, 0.0, 1e-45, 1.0, 2.5, 1e30, float("inf")])
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
+    width = draw(st.integers(1, 24))
+    rows = draw(st.lists(st.lists(values, min_size=width, max_size=width), min_size=1, max_size=2))
+    visible = draw(st.lists(st.integers(0, width), min_size=len(rows), max_size=len(rows)))
+    return (
+        torch.tensor(rows),
+        torch.tensor(visible, dtype=torch.int32),
+        draw(st.integers(1, 26)),
+    )
+
+
+@running
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(problem=matrices())
+def test_topk_of_anything(
+    name: dispatch.Implementation, problem: tuple[torch.Tensor, torch.Tensor, int]
+) -> None:
+    logits, visible, k = problem
+    topk = op(name, "topk", dispatch.Shape(topk=k))
+    assert suite.check_topk(topk, logits.to(DEVICE), visible.to(DEVICE), k) == []
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> cases.IndexerCase:
+    pairs = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 140)), max_size=3))
+    return cases.IndexerCase(
+        "drawn",
+        heads=draw(st.sampled_from([8, 16, 32, 64])),
+        lens=tuple((queries, queries + before) for queries, before in pairs),
+        topk=draw(st.integers(1, 70)),
+        fill=draw(st.sampled_from(["random", "integers", "zeros", "huge"])),
+        padding=draw(st.integers(0, 2)),
+    )
+
+
+@running
+@settings(max_examples=6, deadline=None)
+@given(case=batches(), seed=st.integers(0, 2**31))
+def test_select_of_anything(
+    name: dispatch.Implementation, case: cases.IndexerCase, seed: int
+) -> None:
+    shape = dispatch.Shape(heads=case.heads, topk=case.topk)
+    logits = op(name, "indexer_logits_prefill", shape)
+    select = op(name, "indexer_select_prefill", shape)
+    inputs = cases.indexer_inputs(case, torch.Generator().manual_seed(seed), DEVICE)
+    assert suite.check_indexer_prefill(logits, select, case, inputs, bits(name)) == []

@@ -1,0 +1,233 @@
+"""The CUDA backend's own logic, on top of a stand-in for SGLang's kernels.
+
+What SGLang's methods do is not tested here (that needs a GPU), only what reaches them.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_indexcache.errors import SettingsError, StaleIndexError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cuda import backend as backend_cuda
+from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+from sglang_indexcache.serving.settings import Plan
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor | None]]:
+    """(layer, indices) that reach SGLang's attention, in order."""
+    calls: list[tuple[int, torch.Tensor | None]] = []
+
+    def attention(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, fb: Any, *args: Any, **kw: Any
+    ) -> str:
+        calls.append((layer.layer_id, kw["topk_indices"]))
+        return "output"
+
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "__init__", lambda self, runner: None)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "init_forward_metadata", lambda self, fb: None)
+    monkeypatch.setattr(
+        DeepseekSparseAttnBackend,
+        "init_forward_metadata_out_graph",
+        lambda self, fb, in_capture=False: None,
+    )
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_extend", attention)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_decode", attention)
+    return calls
+
+
+def plan(text: str, mode: str = "static") -> Plan:
+    return Plan(
+        pattern=Pattern(text),
+        source="test",
+        mode=mode,  # type: ignore[arg-type]
+        own=Pattern.full(len(text)),
+        layer_ids=tuple(range(len(text))),
+        architecture="GlmMoeDsaForCausalLM",
+    )
+
+
+def backend(
+    text: str, parent: IndexCacheBackend | None = None, mode: str = "static"
+) -> IndexCacheBackend:
+    active = parent.active if parent else ActivePattern(plan(text, mode))
+    made = IndexCacheBackend(SimpleNamespace(), active, parent)
+    made.use_mha = False
+    return made
+
+
+def batch(rows: tuple[int, int] | None = None) -> Any:
+    return SimpleNamespace(tbo_parent_token_range=rows, forward_mode=ForwardMode.EXTEND)
+
+
+def layer(number: int) -> Any:
+    return SimpleNamespace(layer_id=number)
+
+
+@pytest.mark.parametrize("method", ["forward_extend", "forward_decode"])
+def test_shared_layers_get_indices_that_sglang_did_not_carry(
+    seen: list[tuple[int, torch.Tensor | None]], method: str
+) -> None:
+    served = backend("FSSF")
+    served.init_forward_metadata(batch())
+    attend = getattr(served, method)
+    selected = {0: torch.tensor([[1]]), 3: torch.tensor([[2]])}
+    for number in range(4):
+        assert (
+            attend(1, 2, 3, layer(number), batch(), topk_indices=selected.get(number)) == "output"
+        )
+    assert [indices for _, indices in seen] == [
+        selected[0], selected[0], selected[0], selected[3]
+    ]  # fmt: skip
+    assert served.active.counters.selections == [1, 0, 0, 1]
+    assert served.active.counters.reuses == [0, 1, 1, 0]
+
+
+def test_what_sglang_carries_is_used_as_it_is(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    served = backend("FS")
+    served.init_forward_metadata(batch())
+    carried = torch.tensor([[1]])
+    for number in range(2):
+        served.forward_extend(1, 2, 3, layer(number), batch(), topk_indices=carried)
+    assert seen[1][1] is carried
+
+
+def test_dense_attention_of_short_prompts_selects_nothing(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    served = backend("FS")
+    served.use_mha = True
+    served.init_forward_metadata(batch())
+    for number in range(2):
+        served.forward_extend(1, 2, 3, layer(number), batch())
+    assert seen == [(0, None), (1, None)]
+
+
+def test_each_forward_starts_empty(seen: list[tuple[int, torch.Tensor | None]]) -> None:
+    served = backend("FS")
+    served.init_forward_metadata(batch())
+    served.forward_decode(1, 2, 3, layer(0), batch(), topk_indices=torch.tensor([[1]]))
+    served.init_forward_metadata_out_graph(batch())
+    with pytest.raises(StaleIndexError):
+        served.forward_decode(1, 2, 3, layer(1), batch())
+    assert len(seen) == 1
+
+
+def test_sub_batches_split_what_the_whole_batch_selected(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    """Two-batch overlap: dense layers run on the whole batch, the others on its two parts."""
+    whole = backend("FSSF")
+    parts = [backend("FSSF", parent=whole) for _ in range(2)]
+    for each in (whole, *parts):
+        each.init_forward_metadata(batch())
+    selected = torch.arange(10).view(5, 2)
+    whole.forward_extend(1, 2, 3, layer(0), batch(), topk_indices=selected)
+    ranges = [(0, 2), (2, 5)]
+    for number in (1, 2):
+        for part, rows in zip(parts, ranges, strict=True):
+            part.forward_extend(1, 2, 3, layer(number), batch(rows))
+            assert seen[-1][1] is not None
+            assert torch.equal(seen[-1][1], selected[slice(*rows)])
+    own = [torch.tensor([[8]]), torch.tensor([[9]])]
+    for part, rows, indices in zip(parts, ranges, own, strict=True):
+        part.forward_extend(1, 2, 3, layer(3), batch(rows), topk_indices=indices)
+        assert seen[-1][1] is indices
+
+
+def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    part = backend("FFS", parent=backend("FFS"))
+    part.init_forward_metadata(batch())
+    mine = torch.tensor([[4]])
+    part.forward_extend(1, 2, 3, layer(1), batch((0, 1)), topk_indices=mine)
+    part.forward_extend(1, 2, 3, layer(2), batch((0, 1)))
+    assert seen[-1][1] is mine
+
+
+def test_overlap_refuses_offsets_that_cannot_be_cut(
+    seen: list[tuple[int, torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(first_k_dense_replace=1))
+    )
+    methods = {"ragged": TopkTransformMethod.RAGGED, "paged": TopkTransformMethod.PAGED}
+    for text, method, fits in (
+        ("FSF", "ragged", False),
+        ("FFS", "ragged", True),
+        ("FSF", "paged", True),
+    ):
+        monkeypatch.setattr(
+            DeepseekSparseAttnBackend,
+            "get_topk_transform_method",
+            lambda self, mode, method=method: methods[method],
+        )
+        if fits:
+            backend_cuda._check_overlap(runner, backend(text))
+        else:
+            with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
+                backend_cuda._check_overlap(runner, backend(text))
+
+
+class FakeIndexer:
+    """Counts what live mode asks of SGLang's indexer."""
+
+    def __init__(self) -> None:
+        self.keys_only = 0
+
+    def _forward_cuda_k_only(self, *args: Any, return_indices: bool) -> None:
+        assert return_indices is False
+        self.keys_only += 1
+
+
+@pytest.fixture
+def live(
+    seen: list[tuple[int, torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
+) -> IndexCacheBackend:
+    served = backend("FS", mode="live")
+    served.get_indexer_metadata = lambda layer_id, fb: None  # type: ignore[method-assign]
+    served.init_forward_metadata(batch())
+    monkeypatch.setattr(backend_cuda, "get_attn_backend", lambda: served)
+    monkeypatch.setattr(backend_cuda, "maybe_capture_indexer_topk", lambda number, indices: indices)
+    return served
+
+
+def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> Any:
+    def original(self: Any, *args: Any) -> str:
+        return "selected"
+
+    return backend_cuda._live_indexer_forward(
+        original, indexer, None, None, None, batch(), number, return_indices
+    )  # type: ignore[arg-type]
+
+
+def test_live_shared_layer_stores_its_key_and_selects_nothing(live: IndexCacheBackend) -> None:
+    indexer = FakeIndexer()
+    assert run_live(indexer, 0) == "selected"
+    chosen = torch.tensor([[1]])
+    live.forward_extend(1, 2, 3, layer(0), batch(), topk_indices=chosen)
+    assert run_live(indexer, 1) is chosen
+    assert indexer.keys_only == 1
+    assert live.active.counters.key_writes == [0, 1]
+
+
+def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:
+    indexer = FakeIndexer()
+    assert run_live(indexer, 1, return_indices=False) == "selected"
+    assert indexer.keys_only == 0
+
+
+def test_live_wrapper_leaves_other_backends_alone(
+    live: IndexCacheBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_cuda, "get_attn_backend", lambda: SimpleNamespace())
+    assert run_live(FakeIndexer(), 1) == "selected"

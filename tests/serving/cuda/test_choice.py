@@ -1,0 +1,217 @@
+"""Which operations become ours: by flag, card, model and SGLang's own configuration."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.serving.cuda.choice import (
+    ATTENTIONS,
+    REPLACED_ATTENTION,
+    SELECTIONS,
+    check_reference,
+    choose,
+)
+
+CPU = Machine("CPU", None)
+VOLTA = Machine("NVIDIA V100", (7, 0))
+AMPERE = Machine("NVIDIA A100", (8, 0))
+HOPPER = Machine("NVIDIA H100", (9, 0))
+BLACKWELL = Machine("NVIDIA B200", (10, 0))
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: None)
+    monkeypatch.setattr(dispatch, "_missing_triton", lambda: None)
+
+
+def server(**fields: Any) -> Any:
+    """What SGLang decides for a bfloat16 cache on Hopper."""
+    return SimpleNamespace(
+        **{
+            "kv_cache_dtype": "bfloat16",
+            "dsa_prefill_backend": "flashmla_sparse",
+            "dsa_decode_backend": "fa3",
+            "enable_hisparse": False,
+            "enable_prefill_cp": False,
+            "enable_kv_cache_sharding": False,
+            "dcp_size": 1,
+            **fields,
+        }
+    )
+
+
+FP8 = {
+    "kv_cache_dtype": "fp8_e4m3",
+    "dsa_prefill_backend": "flashmla_kv",
+    "dsa_decode_backend": "flashmla_kv",
+}
+"""What SGLang decides for an FP8 cache on Hopper."""
+
+
+def glm5(**fields: Any) -> Any:
+    config = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048}
+    shape = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "dtype": torch.bfloat16,
+        "context_len": 202752,
+    }
+    config |= {name: value for name, value in fields.items() if name.startswith("index_")}
+    shape |= {name: value for name, value in fields.items() if name in shape}
+    return SimpleNamespace(hf_config=SimpleNamespace(**config), **shape)
+
+
+def names(asked: str, cfg: Any, model: Any, machine: Machine) -> dict[str, str | None]:
+    routes = choose(asked, cfg, model, machine)  # type: ignore[arg-type]
+    assert all(route.why for route in routes)
+    return {route.op: route.implementation for route in routes}
+
+
+def every(name: str | None) -> dict[str, str | None]:
+    return dict.fromkeys((*SELECTIONS, *ATTENTIONS), name)
+
+
+@pytest.mark.parametrize("machine", [CPU, VOLTA, HOPPER], ids=lambda m: m.name)
+def test_engine_is_the_engine_everywhere(machine: Machine) -> None:
+    assert names("engine", server(), glm5(), machine) == every(None)
+
+
+@pytest.mark.parametrize("cfg", [server(), server(**FP8)], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [(HOPPER, "cuda"), (AMPERE, "triton"), (BLACKWELL, "triton"), (VOLTA, None), (CPU, None)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_auto_takes_the_best_that_is_meant_to_serve(
+    cfg: Any, machine: Machine, expected: str | None
+) -> None:
+    """The reference is never chosen unasked."""
+    assert names("auto", cfg, glm5(), machine) == every(expected)
+
+
+def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = dispatch.Evidence("triton", "kernels/h100.json")
+    monkeypatch.setitem(dispatch.DEFAULTS, ("indexer_select_prefill", (9, 0)), measured)
+    expected = every("cuda") | {"indexer_select_prefill": "triton"}
+    assert names("auto", server(), glm5(), HOPPER) == expected
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton", "reference"])
+def test_a_name_is_for_everything(name: str) -> None:
+    assert names(name, server(), glm5(), HOPPER) == every(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "says"),
+    [
+        ("cuda", AMPERE, "cuda cannot run on NVIDIA A100: is for 9.0, this is 8.0"),
+        ("triton", VOLTA, "needs compute capability 8.0, this is 7.0"),
+        ("triton", CPU, "needs an NVIDIA GPU"),
+    ],
+)
+def test_a_name_that_cannot_run_is_an_error(name: str, machine: Machine, says: str) -> None:
+    with pytest.raises(SettingsError, match=f"--indexcache-kernels {name}: .*{says}"):
+        names(name, server(), glm5(), machine)
+
+
+BAD_INDEXERS = [
+    ({"index_n_heads": 24}, {}, "has 24 heads, ours 8, 16, 32, 64"),
+    ({"index_topk": 4096}, {}, "selects 4096, ours up to 2048"),
+    ({"index_head_dim": 64}, {}, "64 wide, ours 128"),
+    ({"index_kpool": 4}, {}, "pools its index keys"),
+    ({"index_init_tokens": 1}, {}, "always selects some first or last tokens"),
+    ({"index_local_tokens": 16}, {}, "always selects some first or last tokens"),
+    ({"context_len": (1 << 20) + 1}, {}, "--context-length"),
+    ({}, {"enable_prefill_cp": True}, "--enable-prefill-cp"),
+    ({}, {"dcp_size": 2}, "--dcp-size"),
+    ({}, {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+]
+
+
+@pytest.mark.parametrize(("fields", "flags", "says"), BAD_INDEXERS)
+def test_what_our_indexer_cannot_do(fields: Any, flags: Any, says: str) -> None:
+    model, cfg = glm5(**fields), server(**flags)
+    routes = {route.op: route for route in choose("auto", cfg, model, HOPPER)}
+    for op in SELECTIONS:
+        assert routes[op].implementation is None
+        assert says in routes[op].why
+    with pytest.raises(SettingsError, match="--indexcache-kernels cuda: indexer_select_prefill:"):
+        choose("cuda", cfg, model, HOPPER)
+
+
+def test_the_cuda_indexer_has_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dispatch knows of an implementation is asked with the model's shape."""
+    seen: list[dispatch.Shape] = []
+    judge = dispatch.judge
+
+    def spy(op: Any, name: Any, machine: Any, shape: dispatch.Shape) -> Any:
+        seen.append(shape)
+        return judge(op, name, machine, shape)
+
+    monkeypatch.setattr(dispatch, "judge", spy)
+    choose("cuda", server(**FP8), glm5(index_n_heads=64, index_topk=512), HOPPER)
+    assert dispatch.Shape(heads=64, topk=512) in seen
+    assert dispatch.Shape(cache=torch.uint8) in seen
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "says"),
+    [
+        ({"kv_lora_rank": 256}, {}, "256 \\+ 64 wide, ours 512 \\+ 64"),
+        ({"qk_rope_head_dim": 0}, {}, "512 \\+ 0 wide"),
+        ({"dtype": torch.float16}, {}, "torch.float16, ours in bfloat16"),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}, "cannot read a fp8_e5m2 cache"),
+        ({}, {"kv_cache_dtype": "fp4_e2m1"}, "cannot read a fp4_e2m1 cache"),
+        ({}, {"enable_hisparse": True}, "--enable-hisparse"),
+        ({}, {"dcp_size": 2}, "--dcp-size"),
+    ],
+)
+def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> None:
+    model, cfg = glm5(**fields), server(**flags)
+    with pytest.raises(SettingsError, match=f"(sparse_mla|indexer_select)_prefill: .*{says}"):
+        choose("triton", cfg, model, HOPPER)
+    routes = names("auto", cfg, model, HOPPER)
+    assert [routes[op] for op in ATTENTIONS] == [None, None]
+
+
+def test_auto_leaves_only_the_phase_that_it_must() -> None:
+    cfg = server(dsa_decode_backend="trtllm")
+    expected = every("triton") | {"sparse_mla_decode": None}
+    assert names("auto", cfg, glm5(), BLACKWELL) == expected
+    with pytest.raises(SettingsError, match=r"stands in for .*, not for trtllm"):
+        choose("triton", cfg, glm5(), BLACKWELL)
+
+
+def test_fp8_rows_without_scales_are_not_read() -> None:
+    """With trtllm on either side SGLang stores 576 bytes a row for both."""
+    cfg = server(**FP8 | {"dsa_decode_backend": "trtllm"})
+    route = choose("auto", cfg, glm5(), HOPPER)[2]
+    assert route.implementation is None
+    assert "without scales" in route.why
+
+
+@pytest.mark.parametrize("backend", REPLACED_ATTENTION)
+def test_each_attention_kernel_that_can_be_replaced(backend: str) -> None:
+    cfg = server(dsa_prefill_backend=backend, dsa_decode_backend=backend)
+    assert names("cuda", cfg, glm5(), HOPPER) == every("cuda")
+
+
+def test_the_reference_needs_eager_forwards() -> None:
+    def graphs(decode: str, prefill: str) -> Any:
+        phases = {"decode": decode, "prefill": prefill}
+        return SimpleNamespace(
+            cuda_graph_config={k: SimpleNamespace(backend=v) for k, v in phases.items()}
+        )
+
+    with pytest.raises(
+        SettingsError, match=r"on for decode. Add --cuda-graph-backend-decode disab"
+    ):
+        check_reference("reference", graphs("full", "disabled"))
+    check_reference("reference", graphs("disabled", "disabled"))
+    check_reference("cuda", graphs("full", "breakable"))

@@ -1,0 +1,777 @@
+"""Our kernels where SGLang's would run, with the reference implementations on a CPU.
+
+SGLang's own code makes the metadata of every forward, and its own torch (the fallbacks for cards
+without DeepGEMM, its unfused top-k, its attention methods up to the kernel) says what the kernel
+in that place must give. Index scores are integers, exact in every arithmetic and different for
+every token, so two correct selections are equal sets.
+"""
+
+import ast
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.layers.attention.dsa import dsa_indexer, utils
+from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_indexcache.errors import UnsupportedEngineError
+from sglang_indexcache.kernels.dispatch import Machine, load
+from sglang_indexcache.kernels.indexer.quantization import write_pages
+from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cuda import backend as backend_cuda
+from sglang_indexcache.serving.cuda import kernels as kernels_cuda
+from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+from sglang_indexcache.serving.cuda.choice import Route
+from sglang_indexcache.serving.cuda.kernels import EngineKernels
+from sglang_indexcache.serving.settings import Plan
+
+TOPK, HEADS, PAGES, CONTEXT = 96, 8, 24, 640
+SLOTS = PAGES * 64
+REFERENCE = EngineKernels(
+    load("indexer_select_prefill", "reference"),
+    load("indexer_select_decode", "reference"),
+    load("sparse_mla_prefill", "reference"),
+    load("sparse_mla_decode", "reference"),
+)
+
+
+# -- SGLang's own objects, without a GPU -------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang asks of its process: no parallelism. And the one Triton kernel, in torch."""
+    alone = SimpleNamespace(attn_cp_size=1, attn_tp_size=1, cp_strategy="none")
+    monkeypatch.setattr(utils, "get_parallel", lambda: alone)
+
+    def expand(extend: torch.Tensor, lengths: torch.Tensor, total: int, _max: int) -> torch.Tensor:
+        ends = zip(extend.tolist(), lengths.tolist(), strict=True)
+        rows = torch.cat([torch.arange(n - e + 1, n + 1) for e, n in ends]).to(torch.int32)
+        assert len(rows) == total
+        return rows
+
+    monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", expand)
+
+
+@dataclass
+class Pool:
+    """As much of DSATokenToKVPool as a forward reads."""
+
+    pages: torch.Tensor
+    latent: torch.Tensor
+    index_page_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    size: int = SLOTS
+    page_size: int = 64
+    stored: int = 0
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.pages
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.latent
+
+    def set_mla_kv_buffer(self, *_args: Any) -> None:
+        self.stored += 1
+
+
+def make_backend(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    prefill: str = "flashmla_sparse",
+    decode: str = "fa3",
+    fp8: bool = False,
+    draft_tokens: int = 0,
+    fused: bool = True,
+) -> IndexCacheBackend:
+    """Our backend as SGLang's ``__init__`` leaves it, without what needs a GPU."""
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "__init__", lambda self, runner: None)
+    plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "GlmMoeDsaForCausalLM")
+    made = IndexCacheBackend(SimpleNamespace(), ActivePattern(plan))
+    table = torch.randint(0, SLOTS, (8, CONTEXT), dtype=torch.int32)  # unused entries: anything
+    latent = torch.randn(SLOTS, 576).bfloat16()
+    rows = quantize_latent(latent).view(torch.float8_e4m3fn) if fp8 else latent
+    made.__dict__.update(
+        kernels=REFERENCE,
+        token_to_kv_pool=Pool(torch.randint(0, 255, (PAGES, 8448)).byte(), rows[:, None]),
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        device="cpu",
+        use_mha=False,
+        dsa_prefill_impl=prefill,
+        dsa_decode_impl=decode,
+        dsa_kv_cache_store_fp8=fp8,
+        dsa_index_topk=TOPK,
+        dsa_index_kpool=1,
+        physical_page_size=64,
+        speculative_num_draft_tokens=draft_tokens,
+        use_fused_topk=fused,
+        dsa_topk_backend=DSATopKBackend.TORCH,
+        hisparse_coordinator=None,
+        enable_auto_select_prefill_impl=False,
+        supports_mha_one_shot=False,
+        _kv_shard_pool=None,
+        _arange_buf=torch.arange(64, dtype=torch.int32),
+        _is_in_breakable_cuda_graph=lambda: False,
+        _is_in_tc_piecewise_cuda_graph=lambda: False,
+        _get_device_sm=lambda: 90,
+        _is_blackwell=lambda: False,
+    )
+    return made
+
+
+def make_batch(
+    backend: IndexCacheBackend, mode: ForwardMode, lengths: list[int], extend: list[int]
+) -> Any:
+    """A ForwardBatch of requests with ``lengths`` tokens, ``extend`` of them new; pages mixed.
+
+    In MTP's verification SGLang counts the drafted tokens on top of ``seq_lens``.
+    """
+    free = torch.randperm(PAGES).tolist()
+    table = backend.req_to_token_pool.req_to_token
+    drafted = backend.speculative_num_draft_tokens if mode.is_target_verify() else 0
+    for request, length in enumerate(lengths):
+        for start in range(0, length, 64):
+            end, slot = min(start + 64, length), free.pop() * 64
+            table[request, start:end] = torch.arange(slot, slot + end - start)
+    before = torch.tensor(lengths) - drafted
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(lengths),
+        seq_lens=before,
+        seq_lens_cpu=before.clone(),
+        seq_lens_sum=int(before.sum()),
+        req_pool_indices=torch.arange(len(lengths)),
+        extend_seq_lens=torch.tensor(extend, dtype=torch.int32),
+        extend_seq_lens_cpu=list(extend),
+        extend_num_tokens=sum(extend),
+        extend_prefix_lens_cpu=[n - e for n, e in zip(lengths, extend, strict=True)],
+        extend_prefix_lens=None,
+        global_num_tokens_cpu=None,
+        attn_cp_metadata=None,
+        tbo_parent_token_range=None,
+        out_cache_loc=None,
+        get_max_chunk_capacity=lambda: 1 << 20,
+    )
+
+
+def make_queries(backend: IndexCacheBackend, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, weights ``[rows, H, 1]``, and keys in the pool's pages.
+
+    Three digits of a token's rank lie in three of its key's elements. Each row weighs them in an
+    order and with a sign of its own. Scales are powers of two that keep the scores different.
+    """
+    rank = torch.randperm(SLOTS) + 1
+    keys = torch.zeros(SLOTS, 128)
+    keys[:, 0], keys[:, 1], keys[:, 2] = rank % 16, rank // 16 % 16, rank // 256
+    scales = torch.tensor([1.0, 2.0**-20])[torch.randint(2, (SLOTS,))]
+    write_pages(
+        backend.token_to_kv_pool.pages, torch.arange(SLOTS), keys.to(torch.float8_e4m3fn), scales
+    )
+    q, weights = torch.zeros(rows, HEADS, 128), torch.zeros(rows, HEADS, 1)
+    for row in range(rows):
+        heads = torch.randperm(HEADS)[:3]
+        q[row, heads, torch.arange(3)] = 1
+        sign = 1 if row % 3 else -1
+        weights[row, heads, 0] = sign * 16.0 ** torch.randperm(3)
+    return q.to(torch.float8_e4m3fn), weights
+
+
+def make_indexer() -> Any:
+    indexer = SimpleNamespace(
+        index_topk=TOPK,
+        num_init_tokens=0,
+        num_local_tokens=0,
+        sm_count=1 << 20,
+        paged_mqa_logits_backend=SimpleNamespace(is_cutedsl=lambda: False, is_aiter=lambda: False),
+        _get_index_k_read_buffer=Indexer._get_index_k_read_buffer,
+    )
+    indexer._mask_init_and_local_tokens = lambda logits, *_: logits
+    return indexer
+
+
+def page_table_of(backend: IndexCacheBackend, metadata: Any, rows: int) -> torch.Tensor:
+    """SGLang's page-size-1 table, a row for every query row."""
+    table = metadata.attn_metadata.page_table_1
+    if len(table) == rows:
+        return table
+    return table[metadata.get_token_to_batch_idx().long()]
+
+
+def to_slots(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """``topk_transform``'s meaning of PAGED: through the page-size-1 table, -1 stays -1."""
+    found = table.gather(1, positions.clamp_min(0).long())
+    return torch.where(positions < 0, positions, found)
+
+
+def as_sets(indices: torch.Tensor) -> list[set[int]]:
+    return [set(row) - {-1} for row in indices.tolist()]
+
+
+# -- selection ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch_logits() -> Iterator[None]:
+    """SGLang's own fallbacks without DeepGEMM."""
+    utils.resolve_fp8_paged_mqa_logits_fn.cache_clear()
+    with envs.SGLANG_FP8_PAGED_MQA_LOGITS_TORCH.override(True):
+        yield
+    utils.resolve_fp8_paged_mqa_logits_fn.cache_clear()
+
+
+def positions_by_sglang(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: IndexCacheBackend,
+    batch: Any,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """What SGLang's indexer selects before the page-table transform, ``[rows, TOPK]``."""
+    metadata = replace(backend.get_indexer_metadata(0, batch), force_unfused_topk=True)
+    if kernels_cuda.is_decode(batch.forward_mode):
+        monkeypatch.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: backend.token_to_kv_pool)
+        return Indexer._get_topk_paged(make_indexer(), batch, 0, q, weights, metadata)
+    # The rest of _get_topk_ragged gathers keys with a Triton kernel and chunks the logits.
+    attention = metadata.attn_metadata
+    table = torch.cat(
+        [
+            attention.page_table_1[i, :n]
+            for i, n in enumerate(metadata.get_indexer_seq_len_cpu().tolist())
+        ]
+    ).long()
+    pages = backend.token_to_kv_pool.pages
+    keys = pages[:, : 64 * 128].unflatten(1, (64, 128))[table // 64, table % 64]
+    scales = pages[:, 64 * 128 :].view(torch.float32)[table // 64, table % 64]
+    starts, ends = metadata.get_indexer_kvcache_range()
+    rows = len(starts)
+    logits = utils._fp8_mqa_logits_torch(
+        q[:rows],
+        (keys.view(torch.float8_e4m3fn), scales),
+        weights[:rows].squeeze(-1),
+        starts,
+        ends,
+    )
+    return metadata.topk_transform(logits, TOPK, ks=starts)
+
+
+def select_with_ours(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: IndexCacheBackend,
+    batch: Any,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Through the hooks, as SGLang's indexer calls them."""
+
+    def original(*_args: Any) -> torch.Tensor:
+        raise AssertionError("SGLang's kernel would run")
+
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
+    metadata = backend.get_indexer_metadata(0, batch)
+    if kernels_cuda.is_decode(batch.forward_mode):
+        return kernels_cuda._paged(original, make_indexer(), batch, 0, q, weights, metadata)
+    return kernels_cuda._ragged(original, make_indexer(), False, batch, 0, q, weights, metadata)
+
+
+FORWARDS: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
+    # mode, lengths, new tokens of each, drafted tokens
+    "first prefill": (ForwardMode.EXTEND, [130, 5, 64, 97], [130, 5, 64, 97], 0),
+    "chunked prefill": (ForwardMode.EXTEND, [400, 97, 201], [30, 97, 1], 0),
+    "mixed": (ForwardMode.MIXED, [150, 300, 64], [150, 1, 1], 0),
+    "decode": (ForwardMode.DECODE, [1, 96, 97, 500, 64], [1] * 5, 0),
+    "verify 2": (ForwardMode.TARGET_VERIFY, [97, 300, 66], [2] * 3, 2),
+    "verify 4": (ForwardMode.TARGET_VERIFY, [97, 300, 130], [4] * 3, 4),
+    "verify 6": (ForwardMode.TARGET_VERIFY, [97, 300], [6] * 2, 6),
+    "draft extend": (ForwardMode.DRAFT_EXTEND_V2, [97, 300], [3] * 2, 3),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["", "padded"])
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("form", ["slots", "positions", "offsets"])
+def test_selection_is_what_sglangs_indexer_means(
+    monkeypatch: pytest.MonkeyPatch, torch_logits: None, forward: str, form: str, padding: int
+) -> None:
+    """Prefill, decode and MTP; with the rows that dp_attention adds; in each form of indices."""
+    mode, lengths, extend, drafted = FORWARDS[forward]
+    backend = make_backend(
+        monkeypatch, draft_tokens=drafted, fp8=form == "offsets", fused=form != "positions"
+    )
+    batch = make_batch(backend, mode, lengths, extend)
+    backend.init_forward_metadata(batch)
+    metadata = backend.get_indexer_metadata(0, batch)
+    rows = sum(extend)
+    q, weights = make_queries(backend, rows + padding)
+    expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)[:rows]
+    got = select_with_ours(monkeypatch, backend, batch, q, weights)
+
+    assert got.shape == (rows + padding, TOPK)
+    assert got.dtype == torch.int32
+    assert (got[rows:] == -1).all()
+    got = got[:rows]
+    visible = metadata.get_seqlens_expanded()
+    assert ((got >= 0).sum(1) == visible.clamp(max=TOPK)).all()
+    ragged = form == "offsets" and mode == ForwardMode.EXTEND
+    assert (metadata.topk_transform_method == TopkTransformMethod.RAGGED) == ragged
+    if form == "positions":
+        assert as_sets(got) == as_sets(expected)
+        chosen = got
+    elif ragged:
+        offsets = metadata.attn_metadata.topk_indices_offset[:, None]
+        chosen = torch.where(got < 0, got, got - offsets)
+        assert as_sets(chosen) == as_sets(expected)
+    else:
+        table = page_table_of(backend, metadata, rows)
+        assert as_sets(got) == as_sets(to_slots(expected, table))
+        inverse = {(r, s): p for r, row in enumerate(table.tolist()) for p, s in enumerate(row)
+                   if p < visible[r]}  # fmt: skip
+        chosen = torch.tensor(
+            [[inverse[r, s] if s >= 0 else -1 for s in row] for r, row in enumerate(got.tolist())]
+        )
+    # In order of position, and padded at the end only: what SGLang's kernels rely on.
+    order = torch.where(chosen < 0, CONTEXT, chosen)
+    assert (order.diff(dim=1) >= 0).all()
+
+
+def test_offsets_point_at_the_gathered_rows(
+    monkeypatch: pytest.MonkeyPatch, torch_logits: None
+) -> None:
+    """RAGGED: through SGLang's flattened table the offsets are the slots of PAGED."""
+    backend = make_backend(monkeypatch, fp8=True)
+    batch = make_batch(backend, ForwardMode.EXTEND, [400, 97, 201], [30, 97, 1])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 128)
+    flattened = backend.forward_metadata.page_table_1_flattened
+    offsets = select_with_ours(monkeypatch, backend, batch, q, weights)
+    backend.dsa_prefill_impl = "flashmla_kv"
+    slots = select_with_ours(monkeypatch, backend, batch, q, weights)
+    found = flattened[offsets.clamp_min(0).long()]
+    assert torch.equal(torch.where(offsets < 0, -1, found), slots)
+
+
+def test_a_piecewise_graph_keeps_its_buffer(
+    monkeypatch: pytest.MonkeyPatch, torch_logits: None
+) -> None:
+    """SGLang passes the buffer that the captured graph reads, longer than the rows."""
+    backend = make_backend(monkeypatch)
+    batch = make_batch(backend, ForwardMode.EXTEND, [130, 5], [130, 5])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 135)
+    buffer = torch.full((160, TOPK), -1, dtype=torch.int32)
+    metadata = backend.get_indexer_metadata(0, batch)
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
+    result = kernels_cuda._ragged(
+        None, make_indexer(), False, batch, 0, q, torch.cat([weights, weights]), metadata, buffer
+    )  # type: ignore[arg-type]
+    assert result is buffer
+    assert torch.equal(buffer[:135], select_with_ours(monkeypatch, backend, batch, q, weights))
+    assert (buffer[135:] == -1).all()
+
+
+@pytest.mark.parametrize("drafted", [0, 3], ids=["decode", "verify"])
+def test_a_replayed_graph_reads_the_new_lengths_and_pages(
+    monkeypatch: pytest.MonkeyPatch, torch_logits: None, drafted: int
+) -> None:
+    """A graph replays the kernel on the tensors of its capture, whose metadata SGLang overwrites.
+
+    What the kernel was given then, called again now, must select for the requests of now.
+    """
+    mode = ForwardMode.TARGET_VERIFY if drafted else ForwardMode.DECODE
+    lengths, per_request = [97, 500, 66], drafted or 1
+    rows = len(lengths) * per_request
+    backend = make_backend(monkeypatch, draft_tokens=drafted)
+    backend.__dict__.update(
+        experimental_kpool_metadata_fusion=False,
+        dsa_drop_wide_page_table=False,  # that one is filled by a Triton kernel
+        req_to_token=backend.req_to_token_pool.req_to_token,
+        decode_cuda_graph_metadata={
+            "page_table": torch.zeros(rows, CONTEXT, dtype=torch.int32),
+            "cu_seqlens_q": torch.arange(rows + 1, dtype=torch.int32),
+        },
+    )
+
+    def begin(batch: Any) -> None:
+        backend._apply_cuda_graph_metadata(
+            batch.batch_size,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            batch.seq_lens_cpu,
+            batch.forward_mode,
+            None,
+        )
+
+    captured: list[Any] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        captured.append((args, kwargs))
+        return load("indexer_select_decode", "reference")(*args, **kwargs)
+
+    backend.kernels = replace(REFERENCE, select_decode=kernel)
+    extend = [per_request] * len(lengths)
+    shortest = make_batch(backend, mode, [1 + drafted] * len(lengths), extend)
+    q, weights = make_queries(backend, rows)
+    begin(shortest)
+    select_with_ours(monkeypatch, backend, shortest, q, weights)
+
+    batch = make_batch(backend, mode, lengths, extend)
+    begin(batch)
+    backend.init_forward_metadata(batch)  # the same forward without a graph
+    expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)
+    metadata = backend.get_indexer_metadata(0, batch)
+    args, kwargs = captured[0]
+    got = load("indexer_select_decode", "reference")(*args, **kwargs).view(rows, TOPK)
+    table = page_table_of(backend, metadata, rows)
+    assert as_sets(got) == as_sets(to_slots(expected, table))
+
+
+@pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (5, 15)])
+def test_rows_of_a_request_share_one_reading_of_its_keys(
+    monkeypatch: pytest.MonkeyPatch, drafted: int, groups: int
+) -> None:
+    mode = ForwardMode.TARGET_VERIFY
+    backend = make_backend(monkeypatch, draft_tokens=drafted)
+    batch = make_batch(backend, mode, [97, 300, 66], [drafted] * 3)
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 3 * drafted)
+    seen: list[Any] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((args[0].shape[:2], args[3].shape[0], args[4].shape))
+        return load("indexer_select_decode", "reference")(*args, **kwargs)
+
+    backend.kernels = replace(REFERENCE, select_decode=kernel)
+    select_with_ours(monkeypatch, backend, batch, q, weights)
+    assert seen == [((groups, 3 * drafted // groups), groups, (groups, 3 * drafted // groups))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"indexer_logical_page_table": torch.zeros(1, 1)}, "page tables of their own"),
+        ({"page_size": 32}, "pages have 32 tokens"),
+        ({"dsa_seqlens_expanded": torch.ones(9, dtype=torch.int32)}, "135 query rows have 9"),
+        ({"real_page_table": torch.zeros(7, 3, dtype=torch.int32)}, "has 7 rows, not 2"),
+    ],
+)
+def test_metadata_in_another_form_is_left_to_sglang(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    says: str,
+) -> None:
+    """And the log says so, once."""
+    kernels_cuda._say_once.cache_clear()
+    backend = make_backend(monkeypatch)
+    batch = make_batch(backend, ForwardMode.EXTEND, [130, 5], [130, 5])
+    backend.init_forward_metadata(batch)
+    metadata = backend.get_indexer_metadata(0, batch)
+    metadata = replace(metadata, attn_metadata=replace(metadata.attn_metadata, **changes))
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            call = (make_indexer(), True, batch, 3, "q", "weights", metadata, "result")
+            assert kernels_cuda._ragged(lambda *args: args, *call) == call  # type: ignore
+    assert [says in record.message for record in caplog.records] == [True]
+
+
+def test_other_backends_keep_sglangs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft models and servers without the flag run the same, wrapped, indexer class."""
+    hybrid = SimpleNamespace(full_attn_backend=SimpleNamespace(kernels=REFERENCE))
+    for backend, expected in (
+        (SimpleNamespace(), EngineKernels()),
+        (SimpleNamespace(kernels="a linear attention's"), EngineKernels()),
+        (SimpleNamespace(kernels=EngineKernels()), EngineKernels()),
+        (hybrid, REFERENCE),
+    ):
+        monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda b=backend: b)
+        assert kernels_cuda.current() == expected
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", SimpleNamespace)
+    call = (make_indexer(), "batch", 3, "q", "weights", "metadata")
+    assert kernels_cuda._paged(lambda *args: args, *call) == call  # type: ignore[arg-type]
+
+
+# -- sparse attention --------------------------------------------------------------------------
+
+LAYER: Any = SimpleNamespace(
+    layer_id=0,
+    is_cross_attention=False,
+    tp_q_head_num=5,
+    head_dim=576,
+    v_head_dim=512,
+    scaling=0.07,
+    logit_cap=0.0,
+)
+
+
+def exact_attention(
+    q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Softmax attention of every query over its rows, in float64."""
+    out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
+    for t, chosen in enumerate(slots):
+        listed = rows[chosen[chosen >= 0].long()].double()
+        scores = q[t].double() @ listed.T * LAYER.scaling
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+            listed = torch.cat([listed, torch.zeros(1, 576, dtype=torch.float64)])
+        if scores.shape[1]:
+            out[t] = scores.softmax(-1) @ listed[:, :512]
+    return out
+
+
+def random_slots(rows: int, limit: int = SLOTS) -> torch.Tensor:
+    slots = torch.stack([torch.randperm(limit)[:TOPK] for _ in range(rows)]).to(torch.int32)
+    for row in range(rows):
+        slots[row, TOPK - 7 * row :] = -1
+    return slots
+
+
+def run_attention(
+    backend: IndexCacheBackend, batch: Any, q: torch.Tensor, slots: torch.Tensor, **kw: Any
+) -> torch.Tensor:
+    """SGLang's forward_extend or forward_decode, ours at its end."""
+    backend.init_forward_metadata(batch)
+    decode = batch.forward_mode.is_decode_or_idle()
+    forward = backend.forward_decode if decode else backend.forward_extend
+    k = kw.pop("k", torch.zeros(len(q), 1, 512))
+    parts = {"q_rope": q[..., 512:], "k_rope": kw.pop("k_rope", torch.zeros(len(q), 1, 64))}
+    return forward(q[..., :512].contiguous(), k, k, LAYER, batch, topk_indices=slots, **parts, **kw)
+
+
+ATTENTIONS = [
+    (ForwardMode.DECODE, impl, fp8)
+    for impl in ("fa3", "flashmla_sparse", "flashmla_kv")
+    for fp8 in (False, True)
+] + [
+    (mode, impl, fp8)
+    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
+    for impl, fp8 in (
+        ("fa3", False),
+        ("flashmla_sparse", False),
+        ("flashmla_kv", False),
+        ("flashmla_kv", True),
+    )
+]
+
+
+@pytest.mark.parametrize(("mode", "impl", "fp8"), ATTENTIONS)
+def test_attention_over_the_pool(
+    monkeypatch: pytest.MonkeyPatch, mode: ForwardMode, impl: str, fp8: bool
+) -> None:
+    backend = make_backend(monkeypatch, prefill=impl, decode=impl, fp8=fp8, draft_tokens=2)
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    monkeypatch.setattr(backend, "_compute_flashmla_metadata", lambda **_: None)
+    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    extend = [1, 1, 1, 1] if mode == ForwardMode.DECODE else [2, 2]
+    batch = make_batch(backend, mode, [130] * len(extend), extend)
+    q = torch.randn(4, 5, 576).bfloat16()
+    slots = random_slots(3)  # one row fewer than q: SGLang adds the row that was padded
+    pool = backend.token_to_kv_pool
+    rows = pool.latent[:, 0]
+    rows = dequantize_latent(rows.view(torch.uint8)) if fp8 else rows
+    out = run_attention(backend, batch, q, slots)
+    padded = torch.cat([slots, torch.full((1, TOPK), -1, dtype=torch.int32)])
+    torch.testing.assert_close(
+        out.double(), exact_attention(q, rows, padded), rtol=0.01, atol=0.005
+    )
+    assert pool.stored == 1
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
+    """RAGGED: SGLang hands over bfloat16 rows of this batch only, and offsets into them."""
+    backend = make_backend(monkeypatch, fp8=True)
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    batch = make_batch(backend, ForwardMode.EXTEND, [130, 90], [2, 1] if prefix else [130, 90])
+    tokens = sum(batch.extend_seq_lens_cpu)
+    q, fresh = torch.randn(tokens, 5, 576).bfloat16(), torch.randn(tokens, 1, 576).bfloat16()
+    monkeypatch.setattr(dsa_backend, "_cat", torch.cat)
+    pool = dequantize_latent(backend.token_to_kv_pool.latent[:, 0].view(torch.uint8))
+    monkeypatch.setattr(
+        dsa_backend,
+        "dequantize_k_cache_paged_dsa",
+        lambda _cache, table: pool[table.long()][:, None],
+    )
+    slots = random_slots(3, limit=220).repeat(tokens // 3 + 1, 1)[:tokens].contiguous()
+    out = run_attention(
+        backend, batch, q, slots, k=fresh[..., :512].contiguous(), k_rope=fresh[..., 512:]
+    )
+    flattened = backend.forward_metadata.page_table_1_flattened
+    rows = pool[flattened.long()] if prefix else fresh[:, 0]
+    assert len(rows) == 220
+    torch.testing.assert_close(out.double(), exact_attention(q, rows, slots), rtol=0.01, atol=0.005)
+
+
+def test_attention_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(monkeypatch, decode="flashmla_sparse")
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    batch = make_batch(backend, ForwardMode.DECODE, [130] * 3, [1] * 3)
+    q, slots = torch.randn(3, 5, 576).bfloat16(), random_slots(3)
+    sinks = torch.randn(5).bfloat16()
+    out = run_attention(backend, batch, q, slots, attn_sink=sinks)
+    expected = exact_attention(q, backend.token_to_kv_pool.latent[:, 0], slots, sinks)
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.005)
+
+
+@pytest.mark.parametrize("impl", ["fa3", "flashmla_sparse", "flashmla_kv"])
+def test_attention_that_is_not_routed_stays_sglangs(
+    monkeypatch: pytest.MonkeyPatch, impl: str
+) -> None:
+    """Each phase for itself: here prefill and verification are ours and SGLang's in turn."""
+    backend = make_backend(monkeypatch, prefill=impl, decode=impl, draft_tokens=2)
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    monkeypatch.setattr(backend, "_compute_flashmla_metadata", lambda **_: None)
+    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, f"_forward_{impl}", lambda self, **_: "SGLang's")
+    ours: Callable[..., Any] = lambda *_args, **_kw: ("ours", None)  # noqa: E731
+    q, slots = torch.randn(4, 5, 576).bfloat16(), random_slots(4)
+    for kernels, expected in (
+        (EngineKernels(attend_prefill=ours), ["ours", "SGLang's"]),
+        (EngineKernels(attend_decode=ours), ["SGLang's", "ours"]),
+    ):
+        backend.kernels = kernels
+        outputs = []
+        for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+            batch = make_batch(backend, mode, [130, 130], [2, 2])
+            outputs.append(run_attention(backend, batch, q, slots))
+        assert outputs == expected
+
+
+# -- what a worker loads -----------------------------------------------------------------------
+
+
+def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_indexcache.kernels import cuda
+
+    built: list[str] = []
+    monkeypatch.setattr(cuda, "library", built.append)
+    routes = (
+        Route("indexer_select_prefill", "cuda", "opted in"),
+        Route("indexer_select_decode", "triton", "measured"),
+        Route("sparse_mla_prefill", None, "it stands in for others"),
+        Route("sparse_mla_decode", "cuda", "opted in"),
+    )
+    kernels = EngineKernels.load(routes)
+    assert built == ["indexer", "topk", "sparse_mla"]
+    assert kernels.select_prefill is load("indexer_select_prefill", "cuda")
+    assert kernels.select_decode is load("indexer_select_decode", "triton")
+    assert kernels.attend_prefill is None
+    assert kernels.attend_decode is load("sparse_mla_decode", "cuda")
+    assert kernels.selects
+
+
+@pytest.mark.parametrize("asked", ["engine", "reference"])
+def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    installed: list[bool] = []
+    monkeypatch.setattr(kernels_cuda, "install", lambda: installed.append(True))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls("NVIDIA H100", (9, 0))))
+    routes = tuple(
+        Route(op, "reference", "asked for")
+        for op in ("indexer_select_prefill", "indexer_select_decode", "sparse_mla_prefill",
+                   "sparse_mla_decode")
+    )  # fmt: skip
+    monkeypatch.setattr(backend_cuda, "choose", lambda *args: routes)
+    plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "x", kernels=asked)  # type: ignore
+    runner: Any = SimpleNamespace(server_args=SimpleNamespace(), model_config=None)
+    loaded = backend_cuda._load_kernels(runner, ActivePattern(plan))
+    assert loaded == (REFERENCE if asked == "reference" else EngineKernels())
+    assert installed == ([True] if asked == "reference" else [])
+
+
+# -- what we rely on in SGLang's source --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (kernels_cuda._ragged, Indexer._get_topk_ragged),
+        (kernels_cuda._paged, Indexer._get_topk_paged),
+    ],
+)
+def test_hooks_take_what_sglang_passes(ours: Any, theirs: Any) -> None:
+    """SGLang passes these by position."""
+    assert (
+        list(inspect.signature(ours).parameters)[2:]
+        == list(inspect.signature(theirs).parameters)[1:]
+    )
+
+
+def calls_of(name: str) -> list[ast.Call]:
+    tree = ast.parse(inspect.getsource(dsa_backend))
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("_forward_fa3", {"q_nope", "q_rope", "kv_cache", "page_table", "sm_scale", "logit_cap"}),
+        (
+            "_forward_flashmla_sparse",
+            {"q_all", "kv_cache", "page_table_1", "sm_scale", "attn_sink"},
+        ),
+        ("_forward_flashmla_kv", {"q_all", "kv_cache", "page_table_1", "sm_scale"}),
+    ],
+)
+def test_sglang_calls_its_attention_kernels_by_keyword(name: str, needed: set[str]) -> None:
+    found = calls_of(name)
+    assert len(found) == 2, "one in forward_extend, one in forward_decode"
+    for call in found:
+        assert not call.args
+        assert needed <= {keyword.arg for keyword in call.keywords}
+
+
+def test_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    registered: list[str] = []
+    patched: set[str] = set()
+    monkeypatch.setattr(HookRegistry, "_patched", patched)
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: patched.update(registered))
+    kernels_cuda.install()
+    kernels_cuda.install()
+    names = [target.rsplit(".", 1)[1] for target in registered]
+    assert names == ["_get_topk_ragged", "_get_topk_paged"]
+    patched.clear()
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)  # as where it fails: it logs
+    with pytest.raises(UnsupportedEngineError, match=r"SGLang did not wrap .*_get_topk_ragged"):
+        kernels_cuda.install()
+
+
+def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through SGLang's own registry, on SGLang's own class."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for name in ("_get_topk_ragged", "_get_topk_paged"):
+        monkeypatch.setattr(Indexer, name, getattr(Indexer, name))  # restored afterwards
+    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
+    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
+    kernels_cuda.install()
+    backend = make_backend(monkeypatch)
+    batch = make_batch(backend, ForwardMode.DECODE, [130, 97], [1, 1])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 2)
+    expected = select_with_ours(monkeypatch, backend, batch, q, weights)
+    metadata = backend.get_indexer_metadata(0, batch)
+    got = Indexer._get_topk_paged(make_indexer(), batch, 0, q, weights, metadata)
+    assert torch.equal(got, expected)

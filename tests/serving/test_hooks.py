@@ -1,0 +1,37 @@
+"""Wrapping SGLang's functions through its own registry."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_indexcache.errors import UnsupportedEngineError
+from sglang_indexcache.serving import hooks
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave SGLang's registry, and what is wrapped here, as they were."""
+    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
+    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
+    for name in ("dumps", "loads"):
+        monkeypatch.setattr(json, name, getattr(json, name))
+
+
+def test_around_and_after_are_installed_once() -> None:
+    seen = []
+    for _ in range(2):
+        hooks.around("json.dumps", lambda original, value: original([value, value]))
+        hooks.after("json.loads", lambda result, *_: seen.append(result))
+    assert json.dumps(1) == "[1, 1]"
+    assert json.loads("2") == 2
+    assert seen == [2]
+
+
+def test_a_target_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    with pytest.raises(UnsupportedEngineError, match=r"did not wrap json\.no_such"):
+        hooks.around("json.no_such", lambda original: original())

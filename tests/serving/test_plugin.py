@@ -1,0 +1,430 @@
+"""The resolution of real command lines by SGLang's own pipeline, for every DSA architecture."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.checkpoint import SUPPORTED_ARCHITECTURES
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.settings import OPTIONS, Plan
+
+torch = pytest.importorskip("torch")
+if torch.accelerator.is_available():
+    pytest.skip("resolution is tested on the CPU platform", allow_module_level=True)
+
+BASE = {
+    "num_hidden_layers": 8,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_topk": 64,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "dtype": "bfloat16",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "GlmMoeDsaForCausalLM": {"model_type": "glm_moe_dsa"},
+    "DeepseekV32ForCausalLM": {"model_type": "deepseek_v32"},
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3"},
+    "MistralLarge3ForCausalLM": {"model_type": "deepseek_v3"},
+    "HYV4ForCausalLM": {"model_type": "hy_v4", "indexer_types": ["full"] * 8},
+    "LongcatFlashForCausalLM": {
+        "model_type": "longcat_flash",
+        "num_layers": 4,
+        "num_hidden_layers": 4,
+        "ffn_hidden_size": 512,
+        "expert_ffn_hidden_size": 128,
+        "zero_expert_num": 0,
+        "moe_topk": 2,
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plugins() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., Path]:
+    """A folder with nothing but a config.json."""
+
+    def make(architecture: str = "GlmMoeDsaForCausalLM", **fields: Any) -> Path:
+        config = {**BASE, "architectures": [architecture], **MODELS.get(architecture, {}), **fields}
+        folder = tmp_path / architecture
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def resolve(folder: Path, *arguments: str, backend: str | None = "indexcache") -> Any:
+    """Resolve a command line as the launcher does; returns ServerArgs."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_indexcache.serving.plugin import RAISE_ERRORS
+
+    command = ["--model-path", str(folder), "--log-level", "info", *arguments]
+    if backend:
+        command += ["--attention-backend", backend]
+    server_args = prepare_server_args(command)
+    setattr(server_args, RAISE_ERRORS, True)
+    server_args.resolve_once()
+    return server_args
+
+
+def hf_config(server_args: Any) -> Any:
+    """The HF config that a worker builds its model from."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args).hf_config
+
+
+def built_pattern(server_args: Any, layers: int = 8) -> str:
+    """What SGLang's own policy function makes of the config."""
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk
+
+    config = hf_config(server_args)
+    return "".join("S" if dsa_layer_skips_topk(config, i) else "F" for i in range(layers))
+
+
+WAYS = {
+    "flag": ["--indexcache-pattern", "FSSFSFSS"],
+    "pattern override": ["--json-model-override-args", '{"index_topk_pattern": "FSSFSFSS"}'],
+    "indexer_types override": [
+        "--json-model-override-args",
+        json.dumps({"indexer_types": Pattern("FSSFSFSS").to_indexer_types()}),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", MODELS)
+def test_pattern_reaches_every_architecture(
+    model: Callable[..., Path], architecture: str, way: str
+) -> None:
+    server_args = resolve(model(architecture), *WAYS[way])
+    assert built_pattern(server_args) == "FSSFSFSS"
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_freq_override_works_on_every_architecture(
+    model: Callable[..., Path], architecture: str
+) -> None:
+    """Upstream ignores it silently where the HF config fills ``indexer_types`` (GLM-5)."""
+    server_args = resolve(
+        model(architecture), "--json-model-override-args", '{"index_topk_freq": 4}'
+    )
+    assert built_pattern(server_args) == str(Pattern.from_freq(8, 4))
+
+
+def test_upstream_still_has_the_bug_that_this_mends(model: Callable[..., Path]) -> None:
+    """When this fails, upstream honours the override and our warning can go."""
+    from sglang.srt.configs.model_config import ModelConfig, dsa_layer_skips_topk
+
+    config = ModelConfig(
+        str(model()), model_override_args=json.dumps({"index_topk_freq": 4})
+    ).hf_config
+    assert not any(dsa_layer_skips_topk(config, i) for i in range(8))
+
+
+def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
+    """GLM-5-Next keeps its layers in a text config and has indexers in every fourth one."""
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk
+    from sglang.srt.utils.hf_transformers.config import get_config
+
+    from sglang_indexcache.checkpoint import Checkpoint
+    from sglang_indexcache.library import Library
+    from sglang_indexcache.serving.plugin import merged_overrides
+    from sglang_indexcache.serving.settings import Request, make_plan
+
+    architecture = "Glm5NextForConditionalGeneration"
+    kda = [i for i in range(12) if i % 4 != 3]
+    linear = {"kda_layers": kda}
+    text = {**BASE, "qk_rope_head_dim": 0, "num_hidden_layers": 12, "linear_attn_config": linear}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"architectures": [architecture], "model_type": "glm5_next", "text_config": text}
+        )
+    )
+    config = get_config(str(tmp_path), trust_remote_code=False)
+    checkpoint = Checkpoint.from_config(config)
+    assert checkpoint.layer_ids == (3, 7, 11)
+    request = Request.collect({"indexcache_pattern": "FSS"}, as_keywords=False)
+    plan = make_plan(request, checkpoint, {}, Library.default())
+    changed = get_config(
+        str(tmp_path),
+        trust_remote_code=False,
+        model_override_args=merged_overrides(plan, {}, config),
+    )
+    changed.text_config.architectures = [architecture]
+    for part in (changed, changed.text_config):
+        assert [i for i in (3, 7, 11) if dsa_layer_skips_topk(part, i)] == [7, 11]
+
+
+def test_every_supported_architecture_is_tested_or_has_a_reason() -> None:
+    multimodal = {  # resolving them needs image processors; their configs are tested above and in
+        "Glm5NextForConditionalGeneration",
+        "PixtralForConditionalGeneration",  # tests/test_checkpoint.py
+    }
+    assert set(SUPPORTED_ARCHITECTURES) == set(MODELS) | multimodal
+
+
+def test_name_becomes_dsa_and_the_input_stays(model: Callable[..., Path]) -> None:
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+
+    server_args = resolve(model(), "--indexcache-pattern", "full")
+    assert server_args.attention_backend == "indexcache"
+    assert attention_backends_of(resolved_view(server_args)) == ("dsa", "dsa")
+
+
+def test_live_mode_builds_every_indexer(model: Callable[..., Path]) -> None:
+    server_args = resolve(model(), "--indexcache-pattern", "FSSFSFSS", "--indexcache-mode", "live")
+    assert built_pattern(server_args) == "FFFFFFFF"
+    plan = Plan.from_hf_config(hf_config(server_args))
+    assert plan is not None
+    assert str(plan.pattern) == "FSSFSFSS"
+    assert plan.mode == "live"
+
+
+def test_pattern_alone_implies_the_backend(model: Callable[..., Path]) -> None:
+    server_args = resolve(model(), "--indexcache-pattern", "uniform:1/2", backend=None)
+    assert built_pattern(server_args) == "FSFSFSFS"
+
+
+def test_plan_survives_pickling_to_a_worker(model: Callable[..., Path]) -> None:
+    import pickle
+
+    server_args = pickle.loads(pickle.dumps(resolve(model(), "--indexcache-pattern", "FSSFSFSS")))
+    assert built_pattern(server_args) == "FSSFSFSS"
+
+
+def test_engine_keyword(model: Callable[..., Path]) -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_indexcache.serving import plugin
+
+    original = Engine.__dict__["server_args_class"]
+    try:
+        plugin._accept_engine_keywords()
+        server_args = Engine.server_args_class(
+            model_path=str(model()), attention_backend="indexcache", indexcache_pattern="FSFSFSFS"
+        )
+    finally:
+        Engine.server_args_class = original
+    server_args.resolve_once()
+    assert built_pattern(server_args) == "FSFSFSFS"
+    plan = Plan.from_hf_config(hf_config(server_args))
+    assert plan is not None
+    assert plan.source.startswith("Engine(indexcache_pattern=...)")
+
+
+def test_other_overrides_are_kept(model: Callable[..., Path]) -> None:
+    server_args = resolve(
+        model(),
+        *("--indexcache-pattern", "FSS"),
+        *("--json-model-override-args", '{"num_hidden_layers": 3, "my_key": {"a": 1}}'),
+    )
+    config = hf_config(server_args)
+    assert config.num_hidden_layers == 3
+    assert config.my_key == {"a": 1}
+    assert built_pattern(server_args, 3) == "FSS"
+
+
+def test_one_clear_log_line(model: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
+    resolve(model(), "--indexcache-pattern", "FSSFSFSS")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "keep their indexer" in line]
+    assert len(lines) == 1
+    assert "3 of 8" in lines[0]
+    assert "5 reuse" in lines[0]
+    assert "--indexcache-pattern FSSFSFSS" in lines[0]
+
+
+def test_default_warns_once(model: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
+    server_args = resolve(model())
+    assert built_pattern(server_args) == "FFFFFFFF"
+    assert capfd.readouterr().err.count("every layer runs its indexer") == 1
+
+
+def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) -> None:
+    folder = model(index_topk_freq=4, index_skip_topk_offset=3)
+    assert built_pattern(resolve(folder)) == str(Pattern.from_freq(8, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--indexcache-pattern", "FSS"], "5 too short"),
+        (
+            ["--indexcache-pattern", "FSSFSFSS", "--json-model-override-args",
+             '{"index_topk_freq": 4}'],
+            "Give only one",
+        ),
+        (["--prefill-attention-backend", "fa3"], "does not go with --prefill-attention-backend"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "needs a GPU"),
+        (["--speculative-algorithm", "EAGLE"], "needs a GPU"),
+        (["--enable-two-batch-overlap"], "needs a GPU"),
+        (["--indexcache-kernels", "auto"], "auto chooses GPU kernels, and the CPU platform has"),
+        (["--indexcache-kernels", "reference"], "reference chooses GPU kernels"),
+        (["--device", "cuda"], "no accelerator is visible"),
+        (
+            ["--indexcache-mode", "live", "--cuda-graph-config", '{"decode": {"backend": "full"}}'],
+            "live mode does not work with --cuda-graph-config",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_combination(model: Callable[..., Path], arguments: list[str], message: str) -> None:
+    with pytest.raises(IndexCacheError, match=message):
+        resolve(model(), *arguments)
+
+
+KERNEL_SHAPE = {"kv_lora_rank": 512, "index_n_heads": 32}
+"""What our kernels need besides :data:`BASE`."""
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline decides as on an H100; only our own refusal of GPU flags is switched off."""
+    from sglang_indexcache.kernels import dispatch
+    from sglang_indexcache.serving.cpu import platform as platform_cpu
+
+    card = dispatch.Machine("NVIDIA H100", (9, 0))
+    monkeypatch.setattr(dispatch.Machine, "here", classmethod(lambda cls: card))
+    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: None)
+    monkeypatch.setattr(dispatch, "_missing_triton", lambda: None)
+    monkeypatch.setattr(platform_cpu, "check_plan", lambda *_: None)
+
+
+def test_kernels_are_checked_on_what_sglang_resolved(
+    hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
+    import pickle
+
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.serving import doctor
+    from sglang_indexcache.serving.cuda.choice import choose
+    from sglang_indexcache.serving.plugin import resolving_view
+
+    server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "auto")
+    plan = Plan.from_hf_config(hf_config(server_args))
+    assert plan is not None
+    assert plan.kernels == "auto"
+    said = capfd.readouterr().err
+    for op in ("indexer_select_prefill", "indexer_select_decode", "sparse_mla_decode"):
+        assert said.count(f"IndexCache kernels: {op}: cuda (opted in)") == 1
+    worker = pickle.loads(pickle.dumps(server_args))
+    shape = ModelConfig.from_server_args(worker)
+    routes = choose("auto", resolving_view(worker), shape, Machine.here())
+    assert [route.implementation for route in routes] == ["cuda"] * 4
+    rows = doctor._kernels(plan, resolving_view(worker), shape)
+    assert rows == [("kernel", str(route)) for route in routes]
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "message"),
+    [
+        ({"index_n_heads": 24}, ["--indexcache-kernels", "cuda"], "the indexer has 24 heads, ours"),
+        ({"kv_lora_rank": 128}, ["--indexcache-kernels", "triton"], r"128 \+ 64 wide, ours 512"),
+        (
+            {},
+            ["--indexcache-kernels", "cuda", "--dsa-decode-backend", "tilelang"],
+            "sparse_mla_decode: it stands in for .*, not for tilelang",
+        ),
+    ],
+    ids=str,
+)
+def test_kernels_that_cannot_run_stop_the_launch(
+    hopper: None,
+    model: Callable[..., Path],
+    shape: dict[str, int],
+    arguments: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(IndexCacheError, match=message):
+        resolve(model(**KERNEL_SHAPE | shape), *arguments)
+
+
+def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[..., Path]) -> None:
+    """What the message says to add is what mends it."""
+    from sglang_indexcache.serving import plugin
+
+    server_args = resolve(
+        model(**KERNEL_SHAPE),
+        *("--indexcache-kernels", "reference"),
+        *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    )
+    graphs = plugin.resolving_view(server_args).cuda_graph_config
+    graphs.decode.backend = "full"
+    with pytest.raises(IndexCacheError, match="--cuda-graph-backend-decode disabled"):
+        plugin._check_kernels(server_args)
+
+
+def test_settings_with_another_backend(model: Callable[..., Path]) -> None:
+    with pytest.raises(IndexCacheError, match="does not go with --attention-backend triton"):
+        resolve(model(), "--indexcache-pattern", "full", backend="triton")
+    with pytest.raises(IndexCacheError, match="needs --attention-backend indexcache"):
+        resolve(model(), "--indexcache-pattern", "full", backend="dsa")
+
+
+def test_plain_dsa_on_a_cpu_says_what_to_use(model: Callable[..., Path]) -> None:
+    with pytest.raises(IndexCacheError, match="Use --attention-backend indexcache"):
+        resolve(model(), backend="dsa")
+
+
+def test_ignored_override_without_the_backend_warns(
+    model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    resolve(model(), "--json-model-override-args", '{"index_topk_freq": 4}', backend=None)
+    assert "SGLang ignores index_topk_freq" in capfd.readouterr().err
+
+
+def test_help_shows_the_flags() -> None:
+    sglang = str(Path(sys.executable).parent / "sglang")
+    for command in (
+        [sys.executable, "-m", "sglang.launch_server"],
+        [sglang, "serve", "--model-type", "indexcache"],
+    ):
+        done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
+        for option in OPTIONS:
+            assert option.flag in done.stdout, command
+        assert ",indexcache}" in done.stdout

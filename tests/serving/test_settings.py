@@ -1,0 +1,200 @@
+"""Flags, environment and config come to one plan or to one clear error."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.settings import OPTIONS, Choice, Plan, Request, make_plan
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
+
+
+def checkpoint(own: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") -> Checkpoint:
+    return Checkpoint(architecture, tuple(range(len(own))), Pattern(own), {})
+
+
+def flags(**given: str | None) -> Request:
+    return Request.collect(
+        {f"indexcache_{name}": value for name, value in given.items()}, as_keywords=False
+    )
+
+
+def plan(
+    request: Request | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
+) -> Plan:
+    return make_plan(request or flags(), checkpoint(own), overrides or {}, Library.default())
+
+
+def test_flag() -> None:
+    result = plan(flags(pattern="FSSFSS"))
+    assert str(result.pattern) == "FSSFSS"
+    assert result.source == "--indexcache-pattern FSSFSS (given literally)"
+    assert result.mode == "static"
+    assert "2 of 6 layers keep their indexer" in result.describe()
+    assert "4 reuse" in result.describe()
+
+
+def test_engine_keyword_is_named_as_such() -> None:
+    request = Request.collect({"indexcache_pattern": "FSSFSS"}, as_keywords=True)
+    assert plan(request).source.startswith("Engine(indexcache_pattern=...)")
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INDEXCACHE_PATTERN", "uniform:1/2")
+    monkeypatch.setenv("SGLANG_INDEXCACHE_MODE", "live")
+    result = plan()
+    assert str(result.pattern) == "FSFSFS"
+    assert result.mode == "live"
+    assert "SGLANG_INDEXCACHE_PATTERN" in result.source
+
+
+def test_flag_and_environment_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INDEXCACHE_PATTERN", "FSSFSS")
+    assert str(plan(flags(pattern="FSSFSS")).pattern) == "FSSFSS"
+    with pytest.raises(SettingsError, match="is 'FSFSFS' and SGLANG_INDEXCACHE_PATTERN is"):
+        flags(pattern="FSFSFS")
+
+
+def test_kernels_are_sglangs_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan().kernels == "engine"
+    assert plan(flags(kernels="cuda")).kernels == "cuda"
+    monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "triton")
+    assert plan().kernels == "triton"
+    monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "fastest")
+    with pytest.raises(SettingsError, match="may be engine, auto, cuda, triton, reference"):
+        flags()
+
+
+def test_value_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INDEXCACHE_MODE", "lively")
+    with pytest.raises(SettingsError, match="SGLANG_INDEXCACHE_MODE is 'lively'"):
+        flags()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"index_topk_pattern": "FSSFSS"},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"indexer_types": ["full", "shared", "shared"] * 2},
+        {"text_config": {"index_topk_pattern": "FSSFSS"}},
+    ],
+)
+def test_upstreams_own_way(overrides: dict[str, Any]) -> None:
+    result = plan(overrides=overrides)
+    assert str(result.pattern) == "FSSFSS"
+    assert "--json-model-override-args" in result.source
+    assert str(plan(flags(pattern="FSSFSS"), overrides=overrides).pattern) == "FSSFSS"
+    with pytest.raises(SettingsError, match="gives FFSFSS and --json-model-override-args"):
+        plan(flags(pattern="FFSFSS"), overrides=overrides)
+
+
+def test_upstreams_freq_is_upstreams_schedule() -> None:
+    assert str(plan(overrides={"index_topk_freq": 4}).pattern) == "FFSSSF"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"index_topk_pattern": "FSS"}, "3 too short"),
+        ({"index_topk_pattern": "SFFFFF"}, "starts with S"),
+        ({"index_topk_freq": 0}, "index_topk_freq must be at least 1"),
+        ({"index_skip_topk_offset": 3}, "Give index_topk_freq too"),
+        ({"index_topk_freq": 2, "index_topk_pattern": "FSSFSS"}, "Give only one"),
+    ],
+)
+def test_bad_override(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(IndexCacheError, match=message) as caught:
+        plan(overrides=overrides)
+    assert "--json-model-override-args" in str(caught.value)
+
+
+def test_default_is_the_checkpoints_own_sharing() -> None:
+    result = plan(own="FFSFSS")
+    assert result.pattern == Pattern("FFSFSS")
+    assert "trained with it" in result.source
+    assert result.advice == ""
+
+
+def test_default_without_sharing_warns_and_names_the_library() -> None:
+    result = plan()
+    assert result.pattern == Pattern.full(6)
+    assert "every layer runs its indexer" in result.advice
+    glm5 = Checkpoint.from_config(
+        {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "num_hidden_layers": 78,
+            "hidden_size": 6144,
+            "num_attention_heads": 64,
+            "n_routed_experts": 256,
+            "index_topk": 2048,
+        }
+    )
+    advice = make_plan(flags(), glm5, {}, Library.default()).advice
+    assert "glm-5-1of2, glm-5-1of4" in advice
+
+
+def test_asking_for_full_does_not_warn() -> None:
+    assert plan(flags(pattern="full")).advice == ""
+
+
+def test_pattern_may_not_need_missing_indexers() -> None:
+    assert str(plan(flags(pattern="FSSFSS"), own="FFSFSS").pattern) == "FSSFSS"
+    with pytest.raises(PatternError, match="ships no indexer weights"):
+        plan(flags(pattern="FFFFFF"), own="FFSFSS")
+    with pytest.raises(PatternError, match="ships no indexer weights"):
+        plan(overrides={"index_topk_freq": 1}, own="FFSFSS")
+
+
+def test_static_plan_builds_the_pattern() -> None:
+    overrides = plan(flags(pattern="FSSFSS")).hf_overrides()
+    assert overrides["indexer_types"] == ["full", "shared", "shared"] * 2
+    assert overrides["index_topk_pattern"] is None
+    assert overrides["index_topk_freq"] is None
+    assert overrides["index_skip_topk_offset"] is None
+
+
+def test_live_plan_builds_every_indexer_the_checkpoint_has() -> None:
+    overrides = plan(flags(pattern="FSSFSS", mode="live"), own="FFSFSS").hf_overrides()
+    assert overrides["indexer_types"] == ["full", "full", "shared", "full", "shared", "shared"]
+
+
+def test_hybrid_model_maps_positions_to_layers() -> None:
+    hybrid = Checkpoint("Glm5NextForConditionalGeneration", (3, 7, 11), Pattern("FFF"), {})
+    result = make_plan(flags(pattern="FSF"), hybrid, {}, Library.default())
+    types = result.hf_overrides()["indexer_types"]
+    assert len(types) == 12
+    assert [i for i, kind in enumerate(types) if kind == "shared"] == [7]
+
+
+def test_plan_travels_in_the_config() -> None:
+    original = plan(flags(pattern="FSSFSS", mode="live", index_k_dtype="fp8_e4m3", kernels="auto"))
+    config = SimpleNamespace(**original.hf_overrides())
+    assert Plan.from_hf_config(config) == original
+    assert Plan.from_hf_config(SimpleNamespace()) is None
+
+
+def test_upstream_obeys_the_overrides() -> None:
+    """SGLang's own policy function, fed with what the plan writes."""
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk
+
+    result = plan(flags(pattern="FSSFSS"))
+    config = SimpleNamespace(
+        architectures=["GlmMoeDsaForCausalLM"], index_topk=64, **result.hf_overrides()
+    )
+    skipped = [layer for layer in range(6) if dsa_layer_skips_topk(config, layer)]
+    assert tuple(skipped) == result.pattern.shared_layers
+
+
+def test_request_is_empty_without_choices() -> None:
+    assert not flags()
+    assert Request({"indexcache_mode": Choice("live", "--indexcache-mode")})
