@@ -16,13 +16,13 @@ from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay_tables, tables
 from sglang_indexcache.bench.gpus import GPUS
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
+from sglang_indexcache.support.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))

@@ -11,12 +11,12 @@ from rich.console import Console
 from benchmarks.stack import measure, tables
 from benchmarks.stack.ops import load_ops
 from sglang_indexcache.bench import figures
-from sglang_indexcache.bench.prompts import parse_length
 from sglang_indexcache.bench.results import save
 from sglang_indexcache.bench.roofline import KV_BYTES
 from sglang_indexcache.bench.shapes import shape_of
 from sglang_indexcache.errors import BenchError, IndexCacheError
 from sglang_indexcache.support.files import write_whole
+from sglang_indexcache.support.lengths import parse_length
 
 out = Console()
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -17,8 +17,8 @@ from benchmarks.kernels.device_check import ROOT, Clock, build, facts, options_o
 from benchmarks.stack.tables import check_grids
 from benchmarks.stack.worker import CACHE_TOKENS, LENGTHS, TINY_CACHE_TOKENS, TINY_LENGTHS
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.results import save
+from sglang_indexcache.support.lengths import format_length
 
 RESULT = ROOT / "benchmarks" / "results" / "layer_stack" / "gpu.json"
 KERNELS = ("cuda", "engine", "triton")

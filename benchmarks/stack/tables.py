@@ -11,11 +11,11 @@ from sglang_indexcache.bench.layer_stack import (
     Row,
     StackCheck,
 )
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.results import METRICS, Metric, paper_speedup
 from sglang_indexcache.bench.shapes import Shape, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid, where_and_when
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.lengths import format_length
 
 RATIOS = (2, 4, 8)
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")

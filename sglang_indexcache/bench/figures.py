@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.replay import QUANTITIES, Quantity, ReplayResult
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
+from sglang_indexcache.support.lengths import format_length
 
 _COLORS = ("#9a9a9a", "#6fa8d6", "#1f5fa8", "#123b6b")
 _PANELS: dict[Metric, str] = {

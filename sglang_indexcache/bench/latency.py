@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from sglang_indexcache.bench.environment import busy_cores, environment
-from sglang_indexcache.bench.prompts import format_length, random_prompts
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     METRICS,
     ClockName,
@@ -42,6 +42,7 @@ from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, SearchError
 from sglang_indexcache.library import Library
+from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.provenance import checkpoint_digest
 
 WARM_UP_TOKENS = 4

@@ -10,13 +10,13 @@ from typing import Protocol
 from sglang_indexcache.bench import roofline
 from sglang_indexcache.bench.gpus import Gpu
 from sglang_indexcache.bench.layer_stack import LayerStackResult, Phase
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.results import LatencyResult, Metric, amdahl, load, removed_share
 from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES
 from sglang_indexcache.bench.shapes import Shape, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.lengths import format_length
 
 
 class Rates(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 from sglang_indexcache.errors import BenchError
 
@@ -34,24 +33,3 @@ def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> l
     source = random.Random("/".join(map(str, seed)))
     firsts = source.sample(range(_LOWEST, stop), count)
     return [[first, *source.choices(range(_LOWEST, stop), k=length - 1)] for first in firsts]
-
-
-def parse_length(text: str) -> int:
-    """Tokens from ``200000``, ``200K`` (1000s, as the paper counts) or ``16Ki`` (1024s).
-
-    Raises:
-        BenchError: anything else.
-    """
-    match = re.fullmatch(r"(\d+)(K|Ki)?", text)
-    if match is None or int(match[1]) == 0:
-        raise BenchError(f"a length is a number of tokens like 4096, 200K or 16Ki, got {text!r}")
-    return int(match[1]) * {None: 1, "K": 1000, "Ki": 1024}[match[2]]
-
-
-def format_length(length: int) -> str:
-    """The shortest of the forms that :func:`parse_length` reads."""
-    if length >= 1000 and length % 1000 == 0:
-        return f"{length // 1000}K"
-    if length >= 1024 and length % 1024 == 0:
-        return f"{length // 1024}Ki"
-    return str(length)

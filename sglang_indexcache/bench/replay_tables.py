@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.replay import QUANTITIES, Quantity, ReplayResult, nearest_rank
 from sglang_indexcache.bench.results import Configuration
 from sglang_indexcache.bench.tables import Grid, foreign_work, what_was_served, where_and_when
+from sglang_indexcache.support.lengths import format_length
 
 
 def replay_grid(result: ReplayResult) -> Grid:

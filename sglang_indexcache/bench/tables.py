@@ -10,7 +10,6 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sglang_indexcache.bench.environment import Environment
-from sglang_indexcache.bench.prompts import format_length
 from sglang_indexcache.bench.results import (
     METRICS,
     Configuration,
@@ -19,6 +18,7 @@ from sglang_indexcache.bench.results import (
     Model,
     paper_speedup,
 )
+from sglang_indexcache.support.lengths import format_length
 
 NOT_MEASURED = "not measured"
 NAMES: dict[Metric, str] = {

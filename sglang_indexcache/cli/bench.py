@@ -87,8 +87,8 @@ def latency_command(
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
     """
     from sglang_indexcache.bench import latency, tables
-    from sglang_indexcache.bench.prompts import parse_length
     from sglang_indexcache.bench.results import METRICS
+    from sglang_indexcache.support.lengths import parse_length
 
     target = latency.read_target(model, note)
     served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
@@ -169,8 +169,8 @@ def replay_command(
     Flags of the servers come behind --. Needs the model's tokenizer with a chat template.
     """
     from sglang_indexcache.bench import latency, replay, replay_tables
-    from sglang_indexcache.bench.prompts import parse_length
     from sglang_indexcache.bench.traffic import Mix
+    from sglang_indexcache.support.lengths import parse_length
 
     target = latency.read_target(model, note)
     served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
@@ -263,9 +263,9 @@ def plan_command(
     """Predict prefill and decode speed-up and memory of a pattern before serving it."""
     from sglang_indexcache.bench import plan
     from sglang_indexcache.bench.gpus import find_gpu
-    from sglang_indexcache.bench.prompts import parse_length
     from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
     from sglang_indexcache.library import Library
+    from sglang_indexcache.support.lengths import parse_length
 
     shape = shape_of(model)
     found: plan.Rates = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,32 @@ EXTRAS = {
 }
 """Which extra of the package brings what a command group needs."""
 
+CONTEXTS = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)"
+
+ModelOption = Annotated[Path, typer.Option(help="The checkpoint's folder.")]
+OutputOption = Annotated[
+    Path, typer.Option("--output", "-o", help="A folder for everything that is written.")
+]
+PatternOption = Annotated[
+    str,
+    typer.Option(
+        help="Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as "
+        "1/4 (looked up in the library), a library pattern's name or a YAML file."
+    ),
+]
+PatternsOption = Annotated[
+    list[str] | None,
+    typer.Option("--pattern", help="A pattern in any form, or NAME=PATTERN. Repeat it."),
+]
+ContextOption = Annotated[str, typer.Option(help=f"Length of each context: {CONTEXTS}.")]
+ContextsOption = Annotated[
+    list[str] | None, typer.Option("--context", help=f"Context length: {CONTEXTS}. Repeat it.")
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
 UrlOption = Annotated[str, typer.Option(help="Base URL of the server.")]
+UrlsOption = Annotated[
+    list[str] | None, typer.Option("--url", help="Base URL of a running server. Repeat it.")
+]
 
 
 class Reporting(TyperGroup):

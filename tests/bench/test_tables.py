@@ -11,7 +11,7 @@ import pytest
 from benchmarks import readme
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.prompts import format_length, parse_length, random_prompts
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,
@@ -25,6 +25,7 @@ from sglang_indexcache.bench.results import (
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
 from sglang_indexcache.cli.bench import write_latency
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.support.lengths import format_length, parse_length
 
 LENGTHS = (10_000, 200_000)
 BASE: dict[Metric, dict[int, float]] = {
