@@ -123,7 +123,7 @@ class Findings:
         for one in (self.base, self.other):
             tick = "[green]✓[/green]" if one.said[shown] == question.answer else "[red]✗[/red]"
             console.print(f"  {tick} {one.name:>5} says ", end="")
-            console.print(repr(one.said[shown].strip()), markup=False, highlight=False)
+            console.print(f'"{one.said[shown].strip()}"', markup=False, highlight=False)
 
     def _answers_in_words(self) -> str:
         answers, count = self.answers, len(self.asked)

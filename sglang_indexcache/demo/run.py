@@ -29,11 +29,12 @@ POOL_TOKENS = 16384
 """KV cache of each server: room for all questions at once."""
 GRACE = 1.0
 """Seconds that a server has to end politely; there is nothing that it must save."""
-INTRODUCTION = f"""\
-This serves one small DSA model (12 layers, trained by this project) twice on this machine's CPU:
-once with an indexer in every layer ("all F"), once with a quarter of them ("1/4", a searched
-pattern). Both answer {QUESTIONS} questions, then both read the same {ROUNDS} long prompts in turns.
-It takes 3 to 5 minutes on two quiet cores. Ctrl-C stops it and leaves nothing running."""
+INTRODUCTION = (
+    "This serves one small DSA model (12 layers, trained by this project) twice on this machine's "
+    'CPU: once with an indexer in every layer ("all F"), once with a quarter of them ("1/4", a '
+    f"searched pattern). Both answer {QUESTIONS} questions, then both read the same {ROUNDS} long "
+    "prompts in turns. It takes 3 to 5 minutes on two quiet cores. Ctrl-C stops both servers."
+)
 
 
 def run(folder: Path, console: Console) -> None:
@@ -53,9 +54,8 @@ def run(folder: Path, console: Console) -> None:
     with ExitStack() as stack:
         servers = _start(folder, stack)
         for server in servers:
-            console.print(
-                f"\n{' '.join(server.command)}", style="dim", soft_wrap=True, markup=False
-            )
+            command = " ".join(["python", *server.command[1:]])
+            console.print(f"\n[dim]{command}[/dim]", highlight=False, soft_wrap=True)
         console.print()
         with step(console, "starting both servers"):
             material = Material(shipped_checkpoint())
@@ -142,6 +142,7 @@ def _start(folder: Path, stack: ExitStack) -> list[Server]:
     environment = {
         "TMPDIR": sockets,
         "CUDA_VISIBLE_DEVICES": "",  # the checkpoint is too narrow for a GPU's kernels
+        "OMP_NUM_THREADS": "1",  # two would wait for each other wherever a core has other work
     }
     servers = []
     for pattern in PATTERNS.values():

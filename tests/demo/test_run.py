@@ -142,7 +142,7 @@ def test_the_whole_demo(tmp_path: Path, fakes: type[FakeServer]) -> None:
     assert [server["name"] for server in record["servers"]] == list(demo.PATTERNS)
     assert record["environment"]["versions"]["python"]
     assert record["answers"]["both"] == len(QUESTIONS)
-    for words in ("3 to 5 minutes", "round 6 of 6", "✓ 1/4 says 'word0'", "demo.json"):
+    for words in ("3 to 5 minutes", "round 6 of 6", '✓ 1/4 says "word0"', "demo.json"):
         assert words in told(console)
 
 
@@ -175,7 +175,7 @@ def words(of: Findings) -> str:
 def test_the_first_question_that_both_answered_rightly_is_shown() -> None:
     assert "Question 1 of 8" in words(findings(0, (2.0,) * 6))
     assert "Question 3 of 8" in words(findings(2, (2.0,) * 6))
-    assert "✗ 1/4 says '?'" in words(findings(8, (2.0,) * 6))
+    assert '✗ 1/4 says "?"' in words(findings(8, (2.0,) * 6))
 
 
 def test_what_a_difference_in_answers_means_is_told() -> None:

@@ -49,7 +49,7 @@ def test_shipped_checkpoint_is_served_like_transformers(serve: Serve, text: str)
     """Trained weights, and documents several times as long as what is selected."""
     checkpoint, pattern = shipped_checkpoint(), Pattern(text)
     oracle = Oracle(checkpoint, torch.float32)
-    prompts = [question.prompt for question in Material(checkpoint).questions(4)]
+    prompts = [question.prompt for question in Material(checkpoint).questions(4, length=480)]
     with serve(checkpoint, "--dtype", "float32", "--indexcache-pattern", text) as client:
         assert client.states()[0]["pattern"] == text
         for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
