@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -137,33 +138,31 @@ class Findings:
         )
         if not differ:
             return told + "They never differ, which so few questions cannot turn into a proof."
-        if answers.is_shown:
-            return told + (
-                f"Equally good servers would differ so one-sidedly in {answers.chance:.1%} of "
-                "such demos only: this difference is probably real."
-            )
-        return told + (
-            f"Equally good servers would differ at least so one-sidedly in {answers.chance:.0%} of "
-            f"such demos: {UNSHOWN}, and {count} questions can only show a large one."
+        told += (
+            f"If both were equally good, chance would favour one so much in {answers.chance:.1%} "
         )
+        if answers.is_shown:
+            return told + "of such demos only: this difference is probably real."
+        return told + f"of such demos: {UNSHOWN}, and {count} questions can only show a large one."
 
     def _table(self) -> Table:
-        table = Table(title=f"\nPrompts of {self.prompt_tokens} tokens on this machine's CPU")
-        table.add_column("median (lowest to highest)")
+        title = f"\nPrompts of {self.prompt_tokens} tokens on this machine's CPU"
+        table = Table(title=title, box=SIMPLE_HEAD)
+        table.add_column("median and range")
         for one in (self.base, self.other):
             table.add_column(one.name, justify="right")
-        table.add_column("times faster, round by round")
+        table.add_column("times faster")
         table.add_row("pattern", *self._states("pattern"))
-        table.add_row("layers that run their indexer", *self._states("full_layers"))
-        table.add_row("layers that reuse its choice", *self._states("shared_layers"))
-        table.add_row("index-K bytes per token", *self._states("index_k_bytes_per_token"))
+        table.add_row("layers with indexer", *self._states("full_layers"))
+        table.add_row("layers that reuse", *self._states("shared_layers"))
+        table.add_row("index-K bytes/token", *self._states("index_k_bytes_per_token"))
         table.add_row(
             "prefill, s",
             *(_spread(one.prefill, 1, ".2f") for one in (self.base, self.other)),
             str(self.prefill),
         )
         table.add_row(
-            "decode, ms per token",
+            "decode, ms/token",
             *(_spread(one.per_token, 1000, ".1f") for one in (self.base, self.other)),
             str(self.decode),
         )
@@ -175,8 +174,9 @@ class Findings:
     def _summary(self) -> str:
         known = [cores for cores in self.busy if cores is not None]
         told = (
-            f"\nOver {self.prefill.rounds} rounds in turns, {self.other.name} was faster than "
-            f"{self.base.name} by this much: prefill {self.prefill}, decode {self.decode}."
+            f"How many times faster was {self.other.name} than {self.base.name}, over "
+            f"{self.prefill.rounds} rounds in turns? Prefill: {self.prefill}. "
+            f"Decode: {self.decode}."
         )
         if known and max(known) > QUIET_CORES:
             told += (
@@ -192,4 +192,4 @@ class Findings:
 
 def _spread(values: Sequence[float], unit: float, form: str) -> str:
     spread = Spread.of([unit * value for value in values])
-    return f"{spread.median:{form}} ({spread.low:{form}} to {spread.high:{form}})"
+    return f"{spread.median:{form}}\n{spread.low:{form}} to {spread.high:{form}}"

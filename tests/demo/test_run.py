@@ -180,15 +180,15 @@ def test_the_first_question_that_both_answered_rightly_is_shown() -> None:
 
 def test_what_a_difference_in_answers_means_is_told() -> None:
     assert "never differ" in words(findings(0, (2.0,) * 6))
-    assert "in 50% of such demos: no difference shown" in words(findings(2, (2.0,) * 6))
+    assert "in 50.0% of such demos: no difference shown" in words(findings(2, (2.0,) * 6))
     assert "in 0.8% of such demos only" in words(findings(8, (2.0,) * 6))
 
 
 def test_times_are_told_as_the_rule_allows() -> None:
     steady = words(findings(0, (2.0, 2.1, 2.2, 2.0, 2.1, 2.2)))
-    assert "prefill 2.10x (2.00x to 2.20x), decode no difference shown" in steady
+    assert "Prefill: 2.10x (2.00x to 2.20x). Decode: no difference shown" in steady
     wild = words(findings(0, (2.0, 2.1, 9.0, 2.0, 2.1, 2.2)))
-    assert "prefill 2.00x to 9.00x, too unsteady for one number" in wild
+    assert "Prefill: 2.00x to 9.00x, too unsteady for one number" in wild
 
 
 def test_a_busy_machine_is_told() -> None:
