@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,6 +103,7 @@ def race(
         for one in contenders:
             say(one.name)
             stream(one.client, [warm_up], NEW_TOKENS)
+        say("both done")
     busy = []
     for number, prompt in enumerate(timed):
         with step(console, f"round {number + 1} of {len(timed)}") as say:
@@ -124,8 +126,13 @@ def step(console: Console, text: str) -> Iterator[Callable[[str], None]]:
     """
     started = time.monotonic()
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    calm = 2  # refreshes a second: the cores are the servers'
-    with Progress(*columns, console=console, transient=True, refresh_per_second=calm) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # no more: the cores are the servers'
+        disable=not console.is_terminal,
+    ) as progress:
         task = progress.add_task(text)
         yield lambda more: progress.update(task, description=f"{text}: {more}")
         text = progress.tasks[task].description
@@ -144,7 +151,8 @@ def _start(folder: Path, stack: ExitStack) -> list[Server]:
         "CUDA_VISIBLE_DEVICES": "",  # the checkpoint is too narrow for a GPU's kernels
         "OMP_NUM_THREADS": "1",  # two would wait for each other wherever a core has other work
     }
-    servers = []
+    servers: list[Server] = []
+    stack.callback(_stop, servers)
     for pattern in PATTERNS.values():
         arguments = [
             *("--model-path", str(shipped_checkpoint())),
@@ -152,8 +160,12 @@ def _start(folder: Path, stack: ExitStack) -> list[Server]:
             *("--max-total-tokens", str(POOL_TOKENS)),
         ]
         log = folder / f"server-{pattern.replace('/', 'of')}.log"
-        server = Server(arguments, log, env=environment)
-        stack.callback(server.stop, GRACE)
-        server.start()
-        servers.append(server)
+        servers.append(Server(arguments, log, env=environment))
+        servers[-1].start()
     return servers
+
+
+def _stop(servers: Sequence[Server]) -> None:
+    """All at once; what did not start is left alone."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda server: server.stop(GRACE), servers))
