@@ -20,13 +20,12 @@ from typing import Any
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import seams
+from sglang_indexcache.serving import hooks, seams
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
 from sglang_indexcache.serving.settings import (
@@ -54,16 +53,13 @@ RAISE_ERRORS = "_indexcache_raise_errors"
 def register() -> None:
     """Called by SGLang in every process, before it parses arguments."""
     add_attention_backend_choices([BACKEND_NAME])
-    for target, function, kind in (
-        ("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, HookType.AFTER),
-        ("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, HookType.AROUND),
-        (
-            "sglang.srt.arg_groups.model_hook._validate_dsa_tbo_index_sharing",
-            _allow_overlap,
-            HookType.AROUND,
-        ),
-    ):
-        HookRegistry.register(target, function, kind)
+    hooks.after("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, at_start=True)
+    hooks.around("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, at_start=True)
+    hooks.around(
+        "sglang.srt.arg_groups.model_hook._validate_dsa_tbo_index_sharing",
+        _allow_overlap,
+        at_start=True,
+    )
     _accept_engine_keywords()
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
     register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
@@ -167,6 +163,7 @@ def _resolve(server_args: Any) -> None:
         _warn_about_ignored_overrides(server_args)
         return
     seams.check()
+    hooks.check()
     cfg = resolving_view(server_args)
     overrides = json.loads(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
