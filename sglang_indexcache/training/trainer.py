@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 
 from sglang_indexcache.errors import TrainingError
@@ -62,6 +61,8 @@ class Trainer:
     """
 
     def __init__(self, recipe: Recipe, folder: Path, console: Console | None = None) -> None:
+        from accelerate import Accelerator
+
         self.recipe, self.folder = recipe, folder
         _check_lengths(recipe)
         self.pattern = recipe.resolved_pattern()

@@ -44,8 +44,8 @@ def write_documents(
     lines = []
     for row in range(rows):
         for task in tasks:
-            text_of_task = tokenizer.decode(document(mixture, task, length, seed, row).ids)
-            lines.append(json.dumps({"task": task, "text": text_of_task}) + "\n")
+            ids = document(mixture, task, length, seed, row).ids
+            lines.append(json.dumps({"task": task, "text": tokenizer.decode(ids)}) + "\n")
     path = folder / FILE
     write_whole(path, "".join(lines))
     return path, dict.fromkeys(tasks, rows)
