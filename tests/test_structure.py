@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sglang_indexcache"
 NAME = PACKAGE.name
 
-BASE = {"errors", "pattern", "checkpoint", "library", "support.files"}
+BASE = {"errors", "pattern", "models", "checkpoint", "library", "support.files"}
 SMALL = {"pydantic", "yaml"}
 """What the base of the package needs; the standard library is not listed."""
 TABLES = {"rich"}
@@ -29,19 +29,21 @@ MODELS = TORCH | {"transformers", "tokenizers", "safetensors"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "pattern": ({"errors"}, set()),
-    "checkpoint": ({"errors", "pattern"}, set()),
+    "models": (set(), set()),
+    "checkpoint": ({"errors", "models", "pattern"}, set()),
     "library": (BASE, SMALL),
     "client": ({"errors"}, {"httpx"}),
-    "support": (BASE, TABLES | {"matplotlib"}),
+    "support": (BASE, TABLES | {"matplotlib", "tokenizers", "transformers"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
     "search": (
-        BASE | {"client", "demo.model", "support"},
+        BASE | {"client", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (
-        BASE | {"demo.model", "support"},
-        SMALL | MODELS | TABLES | {"accelerate", "matplotlib"},
+        BASE | {"support.lengths", "support.text"},
+        SMALL | MODELS | TABLES | {"accelerate"},
     ),
+    "training.losses": ({"errors", "training.packing"}, {"torch"}),
     "bench": (
         BASE | {"client", "support"},
         SMALL | TABLES | TORCH | {"httpx", "transformers", "matplotlib"},

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from sglang_indexcache.client import Server
 from sglang_indexcache.demo.checkpoints import shipped_checkpoint
-from sglang_indexcache.demo.model import machine_text
+from sglang_indexcache.support.text import machine_text
 
 PROMPT_CHARACTERS = 15_000
 """About 6,000 tokens of the demo tokenizer."""

@@ -25,6 +25,7 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
+from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving import hooks, seams
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
@@ -253,7 +254,7 @@ def _check_live(cfg: Any, plan: Plan) -> None:
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
         "--cuda-graph-config": cfg.cuda_graph_config is not None,
-        f"a {plan.architecture}": plan.architecture == "Glm5NextForConditionalGeneration",
+        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
     if found := [name for name, present in reasons.items() if present]:
         raise SettingsError(
