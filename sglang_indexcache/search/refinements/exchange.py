@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,51 @@ from sglang_indexcache.search.race import race
 
 SHORTLIST = 16
 """Exchanges that a screened round looks at beside the shifts by one layer."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """:func:`refine_exhaustively` as a row of the table of refinements."""
+
+    in_words = "swap refinement"
+
+    def refine(
+        self,
+        ledger: Ledger,
+        constraints: Constraints,
+        pattern: Pattern,
+        known: Mapping[int, Pattern],
+        budget: int,
+    ) -> tuple[Pattern, int]:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        refined = refine_exhaustively(ledger, pattern, constraints)
+        return refined.pattern, refined.exchanges
+
+    def tokens(self, budget: int) -> None:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+
+
+@dataclass(frozen=True)
+class Screened:
+    """:func:`refine_screened` as a row of the table of refinements."""
+
+    in_words = "screened refinement"
+
+    def refine(
+        self,
+        ledger: Ledger,
+        constraints: Constraints,
+        pattern: Pattern,
+        known: Mapping[int, Pattern],
+        budget: int,
+    ) -> tuple[Pattern, int]:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        refined = refine_screened(ledger, pattern, constraints, budget)
+        return refined.pattern, refined.exchanges
+
+    def tokens(self, budget: int) -> int:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        return budget
 
 
 @dataclass(frozen=True)
