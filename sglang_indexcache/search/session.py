@@ -19,7 +19,7 @@ from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.run import Found, Search
-from sglang_indexcache.search.setup import Setup
+from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Targets
 
 

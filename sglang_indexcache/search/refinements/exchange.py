@@ -71,14 +71,12 @@ class Refined:
         loss: of ``pattern``, nats per token over all batches.
         gained: nats per token by which the loss went down.
         exchanges: F/S pairs that were exchanged.
-        is_optimum: no single exchange lowers the loss. Known only after an exhaustive round.
     """
 
     pattern: Pattern
     loss: float
     gained: float
     exchanges: int
-    is_optimum: bool
 
 
 def refine_exhaustively(ledger: Ledger, pattern: Pattern, constraints: Constraints) -> Refined:
@@ -94,7 +92,7 @@ def refine_exhaustively(ledger: Ledger, pattern: Pattern, constraints: Constrain
             break
         pattern, exchanges = neighbours[int(means.argmin())], exchanges + 1
     loss = ledger.mean(pattern)
-    return Refined(pattern, loss, start - loss, exchanges, is_optimum=True)
+    return Refined(pattern, loss, start - loss, exchanges)
 
 
 def refine_screened(
@@ -127,7 +125,7 @@ def refine_screened(
         else:
             break
     loss = ledger.mean(pattern)
-    return Refined(pattern, loss, start - loss, exchanges, is_optimum=False)
+    return Refined(pattern, loss, start - loss, exchanges)
 
 
 def _round(
