@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
 OptionalModelOption = Annotated[
-    Path | None, typer.Option("--model", help="The checkpoint's folder. Needed but to try.")
+    Path | None,
+    typer.Option("--model", help="The checkpoint's folder. Only --synthetic goes without."),
 ]
 EnginesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--engine",
-        help="Start SGLang in this process with this keyword of sglang.Engine, such as tp_size=8, "
-        "or with none: default. Repeat it.",
+        help="Start SGLang in this process, with a keyword of sglang.Engine such as tp_size=8. "
+        "Repeat it for more keywords, or give 'default' for none.",
     ),
 ]
 SyntheticOption = Annotated[

@@ -73,11 +73,6 @@ class Search:
         return evaluations(self.constraints, self.targets) * self.ledger.full_evaluation
 
     @property
-    def budget(self) -> int:
-        """Tokens that a method and a refinement that keep to a budget may forward."""
-        return self.options.budget(self.constraints, self.targets, self.ledger.full_evaluation)
-
-    @property
     def expected_tokens(self) -> int | None:
         """Tokens of the whole search, as far as they are known beforehand."""
         full_evaluation = self.ledger.full_evaluation
@@ -85,9 +80,9 @@ class Search:
 
     def run(self) -> Iterator[Step | Found]:
         """Yield each step and each mark as it is passed, then each mark in its final form."""
-        begun, budget = self.ledger.spent, self.budget
-        method, pattern = self.options.method, self.constraints.start
-        for event in method.descend(self.ledger, self.constraints, self.targets, budget):
+        rules, begun, pattern = self.constraints, self.ledger.spent, self.constraints.start
+        budget = self.options.budget(rules, self.targets, self.ledger.full_evaluation)
+        for event in self.options.method.descend(self.ledger, rules, self.targets, budget):
             if isinstance(event, Step):
                 self.path.append(event)
                 self.start_loss = self.start_loss if self.path[1:] else event.loss
@@ -96,8 +91,9 @@ class Search:
             mark = self.targets.mark_at(len(pattern.full_layers))
             if mark is not None:
                 yield self._pass(mark, pattern)
-        if self.targets.loss_budget is not None:
-            yield from self._pass_loss_budget(pattern)
+        count = len(pattern.full_layers)
+        if self.targets.loss_budget is not None and count not in self.found:
+            yield self._pass(Mark(count, f"{count}/{len(pattern)}"), pattern)
         for place, passed in enumerate(list(self.found.values())):
             left = (begun + budget - self.ledger.spent) // (len(self.found) - place)
             yield self._keep(self._refined(passed, left))
@@ -105,12 +101,6 @@ class Search:
         for passed in list(self.found.values()):
             yield self._keep(self._compared(passed))
         self.is_complete = True
-
-    def _pass_loss_budget(self, pattern: Pattern) -> Iterator[Found]:
-        """The last pattern within the loss budget."""
-        count = len(pattern.full_layers)
-        if count not in self.found:
-            yield self._pass(Mark(count, f"{count}/{len(pattern)}"), pattern)
 
     def _pass(self, mark: Mark, pattern: Pattern) -> Found:
         losses = self.ledger.losses(pattern)
