@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from sglang_indexcache.training.layout import Layout
 from sglang_indexcache.training.losses import AttentionInputs, IndexInputs, distillation_loss
+from sglang_indexcache.training.packing import Layout
 
 RESULT = Path(__file__).parent / "results" / "distillation_loss.json"
 INDEX_HEADS, INDEX_WIDTH, HEADS, WIDTH, BLOCK = 8, 128, 8, 64, 256

@@ -15,7 +15,8 @@ from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.greedy import greedy
-from sglang_indexcache.search.run import Options, Search
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.targets import parse_targets
 from sglang_indexcache.support.files import write_json
 

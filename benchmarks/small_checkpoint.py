@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 
 from sglang_indexcache.training.data.retrieval import TASKS
-from sglang_indexcache.training.scores import Report
+from sglang_indexcache.training.scores import Scorer
 
 RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
 RETRIEVAL = tuple(TASKS)
@@ -32,10 +32,10 @@ Cell = dict[str, Any]
 def cells(checkpoint: Path, lengths: list[int], topks: list[int], rows: int) -> list[Cell]:
     """One evaluation for each length and selection; dense first."""
     found = []
-    report = Report(checkpoint)
+    scorer = Scorer(checkpoint)
     for length in lengths:
         for topk in (None, *topks):
-            scores = report.scores(length, rows, topk, dense=topk is None)
+            scores = scorer.scores(length, rows, topk, dense=topk is None)
             found.append({"length": length, "topk": topk or DENSE, **summary(scores)})
             print(found[-1], flush=True)
     return found

@@ -13,25 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.models import BY_ARCHITECTURE, SHAPE_FIELDS, Family
+from sglang_indexcache.models import read_field as _get
 from sglang_indexcache.pattern import Pattern
-
-SUPPORTED_ARCHITECTURES = (
-    "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "GlmMoeDsaForCausalLM",
-    "Glm5NextForConditionalGeneration",
-    "HYV4ForCausalLM",
-    "LongcatFlashForCausalLM",
-    "MistralLarge3ForCausalLM",
-    "PixtralForConditionalGeneration",
-)
-"""Architectures that SGLang 0.5.23 serves with DSA and whose attention can take indices."""
-
-UNSUPPORTED_ARCHITECTURES = {
-    "Dots3NoteForCausalLM": "its attention runs the indexer in every layer and takes no indices",
-    "DeepseekV4ForCausalLM": "its compressed sparse attention does not use the DSA backend",
-}
-"""Sparse-attention architectures that a user may try, and why they cannot share."""
 
 SHARING_KEYS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 """Config keys by which upstream describes cross-layer sharing, strongest first."""
@@ -81,13 +65,12 @@ class Checkpoint:
         """
         text = _text_config(config)
         architecture = _architecture(config, where)
-        _check_dsa(architecture, text, where)
-        layer_ids = _indexer_layer_ids(architecture, text)
+        layer_ids = _family(architecture, text, where).layer_ids(text)
         return cls(
             architecture=architecture,
             layer_ids=layer_ids,
             own=_own_pattern(text, layer_ids, where),
-            shape={name: _get(text, name) for name in _SHAPE_FIELDS if _has(text, name)},
+            shape={name: value for name in SHAPE_FIELDS if (value := _get(text, name)) is not None},
         )
 
     @classmethod
@@ -110,22 +93,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: cannot read {path} ({error.strerror})"
+        ) from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
-
-
-_SHAPE_FIELDS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "n_routed_experts",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "index_topk",
-    "index_n_heads",
-    "index_head_dim",
-)
 
 
 def pattern_from_sharing_keys(
@@ -194,39 +166,21 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
     return Pattern.full(count)
 
 
-def _indexer_layer_ids(architecture: str, text: Any) -> tuple[int, ...]:
-    layers = _get(text, "num_hidden_layers") or _get(text, "num_layers")
-    if architecture == "LongcatFlashForCausalLM":  # two attentions per block, numbered through
-        return tuple(range(2 * (_get(text, "num_layers") or layers)))
-    if architecture == "Glm5NextForConditionalGeneration":
-        without_indexer = _linear_attention_layers(text, layers)
-        return tuple(i for i in range(layers) if i not in without_indexer)
-    return tuple(range(layers))
-
-
-def _linear_attention_layers(text: Any, layers: int) -> set[int]:
-    """The KDA layers of a GLM-5-Next model, which have no indexer."""
-    linear = _get(text, "linear_attn_config")
-    if linear is not None:
-        return set(_get(linear, "kda_layers") or ())
-    types = _get(text, "layer_types")
-    if types is not None:
-        return {i for i, kind in enumerate(types) if kind == "linear_attention"}
-    return {i for i in range(layers) if i % 4 != 3}
-
-
-def _check_dsa(architecture: str, text: Any, where: str) -> None:
-    if architecture in UNSUPPORTED_ARCHITECTURES:
+def _family(architecture: str, text: Any, where: str) -> Family:
+    family = BY_ARCHITECTURE.get(architecture)
+    if family is not None and family.refused:
         raise CheckpointError(
-            f"{where} is a {architecture}, which cannot share indices: "
-            f"{UNSUPPORTED_ARCHITECTURES[architecture]}. Serve it without IndexCache."
+            f"{where} is a {architecture}, which cannot share indices: {family.refused}. Serve it "
+            "without IndexCache."
         )
-    if architecture not in SUPPORTED_ARCHITECTURES or _get(text, "index_topk") is None:
+    if family is None or _get(text, "index_topk") is None:
         raise CheckpointError(
             f"{where} is a {architecture} without a lightning indexer, so there is nothing to "
-            "share. IndexCache serves DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
-            "...); drop --attention-backend indexcache for this one."
+            "share. IndexCache is for DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
+            "...). Serve this one without --attention-backend indexcache, or give it indexers "
+            "(indexcache train convert)."
         )
+    return family
 
 
 def _architecture(config: Any, where: str) -> str:
@@ -240,13 +194,3 @@ def _text_config(config: Any) -> Any:
     """The language model's part of a multimodal config, or the config itself."""
     text = _get(config, "text_config")
     return config if text is None else text
-
-
-def _get(config: Any, name: str) -> Any:
-    if isinstance(config, Mapping):
-        return config.get(name)
-    return getattr(config, name, None)
-
-
-def _has(config: Any, name: str) -> bool:
-    return _get(config, name) is not None

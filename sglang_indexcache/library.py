@@ -60,7 +60,7 @@ class Method(_Strict):
     details: dict[str, Any] = Field(default_factory=dict)
 
 
-class Source(_Strict):
+class Citation(_Strict):
     """Where the pattern comes from."""
 
     title: str
@@ -98,7 +98,7 @@ class Entry(_Strict):
     full_layers: int
     retention: str = Field(pattern=r"^\d+/\d+$")
     method: Method
-    source: Source
+    source: Citation
     quality: tuple[Quality, ...] = ()
     latency: tuple[Latency, ...] = ()
 
@@ -196,23 +196,38 @@ class Library:
             if entry.model.matches(checkpoint) and _fits(entry.parsed, checkpoint)
         ]
 
-    def resolve(self, value: str, checkpoint: Checkpoint) -> Resolved:
-        """Turn what a user wrote into a pattern that fits ``checkpoint``.
+    def resolve(self, value: str, checkpoint: Checkpoint | None = None) -> Resolved:
+        """Turn what a user wrote into a pattern; nothing else knows the forms of one.
+
+        Args:
+            value: an F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or the path
+                of a YAML file.
+            checkpoint: the model that the pattern must fit. Without one, only the forms that name
+                every layer can be resolved.
 
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.
         """
-        resolved = self._resolve(value, checkpoint)
-        resolved.pattern.check_checkpoint(checkpoint.own)
+        ratio = _RATIO.fullmatch(value)
+        if value != "full" and not value.startswith("uniform:") and not ratio:
+            resolved = self._spelled_out(value)
+        elif checkpoint is None:
+            raise PatternError(
+                f"which layers {value!r} keeps depends on the model. Say which one (--model), or "
+                "give an F/S string, a library name or a YAML file."
+            )
+        elif ratio:
+            exact = Fraction(int(ratio[1]), int(ratio[2]) or 1)
+            resolved = self._by_ratio(value, exact, checkpoint)
+        elif value == "full":
+            resolved = Resolved(checkpoint.own, "every indexer that the checkpoint ships")
+        else:
+            resolved = _uniform(value.removeprefix("uniform:"), checkpoint)
+        if checkpoint is not None:
+            resolved.pattern.check_checkpoint(checkpoint.own)
         return resolved
 
-    def _resolve(self, value: str, checkpoint: Checkpoint) -> Resolved:
-        if value == "full":
-            return Resolved(checkpoint.own, "every indexer that the checkpoint ships")
-        if value.startswith("uniform:"):
-            return _uniform(value.removeprefix("uniform:"), checkpoint)
-        if match := _RATIO.fullmatch(value):
-            return self._by_ratio(value, Fraction(int(match[1]), int(match[2]) or 1), checkpoint)
+    def _spelled_out(self, value: str) -> Resolved:
         if value.endswith((".yaml", ".yml")) or os.sep in value:
             return _from_entry(load_entry(Path(value)), f"file {value}")
         if value and value not in self.entries and _looks_literal(value):

@@ -174,14 +174,6 @@ class Pattern:
             )
         )
 
-    def to_freq(self) -> tuple[int, int] | None:
-        """``(index_topk_freq, index_skip_topk_offset)`` that gives this pattern, if any does."""
-        for offset in range(1, len(self) + 1):
-            for freq in range(1, len(self) + 1):
-                if Pattern.from_freq(len(self), freq, offset) == self:
-                    return freq, offset
-        return None
-
     # -- fitting it to a model ----------------------------------------------------------------
 
     def check_length(self, num_layers: int) -> None:

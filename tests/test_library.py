@@ -75,6 +75,16 @@ def test_ratio_and_name_find_the_entry(library: Library, value: str, name: str) 
     assert name in resolved.description
 
 
+def test_without_a_model_every_layer_must_be_named(library: Library) -> None:
+    assert library.resolve("FSSF").pattern == Pattern("FSSF")
+    entry = library.resolve("glm-5-1of4").entry
+    assert entry == library.resolve(str(library.folders[0] / "glm-5-1of4.yaml")).entry
+    assert entry is not None
+    for value in ("full", "uniform:1/4", "1/4"):
+        with pytest.raises(PatternError, match=f"{value}.*depends on the model"):
+            library.resolve(value)
+
+
 def test_other_ways_to_say_it(library: Library, tmp_path: Path) -> None:
     checkpoint = glm5()
     assert library.resolve("full", checkpoint).pattern == Pattern.full(78)

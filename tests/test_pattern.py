@@ -40,8 +40,6 @@ def test_every_notation_comes_back(pattern: Pattern) -> None:
     assert Pattern(str(pattern)) == pattern
     assert Pattern.from_indexer_types(pattern.to_indexer_types()) == pattern
     assert Pattern.from_layers(len(pattern), pattern.full_layers) == pattern
-    if (schedule := pattern.to_freq()) is not None:
-        assert Pattern.from_freq(len(pattern), *schedule) == pattern
 
 
 def upstream_skips(layer: int, freq: int, offset: int | None) -> bool:
@@ -72,7 +70,6 @@ def test_known_schedules() -> None:
     assert len(glm52.full_layers) == 21
     assert str(Pattern.from_freq(8, 4)) == "FFSSSFSS"
     assert str(Pattern.uniform(8, 4)) == "FSSSFSSS"
-    assert Pattern("FFSFSS").to_freq() is None
 
 
 @pytest.mark.parametrize(

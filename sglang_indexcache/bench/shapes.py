@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.bench.results import Strict
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
 class Shape(Strict):
@@ -86,24 +87,37 @@ class Shape(Strict):
         return 3 * self.hidden * self.expert_width * active + self.hidden * self.experts
 
 
-PRESETS = {
-    # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads, 32 x 128).
-    "30b": Shape(
-        name="30b", layers=47, hidden=2048, heads=20, q_lora=768, nope=192, v=256,
-        index_heads=32, experts=64, active_experts=4, expert_width=1536, dense_layers=1,
-        dense_width=10240, vocab=154880,
-    ),
-    "glm-5": Shape(
-        name="glm-5", layers=78, hidden=6144, heads=64, q_lora=2048, nope=192, v=256,
-        index_heads=32, experts=256, active_experts=8, expert_width=2048, dense_layers=3,
-        dense_width=12288, vocab=154880,
-    ),
-    "deepseek-v3.2": Shape(
-        name="deepseek-v3.2", layers=61, hidden=7168, heads=128, q_lora=1536, nope=128, v=128,
-        index_heads=64, experts=256, active_experts=8, expert_width=2048, dense_layers=3,
-        dense_width=18432, vocab=129280,
-    ),
-}  # fmt: skip
+_FIELDS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "q_lora": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "v": "v_head_dim",
+    "index_heads": "index_n_heads",
+    "index_dim": "index_head_dim",
+    "topk": "index_topk",
+    "experts": "n_routed_experts",
+    "active_experts": "num_experts_per_tok",
+    "expert_width": "moe_intermediate_size",
+    "dense_width": "intermediate_size",
+    "vocab": "vocab_size",
+}
+"""What the HF config calls a shape's fields."""
+
+
+def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
+    return Shape(
+        name=name,
+        shared_experts=config.get("n_shared_experts") or 0,
+        dense_layers=config.get("first_k_dense_replace") or 0,
+        **{ours: config[theirs] for ours, theirs in _FIELDS.items()},
+    )
+
+
+PRESETS = {name: _from_config(name, fields) for name, fields in SHAPES.items()}
 
 
 def preset(name: str) -> Shape:
@@ -121,25 +135,9 @@ def preset(name: str) -> Shape:
 
 def checkpoint_of(shape: Shape) -> Checkpoint:
     """A checkpoint of this shape with every indexer, for the pattern library."""
-    return Checkpoint(
-        architecture=_ARCHITECTURES.get(shape.name, "GlmMoeDsaForCausalLM"),
-        layer_ids=tuple(range(shape.layers)),
-        own=Pattern.full(shape.layers),
-        shape={
-            "hidden_size": shape.hidden,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "n_routed_experts": shape.experts,
-            "q_lora_rank": shape.q_lora,
-            "kv_lora_rank": shape.kv_lora,
-            "index_topk": shape.topk,
-            "index_n_heads": shape.index_heads,
-            "index_head_dim": shape.index_dim,
-        },
-    )
-
-
-_ARCHITECTURES = {"deepseek-v3.2": "DeepseekV32ForCausalLM"}
+    family = next((f for f in FAMILIES if shape.name in f.shapes), TRAINABLE["glm_moe_dsa"])
+    fields = {theirs: getattr(shape, ours) for ours, theirs in _FIELDS.items()}
+    return Checkpoint.from_config({**fields, "architectures": [family.architecture]})
 
 
 def shape_of(model: str) -> Shape:
@@ -159,27 +157,3 @@ def shape_of(model: str) -> Shape:
         raise BenchError(
             f"{folder / 'config.json'} has no {error}, which a DSA model's config has"
         ) from error
-
-
-def _from_config(name: str, config: dict[str, Any]) -> Shape:
-    return Shape(
-        name=name,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        q_lora=config["q_lora_rank"],
-        kv_lora=config["kv_lora_rank"],
-        nope=config["qk_nope_head_dim"],
-        rope=config["qk_rope_head_dim"],
-        v=config["v_head_dim"],
-        index_heads=config["index_n_heads"],
-        index_dim=config["index_head_dim"],
-        topk=config["index_topk"],
-        experts=config["n_routed_experts"],
-        active_experts=config["num_experts_per_tok"],
-        expert_width=config["moe_intermediate_size"],
-        shared_experts=config.get("n_shared_experts") or 0,
-        dense_layers=config.get("first_k_dense_replace") or 0,
-        dense_width=config["intermediate_size"],
-        vocab=config["vocab_size"],
-    )

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import OutputOption, group, json_or_text, name_and_value, out
+from sglang_indexcache.cli.common import (
+    OutputOption,
+    SeedOption,
+    group,
+    json_or_text,
+    name_and_value,
+    out,
+)
 
 app = group("See on this machine what sharing does.")
 
@@ -26,12 +33,16 @@ def demo_command(output: OutputOption = Path(".demo")) -> None:
 
 @app.command("model")
 def make_model_command(
-    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
-    preset: Annotated[str, typer.Option(help="glm-5 or deepseek-v3.2.")] = "glm-5",
-    size: Annotated[str, typer.Option(help="tiny or small.")] = "small",
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    vocab_size: Annotated[int, typer.Option(help="Entries of the tokenizer.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    output: OutputOption,
+    preset: Annotated[
+        str, typer.Option(help="Its shape in small: glm-5 or deepseek-v3.2.")
+    ] = "glm-5",
+    size: Annotated[str, typer.Option(help="Its size: tiny or small.")] = "small",
+    seed: SeedOption = 0,
+    vocab_size: Annotated[int, typer.Option(help="How many entries the tokenizer has.")] = 4096,
+    dtype: Annotated[
+        str, typer.Option(help="How weights are stored: bfloat16 or float32.")
+    ] = "bfloat16",
     field: Annotated[
         list[str] | None,
         typer.Option(help="Replace a config field, for example --field num_hidden_layers=24."),
@@ -45,6 +56,6 @@ def make_model_command(
         for name, value in (name_and_value(text, "--field") for text in field or [])
     }
     spec = ModelSpec(preset, size, seed, vocab_size, dtype, overrides)
-    with out.status(f"making {folder} ..."):
-        count = make_model(spec, folder)
-    out.print(f"wrote {folder}: {preset} shape, {count / 1e6:.1f} M parameters, random weights")
+    with out.status(f"making {output} ..."):
+        count = make_model(spec, output)
+    out.print(f"wrote {output}: {preset} shape, {count / 1e6:.1f} M parameters, random weights")

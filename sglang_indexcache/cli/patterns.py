@@ -11,8 +11,8 @@ from rich.table import Table
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import group, out
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.library import Entry, Library, load_entry
+from sglang_indexcache.errors import IndexCacheError, PatternError
+from sglang_indexcache.library import Library, load_entry
 from sglang_indexcache.pattern import Pattern
 
 app = group("The pattern library.")
@@ -48,7 +48,12 @@ def show_pattern(
     name: Annotated[str, typer.Argument(help="A library name or a YAML file.")],
 ) -> None:
     """Show a pattern with its provenance and what is known of its quality."""
-    entry = _entry(name)
+    entry = Library.default().resolve(name).entry
+    if entry is None:
+        raise PatternError(
+            f"{name} is a pattern without provenance: show wants a library name or a YAML file, "
+            "draw takes any pattern."
+        )
     out.print(_drawing(entry.parsed, f"{entry.name}: {entry.model.name}"))
     out.print(f"\n{entry.pattern}\n", soft_wrap=True, highlight=False)
     out.print(f"found by   {entry.method.name}, minimising {entry.method.objective}")
@@ -92,13 +97,19 @@ def validate_patterns(
 
 @app.command("draw")
 def draw_patterns(
-    values: Annotated[list[str], typer.Argument(help="F/S strings, library names or YAML files.")],
+    values: Annotated[list[str], typer.Argument(help="Patterns in any form.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The checkpoint that full, uniform:1/4 and ratios are for."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A .png or .svg file to write.")
     ] = None,
 ) -> None:
     """Draw which layer serves which, in the terminal or as a picture."""
-    drawn = [(value, _literal_or_entry(value)) for value in values]
+    checkpoint = None if model is None else Checkpoint.read(model)
+    library = Library.default()
+    drawn = [(value, library.resolve(value, checkpoint).pattern) for value in values]
     if output is None:
         for title, pattern in drawn:
             out.print(_drawing(pattern, title))
@@ -114,15 +125,3 @@ def _drawing(pattern: Pattern, title: str) -> Any:
     from sglang_indexcache.support.drawing import to_terminal
 
     return to_terminal(pattern, title)
-
-
-def _entry(name: str) -> Entry:
-    return (
-        load_entry(Path(name)) if name.endswith((".yaml", ".yml")) else Library.default().get(name)
-    )
-
-
-def _literal_or_entry(value: str) -> Pattern:
-    if value and not set(value) - {"F", "S"}:
-        return Pattern(value)
-    return _entry(value).parsed

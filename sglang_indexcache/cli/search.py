@@ -1,229 +1,150 @@
-"""``indexcache search run``: find patterns and compare them."""
+"""``indexcache search``: find a pattern for a checkpoint, and compare patterns."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
-from sglang_indexcache.cli.common import group, json_or_text, name_and_value, out
+from sglang_indexcache.cli.common import (
+    ContextOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
+    UrlsOption,
+    group,
+    json_or_text,
+    name_and_value,
+    out,
+)
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.calibration import DEFAULT_DATA
-from sglang_indexcache.search.constraints import Constraints, stage_starts
-from sglang_indexcache.search.cost import cost
-from sglang_indexcache.search.evaluators.served import LiveEngine
-from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step
-from sglang_indexcache.search.run import Found, Method, Options, Search
-from sglang_indexcache.search.setup import Setup, Source, open_source
-from sglang_indexcache.search.targets import Targets, parse_targets
+from sglang_indexcache.support.lengths import parse_length
+
+if TYPE_CHECKING:
+    from sglang_indexcache.search.evaluators.served import LiveEngine
+    from sglang_indexcache.search.sources import Data, Source
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
-ModelOption = Annotated[
+OptionalModelOption = Annotated[
     Path | None,
-    typer.Option(help="Checkpoint folder: tokenizer, hash, weights."),
+    typer.Option("--model", help="The checkpoint's folder. Only --synthetic goes without."),
 ]
-UrlOption = Annotated[
-    list[str] | None,
-    typer.Option(help="A server in live mode; repeat it to measure several candidates at a time."),
-]
-EngineOption = Annotated[
+EnginesOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Start SGLang in this process: a keyword of sglang.Engine such as tp_size=8; "
-        "repeat it. 'default' for none."
+        "--engine",
+        help="Start SGLang in this process, with a keyword of sglang.Engine such as tp_size=8. "
+        "Repeat it for more keywords, or give 'default' for none.",
     ),
 ]
 SyntheticOption = Annotated[
-    int, typer.Option(help="Layers of a made-up landscape: to try the tool without a model.")
+    int, typer.Option(help="Try the command without a model: layers of a made-up landscape.")
 ]
 DataOption = Annotated[
-    str, typer.Option(help="A .jsonl, .parquet or text file, a folder, or 'machine'.")
+    str,
+    typer.Option(
+        help="Text to measure on: a .jsonl, .parquet or text file, a folder of them, or 'machine' "
+        "for the Python sources of this machine."
+    ),
 ]
-ContextOption = Annotated[int, typer.Option(help="Tokens in a calibration sequence.")]
-BatchesOption = Annotated[int, typer.Option(help="Calibration batches.")]
-PerBatchOption = Annotated[int, typer.Option(help="Sequences in a batch.")]
-HeldOutOption = Annotated[int, typer.Option(help="Further batches, kept away from the search.")]
-SeedOption = Annotated[int, typer.Option(help="Of the data's shuffle.")]
-DtypeOption = Annotated[str, typer.Option(help="For transformers: float32 or bfloat16.")]
-TargetOption = Annotated[
+BatchesOption = Annotated[int, typer.Option(help="Number of calibration batches.")]
+PerBatchOption = Annotated[int, typer.Option(help="Number of sequences in a batch.")]
+HeldOutOption = Annotated[
+    int, typer.Option(help="Number of further batches, for compare. A search never sees them.")
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="How transformers runs the model: float32 or bfloat16.")
+]
+TargetsOption = Annotated[
     list[str] | None,
-    typer.Option("--target", help="1/4, a count of F layers, or a loss budget like +0.5%; repeat."),
+    typer.Option(
+        "--target",
+        help="Where to leave a pattern: a ratio such as 1/4, a count of F layers, or the largest "
+        "loss, such as +0.5%. Repeat it. The default is 1/2, 1/4 and 1/8.",
+    ),
 ]
-LayersOption = Annotated[str, typer.Option(help="Layers, such as 3,5,10-12.")]
-
-
-def _start_engine(model: Path, keywords: Sequence[str]) -> AbstractContextManager[LiveEngine]:
-    from sglang_indexcache.serving.in_process import InProcessEngine
-
-    pairs = (name_and_value(text, "--engine") for text in keywords if text != "default")
-    values = {name: json_or_text(value) for name, value in pairs}
-    return InProcessEngine(model_path=str(model), **values)
+MethodOption = Annotated[
+    str,
+    typer.Option(help="How to search, such as fast, greedy, or greedy:4 in 4 pipeline blocks."),
+]
+BudgetOption = Annotated[
+    float,
+    typer.Option(
+        help="The most that fast and screened may forward, in shares of exhaustive greedy."
+    ),
+]
 
 
 @app.command("run")
-def search_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything.")],
-    model: ModelOption = None,
-    url: UrlOption = None,
-    engine: EngineOption = None,
+def run_command(
+    output: OutputOption,
+    model: OptionalModelOption = None,
+    url: UrlsOption = None,
+    engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
-    data: DataOption = DEFAULT_DATA,
-    context: ContextOption = 2048,
+    data: DataOption = "machine",
+    context: ContextOption = "2048",
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
-    target: TargetOption = None,
-    method: Annotated[str, typer.Option(help="fast, greedy or similarity.")] = "fast",
-    refine: Annotated[str, typer.Option(help="none, screened, swap or beam.")] = "screened",
-    budget: Annotated[float, typer.Option(help="Of fast, in shares of exhaustive greedy.")] = 0.1,
-    beam_width: Annotated[int, typer.Option(help="Of --refine beam.")] = 4,
-    blocks: Annotated[int, typer.Option(help="Pipeline blocks of --method greedy.")] = 1,
-    keep_full: LayersOption = "",
-    force_shared: LayersOption = "",
-    stages: Annotated[int, typer.Option(help="Pipeline stages whose first layer stays F.")] = 1,
-    name: Annotated[str, typer.Option(help="Prefix of the patterns' names.")] = "",
-    delay: Annotated[float, typer.Option(hidden=True)] = 0.0,
+    target: TargetsOption = None,
+    method: MethodOption = "fast",
+    refine: Annotated[
+        str,
+        typer.Option(
+            help="How to improve each pattern that was found: none, screened, swap, or beam:4 for "
+            "a beam of 4 patterns."
+        ),
+    ] = "screened",
+    budget: BudgetOption = 0.1,
+    keep_full: Annotated[str, typer.Option(help="Layers that stay F, such as 3,5,10-12.")] = "",
+    force_shared: Annotated[str, typer.Option(help="Layers that become S at once.")] = "",
+    stages: Annotated[int, typer.Option(help="Pipeline stages, whose first layer stays F.")] = 1,
+    name: Annotated[
+        str, typer.Option(help="Prefix of the patterns' names. The default is the model's name.")
+    ] = "",
 ) -> None:
-    """Find which layers can lose their indexer. Start it again after any stop: it resumes."""
-    options = Options(method, refine, blocks, budget, beam_width)  # type: ignore[arg-type]
-    source = Source(
-        model=model,
-        urls=tuple(url or ()),
-        engine=tuple(engine or ()),
-        synthetic=synthetic,
-        data=data,
-        context=context,
-        batches=batches,
-        per_batch=per_batch,
-        held_out=held_out,
-        seed=seed,
-        dtype=dtype,
-        delay=delay,
-    )
-    with open_source(source, _start_engine) as setup:
+    """Find which layers can lose their indexer. Start it again after any stop: it resumes.
+
+    The servers of --url must be in live mode; several measure several candidates at a time.
+    Without --url and --engine, transformers runs the model.
+    """
+    from sglang_indexcache.search.constraints import Constraints, parse_layers, stage_starts
+    from sglang_indexcache.search.options import Options
+    from sglang_indexcache.search.session import run_search
+    from sglang_indexcache.search.sources import Data
+    from sglang_indexcache.search.targets import parse_targets
+
+    options = Options.parse(method, refine, budget)
+    measured = Data(data, parse_length(context), batches, per_batch, held_out, seed)
+    with _source(measured, model, url, engine, synthetic, dtype).open() as setup:
+        own = setup.checkpoint.own
         constraints = Constraints.make(
-            setup.own,
-            _layers(keep_full),
-            _layers(force_shared),
-            stage_starts(len(setup.own), stages),
+            own, parse_layers(keep_full), parse_layers(force_shared), stage_starts(len(own), stages)
         )
-        targets = parse_targets(target or ["1/2", "1/4", "1/8"], constraints)
-        run_search(setup, constraints, targets, options, output, name)
-
-
-def run_search(
-    setup: Setup,
-    constraints: Constraints,
-    targets: Targets,
-    options: Options,
-    output: Path,
-    name: str = "",
-) -> Search:
-    """Search with progress, journal and figures; leaves whatever was found on any interruption."""
-    from sglang_indexcache.search.journal import Journal
-    from sglang_indexcache.search.output import OutputFolder
-
-    # A batch system ends a job with SIGTERM: the same as Ctrl-C here.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Journal(output / "journal.jsonl", setup.identity) as journal, _progress() as progress:
-        ledger = Ledger(setup.evaluator, journal)
-        search = Search(ledger, constraints, targets, options)
-        task = progress.add_task(
-            "measuring the start", total=search.expected_tokens, completed=ledger.known_tokens
-        )
-        ledger.on_measured = lambda _: progress.update(task, completed=ledger.known_tokens)
-        if journal.records:
-            out.print(f"resuming: {len(journal.records)} finished evaluations in {journal.path}")
-        folder = OutputFolder(output, search, setup.provenance(name))
-        try:
-            for event in search.run():
-                _show(event, search)
-                words = f"{len(search.path) - 1} layers shared"
-                progress.update(task, description=words)
-                folder.update(event)
-        except KeyboardInterrupt:
-            folder.finish()
-            out.print(f"interrupted: partial results are in {output}; the same command goes on")
-            raise typer.Exit(130) from None
-    folder.finish()
-    _show_result(search)
-    out.print(f"everything is in {output}")
-    return search
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("left at most"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=out, transient=True) as progress:
-        yield progress
-
-
-def _show(event: Step | Found, search: Search) -> None:
-    if isinstance(event, Found) or event.layer is None:
-        return
-    added = 100 * (event.loss / search.start_loss - 1)
-    sure = "" if event.decided else "  (undecided: no budget left to tell the best apart)"
-    full = len(event.pattern.full_layers)
-    out.print(
-        f"{full:>4} F  layer {event.layer:>3} -> S  loss {event.loss:.5f} "
-        f"({added:+.3f} %, {event.batches} batches, {event.candidates} candidates){sure}",
-        highlight=False,
-    )
-
-
-def _show_result(search: Search) -> None:
-    table = Table(
-        "retention", "F", "loss", "over start", "refined by", "uniform", "pattern", box=SIMPLE
-    )
-    for found in search.found.values():
-        uniform = found.baselines.get("uniform")
-        table.add_row(
-            found.mark.label,
-            str(len(found.pattern.full_layers)),
-            f"{found.loss:.5f}",
-            f"{100 * (found.loss / search.start_loss - 1):+.3f} %",
-            f"{found.gained:.5f}",
-            f"{uniform[1]:.5f}" if uniform else "",
-            str(found.pattern),
-        )
-    table.columns[-1].overflow = "fold"
-    out.print(table)
-    share = search.search_tokens / search.exhaustive_tokens
-    out.print(
-        f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
-        f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
-    )
+        targets = parse_targets(target, constraints)
+        run_search(setup, constraints, targets, options, output, name, out)
 
 
 @app.command("compare")
 def compare_command(
     patterns: Annotated[
-        list[str], typer.Argument(help="Two or more; the first is the reference. As when serving.")
+        list[str],
+        typer.Argument(help="Two patterns or more, in any form. The first is the reference."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for numbers and figure.")],
-    model: ModelOption = None,
-    url: UrlOption = None,
-    engine: EngineOption = None,
-    data: DataOption = DEFAULT_DATA,
-    context: ContextOption = 2048,
+    output: OutputOption,
+    model: ModelOption,
+    url: UrlsOption = None,
+    engine: EnginesOption = None,
+    data: DataOption = "machine",
+    context: ContextOption = "2048",
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
@@ -234,46 +155,40 @@ def compare_command(
     """Compare patterns on the held-out part of the data that a search would leave."""
     from sglang_indexcache.search.compare import compare
     from sglang_indexcache.search.figures import draw_comparison
-    from sglang_indexcache.search.output import comparison_data
+    from sglang_indexcache.search.sources import Data
     from sglang_indexcache.support.files import write_json
 
     if len(patterns) < 2:
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out < 2:
         raise SearchError("a comparison needs at least two held-out batches (--held-out)")
-    source = Source(
-        model=model,
-        urls=tuple(url or ()),
-        engine=tuple(engine or ()),
-        data=data,
-        context=context,
-        batches=batches,
-        per_batch=per_batch,
-        held_out=held_out,
-        seed=seed,
-        dtype=dtype,
-        use_held_out=True,
+    measured = Data(
+        data, parse_length(context), batches, per_batch, held_out, seed, use_held_out=True
     )
-    with open_source(source, _start_engine) as setup, out.status("measuring ..."):
+    source = _source(measured, model, url, engine, dtype=dtype)
+    with source.open() as setup, out.status("measuring ..."):
         parsed = [setup.resolve(value) for value in patterns]
         found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets)
     reference, *others = [_label(value) for value in patterns]
     named = list(zip(others, found, strict=True))
     for title, comparison in named:
         out.print(f"{title} against {reference}: {comparison.verdict}", highlight=False)
-    write_json(output / "compare.json", comparison_data(named, reference, setup))
+    numbers = [{"name": title, **comparison.numbers()} for title, comparison in named]
+    facts = {"reference": reference, "identity": setup.identity, "data": setup.data}
+    write_json(output / "compare.json", {**facts, "comparisons": numbers})
     draw_comparison(named, output / "compare.png")
-    draw_comparison(named, output / "compare.svg")
     out.print(f"numbers and figure are in {output}")
 
 
 @app.command("overlap")
 def overlap_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for numbers and figure.")],
-    model: ModelOption = None,
-    pattern: Annotated[str, typer.Option(help="Draw its blocks on the heatmap.")] = "",
-    data: DataOption = DEFAULT_DATA,
-    context: ContextOption = 2048,
+    output: OutputOption,
+    model: ModelOption,
+    pattern: Annotated[
+        str, typer.Option(help="A pattern, in any form, whose blocks are drawn on the heatmap.")
+    ] = "",
+    data: DataOption = "machine",
+    context: ContextOption = "2048",
     batches: BatchesOption = 4,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
@@ -281,83 +196,51 @@ def overlap_command(
 ) -> None:
     """Measure how much of their selection every two layers have in common."""
     from sglang_indexcache.search.figures import draw_overlap
-    from sglang_indexcache.search.output import measure_overlap, overlap_data
-    from sglang_indexcache.search.overlap import read
+    from sglang_indexcache.search.overlap import measure, numbers, read
+    from sglang_indexcache.search.sources import Data
     from sglang_indexcache.support.files import write_json
 
-    source = Source(
-        model=model,
-        data=data,
-        context=context,
-        batches=batches,
-        per_batch=per_batch,
-        held_out=0,
-        seed=seed,
-        dtype=dtype,
-    )
-    with open_source(source, _start_engine) as setup:
+    measured = Data(data, parse_length(context), batches, per_batch, seed=seed)
+    with _source(measured, model, dtype=dtype).open() as setup:
         drawn = setup.resolve(pattern) if pattern else None
-        with _progress() as progress:
-            task = progress.add_task("measuring", total=batches)
-            counter = measure_overlap(setup, lambda: progress.advance(task))
-    matrix = counter.matrix()
-    out.print(read(matrix).in_words(), highlight=False)
-    write_json(output / "overlap.json", overlap_data(counter, setup, drawn))
-    for suffix in ("png", "svg"):
-        draw_overlap(matrix, output / f"overlap.{suffix}", drawn)
+        places = track(range(batches), "measuring", console=out, transient=True)
+        counter = measure(setup.evaluator, setup.checkpoint.own, places)
+    out.print(read(counter.matrix()).in_words(), highlight=False)
+    facts = {"identity": setup.identity, "data": setup.data}
+    write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
+    draw_overlap(counter.matrix(), output / "overlap.png", drawn)
     out.print(f"numbers and figure are in {output}")
 
 
 @app.command("stability")
 def stability_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything.")],
-    sets: Annotated[int, typer.Option(help="Disjoint calibration sets.")] = 3,
-    model: ModelOption = None,
-    url: UrlOption = None,
-    engine: EngineOption = None,
+    output: OutputOption,
+    sets: Annotated[int, typer.Option(help="Number of disjoint calibration sets.")] = 3,
+    model: OptionalModelOption = None,
+    url: UrlsOption = None,
+    engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
-    data: DataOption = DEFAULT_DATA,
-    context: ContextOption = 2048,
+    data: DataOption = "machine",
+    context: ContextOption = "2048",
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
-    target: TargetOption = None,
-    method: Annotated[str, typer.Option(help="fast or greedy.")] = "fast",
-    budget: Annotated[float, typer.Option(help="Of fast, in shares of exhaustive greedy.")] = 0.1,
+    target: TargetsOption = None,
+    method: MethodOption = "fast",
+    budget: BudgetOption = 0.1,
 ) -> None:
     """Search on several calibration sets; report how far the answers agree."""
-    from sglang_indexcache.search.output import stability_data
-    from sglang_indexcache.search.stability import agreement
-    from sglang_indexcache.support.files import write_json
+    from sglang_indexcache.search.options import Options
+    from sglang_indexcache.search.sources import Data
+    from sglang_indexcache.search.stability import search_each
 
     if sets < 2:
         raise SearchError("stability needs at least two calibration sets (--sets)")
-    options = Options(method, "none", 1, budget)  # type: ignore[arg-type]
-    base: dict[str, Any] = {
-        "model": model,
-        "urls": tuple(url or ()),
-        "engine": tuple(engine or ()),
-        "synthetic": synthetic,
-        "data": data,
-        "context": context,
-        "batches": batches * sets,
-        "per_batch": per_batch,
-        "held_out": 0,
-        "dtype": dtype,
-    }
-    searches = []
-    for number in range(sets):
-        source = Source(**base, seed=seed, part=(number, sets))
-        with open_source(source, _start_engine) as setup:
-            constraints = Constraints.make(setup.own)
-            targets = parse_targets(target or ["1/2", "1/4", "1/8"], constraints)
-            folder = output / f"set-{number}"
-            searches.append(run_search(setup, constraints, targets, options, folder))
-    orders = [[s.layer for s in found.path if s.layer is not None] for found in searches]
-    answers = [{f.mark.label: f.pattern for f in s.found.values()} for s in searches]
-    result = agreement(orders, answers)
-    write_json(output / "stability.json", stability_data(result, orders, answers))
+    options = Options.parse(method, share=budget)
+    measured = Data(data, parse_length(context), batches, per_batch, seed=seed)
+    sources = [_source(part, model, url, engine, synthetic, dtype) for part in measured.parts(sets)]
+    result = search_each(sources, target, options, output, out)
     out.print(f"order of the flips: Kendall tau {result.kendall_tau:.3f} on average")
     for mark, share in result.common_full_layers.items():
         chance = result.expected_by_chance[mark]
@@ -367,58 +250,72 @@ def stability_command(
 
 @app.command("cost")
 def cost_command(
-    layers: Annotated[int, typer.Option(help="Layers of the model.")],
-    sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 768,
-    context: Annotated[int, typer.Option(help="Tokens of each.")] = 200_000,
-    target: TargetOption = None,
-    rate: Annotated[float, typer.Option(help="Prefill, tokens a second of the engine.")] = 0.0,
-    gpus: Annotated[int, typer.Option(help="GPUs of that engine.")] = 8,
-    budget: Annotated[float, typer.Option(help="Of fast, in shares of exhaustive greedy.")] = 0.1,
-    blocks: Annotated[int, typer.Option(help="Pipeline blocks of greedy.")] = 1,
+    layers: Annotated[int, typer.Option(help="Number of layers of the model.")],
+    sequences: Annotated[int, typer.Option(help="Number of calibration sequences.")] = 768,
+    context: ContextOption = "200K",
+    target: TargetsOption = None,
+    rate: Annotated[
+        float, typer.Option(help="Tokens that the engine prefills in a second; gives hours.")
+    ] = 0.0,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs of that engine.")] = 8,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="A method as for run. Repeat it. The default is greedy and fast."),
+    ] = None,
+    budget: BudgetOption = 0.1,
 ) -> None:
-    """Predict what a search costs, before it runs."""
+    """Predict what a search costs at most, before it runs."""
+    from sglang_indexcache.pattern import Pattern
+    from sglang_indexcache.search.constraints import Constraints
+    from sglang_indexcache.search.cost import cost
+    from sglang_indexcache.search.options import Options
+    from sglang_indexcache.search.targets import parse_targets
+
     constraints = Constraints.make(Pattern.full(layers))
-    targets = parse_targets(target or ["1/2", "1/4", "1/8"], constraints)
-    methods: tuple[Method, ...] = ("greedy", "fast")
+    targets = parse_targets(target, constraints)
+    tokens = parse_length(context)
     table = Table("method", "full evaluations", "forward passes", "tokens", "hours", "GPU-hours")
-    for method in methods:
-        bill = cost(
-            constraints,
-            targets,
-            method=method,
-            sequences=sequences,
-            context=context,
-            share=budget,
-            blocks=blocks,
-            tokens_per_second=rate or None,
-            gpus=gpus,
-        )
-        hours = (_figure(bill.hours), _figure(bill.gpu_hours))
-        table.add_row(
-            f"{'at most ' if method == 'fast' else ''}{method}",
-            f"{bill.evaluations:,.0f}",
-            f"{bill.sequences:,.0f}",
-            f"{bill.tokens:.3g}",
-            *hours,
-        )
+    for name in method or ["greedy", "fast"]:
+        options = Options.parse(name, share=budget)
+        bill = cost(constraints, targets, options, sequences, tokens, rate or None, gpus)
+        hours = [f"{h:,.1f}" if h else "give --rate" for h in (bill.hours, bill.gpu_hours)]
+        counts = (f"{bill.evaluations:,.0f}", f"{bill.sequences:,.0f}", f"{bill.tokens:.3g}")
+        table.add_row(name, *counts, *hours)
     out.print(table)
+
+
+def _source(
+    data: Data,
+    model: Path | None,
+    urls: list[str] | None = None,
+    keywords: list[str] | None = None,
+    synthetic: int = 0,
+    dtype: str = "float32",
+) -> Source:
+    """The source that the options of a command describe."""
+    from sglang_indexcache.search.sources import InProcess, Local, Served, Synthetic
+
+    if sum(map(bool, (urls, keywords, synthetic))) > 1:
+        raise SearchError("give only one of --url, --engine and --synthetic")
+    if synthetic:
+        return Synthetic(synthetic, data)
+    if model is None:
+        raise SearchError("give the checkpoint's folder with --model")
+    if urls:
+        return Served(model, data, tuple(urls))
+    if keywords:
+        return InProcess(model, data, lambda: _engine(model, keywords))
+    return Local(model, data, dtype)
+
+
+def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngine]:
+    from sglang_indexcache.serving.in_process import InProcessEngine
+
+    pairs = (name_and_value(text, "--engine") for text in keywords if text != "default")
+    values = {name: json_or_text(value) for name, value in pairs}
+    return InProcessEngine(model_path=str(model), **values)
 
 
 def _label(value: str) -> str:
     """What a user wrote, short enough for a legend: a file's name without its folder."""
     return Path(value).stem if value.endswith((".yaml", ".yml")) else value
-
-
-def _figure(value: float | None) -> str:
-    return f"{value:,.1f}" if value is not None else "give --rate"
-
-
-def _layers(text: str) -> list[int]:
-    """``3,5,10-12`` as numbers."""
-    found: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise SearchError(f"{text!r} is not a list of layers such as 3,5,10-12")
-        found += range(int(first), int(last or first) + 1)
-    return found

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.demo.model import machine_text
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.support.text import machine_text
 
 DEFAULT_DATA = "machine"
 """Instead of a path: the Python standard library's sources, which every machine has."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -86,6 +87,20 @@ class Comparison:
             return f"{first}; no trend along the context shown."
         word = "more" if self.trend.mean > 0 else "less"
         return f"{first}; sharing costs {word} late in the context ({self.trend.mean:+.5f})."
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "pattern": str(self.pattern),
+            "reference_pattern": str(self.reference),
+            "loss": self.loss,
+            "reference_loss": self.reference_loss,
+            "difference": asdict(self.difference),
+            "edges": list(self.edges),
+            "curve": [asdict(point) for point in self.curve],
+            "trend": asdict(self.trend),
+            "verdict": self.verdict,
+        }
 
 
 def compare(

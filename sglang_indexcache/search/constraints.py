@@ -90,3 +90,18 @@ def stage_starts(num_layers: int, stages: int) -> tuple[int, ...]:
         raise SearchError(f"{num_layers} layers cannot be cut into {stages} blocks")
     size, longer = divmod(num_layers, stages)
     return tuple(stage * size + min(stage, longer) for stage in range(stages))
+
+
+def parse_layers(text: str) -> list[int]:
+    """``3,5,10-12`` as numbers.
+
+    Raises:
+        SearchError: anything else.
+    """
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise SearchError(f"{text!r} is not a list of layers such as 3,5,10-12")
+        found += range(int(first), int(last or first) + 1)
+    return found

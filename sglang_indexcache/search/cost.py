@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.methods.greedy import evaluations
-from sglang_indexcache.search.run import LEAST_EVALUATIONS_PER_LAYER, Method
+from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.targets import Targets
 
 
@@ -33,48 +32,38 @@ class Cost:
 def cost(
     constraints: Constraints,
     targets: Targets,
-    *,
-    method: Method,
+    options: Options,
     sequences: int,
     context: int,
-    share: float = 0.1,
-    blocks: int = 1,
     tokens_per_second: float | None = None,
     gpus: int = 1,
 ) -> Cost:
     """Predict a search.
 
-    For fast greedy this is its budget, an upper bound. A pattern with S layers prefills faster
+    What keeps to a budget is billed with the whole budget. A pattern with S layers prefills faster
     than the all-F rate that is usually at hand, so hours are an upper bound too.
 
     Args:
         constraints: of the search.
         targets: of the search.
-        method: fast or greedy.
+        options: of the search.
         sequences: in the whole calibration set.
         context: tokens of each.
-        share: fast greedy's budget.
-        blocks: pipeline blocks of greedy.
         tokens_per_second: prefill rate of the whole engine at this context.
         gpus: of that engine.
 
     Raises:
-        SearchError: numbers below one, or a method without a cost model.
+        SearchError: numbers below one, or options whose cost nobody can predict.
     """
     if sequences < 1 or context < 1 or gpus < 1 or (tokens_per_second or 1) <= 0:
         raise SearchError("sequences, context, GPUs and the prefill rate must be above zero")
-    if method == "greedy":
-        count: float = evaluations(constraints, targets, blocks)
-    elif method == "fast":
-        least = LEAST_EVALUATIONS_PER_LAYER * len(constraints.start)
-        count = max(share * evaluations(constraints, targets), least)
-    else:
-        raise SearchError(f"there is no cost model for --method {method}")
-    tokens = count * sequences * context
+    tokens = options.expected_tokens(constraints, targets, sequences * context)
+    if tokens is None:
+        raise SearchError(f"there is no cost model for: {options.in_words()}")
     hours = tokens / tokens_per_second / 3600 if tokens_per_second else None
     return Cost(
-        evaluations=count,
-        sequences=count * sequences,
+        evaluations=tokens / (sequences * context),
+        sequences=tokens / context,
         tokens=tokens,
         hours=hours,
         gpu_hours=hours * gpus if hours is not None else None,

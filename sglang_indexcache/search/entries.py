@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.library import Entry, Method, ModelInfo, Quality, Source
+from sglang_indexcache.library import Citation, Entry, Method, ModelInfo, Quality
+from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.support.files import write_whole
 
-_SHAPE = ("hidden_size", "num_attention_heads", "n_routed_experts")
 _LOSS = "calibration loss, nats per token (lower is better)"
 
 
@@ -48,7 +48,7 @@ def model_info(name: str, checkpoint: Checkpoint) -> ModelInfo:
         name=name,
         architectures=(checkpoint.architecture,),
         num_layers=checkpoint.num_layers,
-        shape={key: checkpoint.shape[key] for key in _SHAPE if key in checkpoint.shape},
+        shape={key: checkpoint.shape[key] for key in RECOGNISED_BY if key in checkpoint.shape},
         note="Recognised by its shape; other weights of the same shape need a search of their own.",
     )
 
@@ -69,7 +69,7 @@ def entry(search: Search, found: Found, origin: Provenance) -> Entry:
             data=origin.data,
             details=_details(search, found, origin),
         ),
-        source=Source(title="indexcache search", where="this file's method.details"),
+        source=Citation(title="indexcache search", where="this file's method.details"),
         quality=(
             Quality(
                 benchmark=_LOSS,

@@ -36,11 +36,6 @@ class BatchLosses:
         """Mean over the batches, nats per token."""
         return float(self.values.mean())
 
-    @property
-    def standard_error(self) -> float:
-        """Standard error of :attr:`mean` over the batches; NaN for a single batch."""
-        return standard_error(self.values)
-
 
 class Evaluator(Protocol):
     """Measures patterns on a fixed set of calibration batches.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Floats
+from sglang_indexcache.search.evaluator import Evaluator, Floats
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""
@@ -125,3 +127,41 @@ def served_overlap(matrix: Floats, pattern: Pattern) -> float:
     """
     pairs = [matrix[layer, pattern.sources[layer]] for layer in pattern.shared_layers]
     return float(np.mean(pairs)) if pairs else float("nan")
+
+
+def measure(evaluator: Evaluator, own: Pattern, batches: Iterable[int]) -> OverlapCounter:
+    """Run these batches with all indexers of ``own`` and add up what layers have in common.
+
+    Raises:
+        SearchError: the evaluator does not show what layers select.
+    """
+    from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+
+    if not isinstance(evaluator, TransformersEvaluator):
+        raise SearchError("overlap is measured with transformers; give --model alone")
+    counter = OverlapCounter(evaluator.num_layers, evaluator.topk)
+    for batch in batches:
+        for selected in evaluator.indices(own, batch):
+            counter.add(np.stack([layer.numpy() for layer in selected]))
+    return counter
+
+
+def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
+    """Everything as plain data, with what it means for the pattern ``drawn``."""
+    matrix = counter.matrix()
+    reading = read(matrix)
+    data: dict[str, Any] = {
+        "queries": counter.queries,
+        "summary": reading.in_words(),
+        "clusters": [[c[0], c[-1]] for c in reading.clusters],
+        "worst_boundary": list(reading.worst_boundary),
+        "adjacent": list(reading.adjacent),
+        "matrix": [[round(float(v), 6) for v in row] for row in matrix],
+    }
+    if drawn is not None:
+        value = served_overlap(matrix, drawn)
+        data["pattern"] = {
+            "pattern": str(drawn),
+            "mean_overlap_with_source": None if np.isnan(value) else value,
+        }
+    return data

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 from scipy import stats
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.session import run_search
+from sglang_indexcache.search.sources import Source
+from sglang_indexcache.search.targets import parse_targets
+from sglang_indexcache.support.files import write_json
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,30 @@ class Agreement:
     kendall_tau_lowest: float
     common_full_layers: Mapping[str, float]
     expected_by_chance: Mapping[str, float]
+
+
+def search_each(
+    sources: Sequence[Source],
+    goals: Sequence[str] | None,
+    options: Options,
+    output: Path,
+    console: Console,
+) -> Agreement:
+    """Search on each source for the same goals; ``stability.json`` says how far they agree."""
+    searches = []
+    for number, source in enumerate(sources):
+        with source.open() as setup:
+            rules = Constraints.make(setup.checkpoint.own)
+            targets = parse_targets(goals, rules)
+            folder = output / f"set-{number}"
+            searches.append(run_search(setup, rules, targets, options, folder, console=console))
+    orders = [[s.layer for s in search.path if s.layer is not None] for search in searches]
+    answers = [{f.mark.label: f.pattern for f in s.found.values()} for s in searches]
+    result = agreement(orders, answers)
+    patterns = [{mark: str(p) for mark, p in answer.items()} for answer in answers]
+    numbers = {**asdict(result), "orders": orders, "patterns": patterns}
+    write_json(output / "stability.json", numbers)
+    return result
 
 
 def agreement(

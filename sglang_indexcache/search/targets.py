@@ -13,6 +13,7 @@ from sglang_indexcache.search.constraints import Constraints
 
 _RATIO = re.compile(r"(\d+)/(\d+)")
 _BUDGET = re.compile(r"\+(\d+(?:\.\d+)?)%")
+_DEFAULT = ("1/2", "1/4", "1/8")
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Targets:
         return next((mark for mark in self.marks if mark.full_layers == full_layers), None)
 
 
-def parse_targets(values: Sequence[str], constraints: Constraints) -> Targets:
+def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Targets:
     """Read what a user wrote.
 
     Args:
         values: each a ratio (``1/4``: a quarter of the layers, rounded up), a count of F layers
             (``12``), or a loss budget (``+0.5%``, at most one). A budget alone goes as far down
-            as the constraints allow.
+            as the constraints allow. None is 1/2, 1/4 and 1/8.
         constraints: the rules of the search.
 
     Raises:
@@ -66,7 +67,7 @@ def parse_targets(values: Sequence[str], constraints: Constraints) -> Targets:
     total, most = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     budgets: list[float] = []
-    for value in values:
+    for value in _DEFAULT if values is None else values:
         if match := _BUDGET.fullmatch(value):
             budgets.append(float(match[1]) / 100)
             continue
@@ -80,7 +81,7 @@ def parse_targets(values: Sequence[str], constraints: Constraints) -> Targets:
         marks.setdefault(mark.full_layers, mark)
     if len(budgets) > 1:
         raise SearchError("give at most one loss budget")
-    if not values:
+    if values is not None and not values:
         raise SearchError("give at least one target, such as 1/4, 12 or +0.5%")
     budget = budgets[0] if budgets else None
     if not marks:

@@ -1,4 +1,9 @@
-"""Wrap a function of SGLang in this process, through SGLang's own hook registry."""
+"""Wrap functions of SGLang in this process, through SGLang's own hook registry.
+
+The registry only logs a function that it could not wrap; here that is an error. While plugins
+load, SGLang has not imported everything yet: what is wrapped ``at_start`` is wrapped by SGLang once
+they all have, and :func:`check` says later whether it took.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,55 @@ from typing import Any
 
 from sglang_indexcache.errors import UnsupportedEngineError
 
+_at_start: set[str] = set()
 
-def around(target: str, function: Callable[..., Any]) -> None:
+
+def around(target: str, function: Callable[..., Any], *, at_start: bool = False) -> None:
     """Call ``function(original, ...)`` in place of ``target``; safe to call again.
 
     Args:
         target: dotted name.
         function: receives the original first.
+        at_start: leave it to SGLang, which wraps once all plugins are loaded.
 
     Raises:
-        UnsupportedEngineError: SGLang could not wrap it, which it would only log.
+        UnsupportedEngineError: SGLang could not wrap it.
     """
-    _install(target, function, "AROUND")
+    _install(target, function, "AROUND", at_start)
 
 
-def after(target: str, function: Callable[..., Any]) -> None:
+def after(target: str, function: Callable[..., Any], *, at_start: bool = False) -> None:
     """Call ``function(result, ...)`` when ``target`` returns; otherwise as :func:`around`."""
-    _install(target, function, "AFTER")
+    _install(target, function, "AFTER", at_start)
 
 
-def _install(target: str, function: Callable[..., Any], kind: str) -> None:
+def check() -> None:
+    """Make sure that SGLang wrapped what was left to it.
+
+    Raises:
+        UnsupportedEngineError: naming what it did not wrap.
+    """
+    _check(_at_start)
+
+
+def _install(target: str, function: Callable[..., Any], kind: str, at_start: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if target in HookRegistry._patched:
+    if target in HookRegistry._patched or target in _at_start:
         return
     HookRegistry.register(target, function, HookType[kind])
+    if at_start:
+        _at_start.add(target)
+        return
     HookRegistry.apply_hooks()
-    if target not in HookRegistry._patched:
+    _check({target})
+
+
+def _check(targets: set[str]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if missing := sorted(targets - HookRegistry._patched):
         raise UnsupportedEngineError(
-            f"SGLang did not wrap {target}; its log says why. Is another plugin in the way?"
+            f"SGLang did not wrap {', '.join(missing)}; its log says why. Is another plugin in the "
+            "way?"
         )

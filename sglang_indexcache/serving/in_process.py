@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from sglang_indexcache.errors import ServerError
@@ -32,12 +31,7 @@ class InProcessEngine:
     def __enter__(self) -> InProcessEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
 
     def states(self) -> list[dict[str, Any]]:

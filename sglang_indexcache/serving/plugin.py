@@ -20,13 +20,13 @@ from typing import Any
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import seams
+from sglang_indexcache.models import BY_ARCHITECTURE
+from sglang_indexcache.serving import hooks, seams
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
 from sglang_indexcache.serving.settings import (
@@ -54,16 +54,13 @@ RAISE_ERRORS = "_indexcache_raise_errors"
 def register() -> None:
     """Called by SGLang in every process, before it parses arguments."""
     add_attention_backend_choices([BACKEND_NAME])
-    for target, function, kind in (
-        ("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, HookType.AFTER),
-        ("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, HookType.AROUND),
-        (
-            "sglang.srt.arg_groups.model_hook._validate_dsa_tbo_index_sharing",
-            _allow_overlap,
-            HookType.AROUND,
-        ),
-    ):
-        HookRegistry.register(target, function, kind)
+    hooks.after("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, at_start=True)
+    hooks.around("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, at_start=True)
+    hooks.around(
+        "sglang.srt.arg_groups.model_hook._validate_dsa_tbo_index_sharing",
+        _allow_overlap,
+        at_start=True,
+    )
     _accept_engine_keywords()
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
     register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
@@ -167,6 +164,7 @@ def _resolve(server_args: Any) -> None:
         _warn_about_ignored_overrides(server_args)
         return
     seams.check()
+    hooks.check()
     cfg = resolving_view(server_args)
     overrides = json.loads(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
@@ -256,7 +254,7 @@ def _check_live(cfg: Any, plan: Plan) -> None:
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
         "--cuda-graph-config": cfg.cuda_graph_config is not None,
-        f"a {plan.architecture}": plan.architecture == "Glm5NextForConditionalGeneration",
+        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
     if found := [name for name, present in reasons.items() if present]:
         raise SettingsError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_indexcache.training.layout import Layout, selected_mask
+from sglang_indexcache.training.packing import Layout, selected_mask
 
 
 def attend(

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.build import read_config
+from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.training.export import save_checkpoint
 from sglang_indexcache.training.model import is_indexer
 
-TARGETS = {"deepseek_v3": "deepseek_v32", "glm4_moe_lite": "glm_moe_dsa"}
+TARGETS = {family.dense_type: kind for kind, family in TRAINABLE.items() if family.dense_type}
 """Dense model types and the DSA type that each becomes."""
 
 _OWN_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "layer_types")
@@ -47,12 +48,15 @@ def convert(
         The DSA model.
 
     Raises:
+        CheckpointError: not a checkpoint.
         TrainingError: not a dense MLA checkpoint, or one whose attention DSA cannot take over.
     """
     config = _dense_config(source)
     kind = to or TARGETS[config.model_type]
     if kind not in TARGETS.values():
-        raise TrainingError(f"cannot convert to {kind!r}; there are {_names(TARGETS.values())}")
+        raise TrainingError(
+            f"cannot convert to {kind!r}; there are {' and '.join(TARGETS.values())}"
+        )
     dense = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     fields = {k: v for k, v in config.to_dict().items() if k not in _OWN_FIELDS}
     fields |= {
@@ -70,10 +74,11 @@ def convert(
 
 
 def _dense_config(source: Path) -> Any:
-    config = read_config(source)
+    read_config(source)  # transformers would look for a folder without one on the internet
+    config = AutoConfig.from_pretrained(source)
     if config.model_type not in TARGETS:
         raise TrainingError(
-            f"{source} is a {config.model_type}; dense MLA models are {_names(TARGETS)}"
+            f"{source} is a {config.model_type}; dense MLA models are {' and '.join(TARGETS)}"
         )
     if config.q_lora_rank is None:
         raise TrainingError(
@@ -96,7 +101,3 @@ def _copy(dense: PreTrainedModel, sparse: PreTrainedModel) -> None:
             f"these weights have no counterpart: {', '.join(lost[:5])}. This dense model differs "
             "from the DSA family in more than its indexers."
         )
-
-
-def _names(values: Any) -> str:
-    return " and ".join(values)

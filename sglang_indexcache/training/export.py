@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_indexcache.demo.model import complete_config
-from sglang_indexcache.training.build import MODEL_TYPES
+from sglang_indexcache.models import TRAINABLE
+from sglang_indexcache.support.files import write_whole
+
+# What SGLang reads and transformers' config classes do not write. Real checkpoints have it.
+_FOR_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 def save_checkpoint(
@@ -24,7 +27,7 @@ def save_checkpoint(
     ``indexer_types`` in config.json holds the pattern, and S layers have no indexer weights.
 
     Args:
-        model: the transformers model inside a ``DistilledModel``.
+        model: a transformers DSA model, perhaps from inside a ``DistilledModel``.
         state: its full state dict (gathered, if it is sharded).
         tokenizer: saved beside it.
         dtype: of the stored weights, a torch dtype's name.
@@ -33,8 +36,10 @@ def save_checkpoint(
     stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in state.items()}
     model.save_pretrained(folder, state_dict=stored)
     tokenizer.save_pretrained(folder)
-    presets = {kind: preset for preset, kind in MODEL_TYPES.items()}
     path = folder / "config.json"
-    complete_config(presets[model.config.model_type], model.config.n_routed_experts, path)
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+    config = {**json.loads(path.read_text()), "dtype": dtype, **_FOR_SGLANG}
+    # transformers >= 5.19 maps num_experts onto n_routed_experts; SGLang reads both.
+    experts = model.config.n_routed_experts
+    config |= {"n_routed_experts": experts, "num_experts": experts}
+    config |= TRAINABLE[model.config.model_type].extra_config
+    write_whole(path, json.dumps(config, indent=2) + "\n")

@@ -6,16 +6,13 @@ is the same before and after.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from sglang_indexcache.training.layout import Layout
 from sglang_indexcache.training.losses import IndexInputs
-
-if TYPE_CHECKING:
-    from sglang_indexcache.training.sharing import Sharing
+from sglang_indexcache.training.sharing import Sharing
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,25 +94,3 @@ class BorrowedSelection(nn.Module):
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         """``[B, T, k]`` int32 indices of the F layer before."""
         return self.sharing.selection(self.layer)
-
-
-@torch.no_grad()
-def select_top_k(index: IndexInputs, layout: Layout, topk: int, block: int) -> torch.Tensor:
-    """The ``topk`` visible keys with the highest scores.
-
-    Args:
-        index: of one layer.
-        layout: who sees whom.
-        topk: keys per query; all visible ones where there are fewer.
-        block: queries scored at a time.
-
-    Returns:
-        ``[B, T, min(topk, T)]`` int32, -1 in the places that stay empty.
-    """
-    found = []
-    for rows in layout.blocks(block):
-        scores = index.block(rows).scores()
-        scores.masked_fill_(~layout.visible(rows), float("-inf"))
-        best = scores.topk(min(topk, layout.length), dim=-1)
-        found.append(best.indices.masked_fill(best.values == float("-inf"), -1).int())
-    return torch.cat(found, dim=1)

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import relu
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.layout import Layout, selected_mask
+from sglang_indexcache.training.packing import Layout, selected_mask
 
 DEFAULT_BLOCK = 256
 
@@ -74,6 +74,34 @@ class AttentionInputs:
         keys = _at_least_float32(self.keys)
         scores = (queries * self.scale) @ keys.transpose(-1, -2)
         return scores.masked_fill(~support.unsqueeze(1), float("-inf")).softmax(-1).mean(1)
+
+
+@torch.no_grad()
+def select_top_k(
+    index: IndexInputs, layout: Layout, topk: int, block: int = DEFAULT_BLOCK
+) -> torch.Tensor:
+    """The ``topk`` visible keys with the highest scores, as the kernels' contract selects them.
+
+    Keys of equal score are taken from the smaller position on. They are common: a key that every
+    head scores negative has score 0.
+
+    Args:
+        index: of one layer.
+        layout: who sees whom.
+        topk: keys per query; all visible ones where there are fewer.
+        block: queries scored at a time.
+
+    Returns:
+        ``[B, T, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
+    """
+    found = []
+    for rows in layout.blocks(block):
+        scores = index.block(rows).scores().masked_fill_(~layout.visible(rows), float("-inf"))
+        # torch.topk breaks ties as it likes. Adding +0.0 makes -0.0 equal to it on every device.
+        ordered = scores.add_(0.0).sort(dim=-1, descending=True, stable=True)
+        best, places = (part[..., :topk] for part in ordered)
+        found.append(places.masked_fill(best == float("-inf"), -1).int())
+    return torch.cat(found, dim=1)
 
 
 def distillation_loss(

@@ -15,22 +15,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.attention import attend
-from sglang_indexcache.training.build import own_pattern
 from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
-from sglang_indexcache.training.layout import Layout
 from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs
+from sglang_indexcache.training.packing import IGNORED, Layout
 from sglang_indexcache.training.sharing import Sharing, Stage
 
 ATTENTION = "indexcache_training"
 """Name of the attention function, as transformers' ``attn_implementation``."""
-
-INTERLEAVED = {"glm_moe_dsa": True, "deepseek_v32": False}
-"""Supported model types, and whether their indexer's RoPE is interleaved."""
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -148,17 +144,18 @@ def is_indexer(name: str) -> bool:
 def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
     """Raise unless ``model`` can be trained with ``pattern``."""
     kind = model.config.model_type
-    if kind not in INTERLEAVED:
+    if kind not in TRAINABLE:
         raise TrainingError(
-            f"a {kind} model cannot be trained; there are {' and '.join(INTERLEAVED)}. Convert a "
+            f"a {kind} model cannot be trained; there are {' and '.join(TRAINABLE)}. Convert a "
             "dense MLA checkpoint first (indexcache train convert)."
         )
-    pattern.check_checkpoint(own_pattern(model.config))
+    config = {**model.config.to_dict(), "architectures": [TRAINABLE[kind].architecture]}
+    pattern.check_checkpoint(Checkpoint.from_config(config).own)
 
 
 def _install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
     """Put our indexers and our attention in their places."""
-    kind = model.config.model_type
+    interleaved = TRAINABLE[model.config.model_type].interleaved
     AttentionInterface.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     model.config.indexer_types = pattern.to_indexer_types()
@@ -166,7 +163,7 @@ def _install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None
         attention = layer.self_attn
         attention.sharing = sharing
         if pattern.is_full(number):
-            attention.indexer = LightningIndexer(attention.indexer, INTERLEAVED[kind], sharing)
+            attention.indexer = LightningIndexer(attention.indexer, interleaved, sharing)
         else:
             attention.indexer = BorrowedSelection(number, sharing)
 

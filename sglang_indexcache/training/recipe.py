@@ -8,9 +8,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sglang_indexcache.demo.model import PRESETS
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.library import Library
+from sglang_indexcache.models import BY_NAME, Family, small_config
+from sglang_indexcache.pattern import Pattern
 
 
 class _Part(BaseModel):
@@ -22,13 +24,13 @@ class ModelRecipe(_Part):
 
     Attributes:
         checkpoint: a DSA checkpoint with its tokenizer.
-        preset: "glm-5" or "deepseek-v3.2".
+        preset: a family's name, a key of :data:`~sglang_indexcache.models.BY_NAME`.
         fields: HF config fields of a new model.
         vocab_size: of a new model's tokenizer.
     """
 
     checkpoint: Path | None = None
-    preset: str = PRESETS[0]
+    preset: str = "glm-5"
     fields: dict[str, Any] = Field(default_factory=dict)
     vocab_size: int = Field(default=1024, ge=261)
 
@@ -36,9 +38,28 @@ class ModelRecipe(_Part):
     def _one_source(self) -> ModelRecipe:
         if self.checkpoint is not None and self.fields:
             raise ValueError("give model.checkpoint or model.fields, not both")
-        if self.preset not in PRESETS:
-            raise ValueError(f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}")
+        if self.preset not in BY_NAME:
+            raise ValueError(f"model.preset is {self.preset!r}; there are {', '.join(BY_NAME)}")
         return self
+
+    @property
+    def family(self) -> Family:
+        """The family of a new model."""
+        return BY_NAME[self.preset]
+
+    def config(self) -> dict[str, Any]:
+        """The HF config fields of a new model."""
+        return small_config(self.family, "tiny", self.vocab_size, self.fields)
+
+    def read(self) -> Checkpoint:
+        """What is known of the model without its weights.
+
+        Raises:
+            CheckpointError: a checkpoint that cannot be read, or a model without indexers.
+        """
+        if self.checkpoint is not None:
+            return Checkpoint.read(self.checkpoint)
+        return Checkpoint.from_config(self.config(), "the recipe's model")
 
 
 class DataRecipe(_Part):
@@ -95,7 +116,7 @@ class Recipe(_Part):
 
     Attributes:
         model: what is trained.
-        pattern: an F/S string, "full", or "uniform:1/r".
+        pattern: in any form that the pattern library resolves.
         cross_layer: distil indexers for all layers they serve (L_multi) or their own only.
         stages: run one after the other.
         data: unless a stage has its own.
@@ -129,15 +150,14 @@ class Recipe(_Part):
     tensorboard: bool = False
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
-    def parsed_pattern(self, num_layers: int) -> Pattern:
-        """The pattern for a model of ``num_layers`` layers.
+    def resolved_pattern(self) -> Pattern:
+        """The pattern for the recipe's model, known before anything is built.
 
         Raises:
-            PatternError: not a pattern, or of another length.
+            PatternError, LibraryError: not a pattern, or one that does not fit the model.
+            CheckpointError: a model that cannot be read, or without indexers.
         """
-        pattern = parse_pattern(self.pattern, num_layers)
-        pattern.check_length(num_layers)
-        return pattern
+        return Library.default().resolve(self.pattern, self.model.read()).pattern
 
     def first(self, stages: int) -> Recipe:
         """The recipe that ends after its first ``stages`` stages.
@@ -148,20 +168,6 @@ class Recipe(_Part):
         if not 1 <= stages <= len(self.stages):
             raise TrainingError(f"{stages} stages: the recipe has 1 to {len(self.stages)}")
         return self.model_copy(update={"stages": self.stages[:stages]})
-
-
-def parse_pattern(text: str, num_layers: int) -> Pattern:
-    """Read an F/S string, "full" or "uniform:1/r"."""
-    if text == "full":
-        return Pattern.full(num_layers)
-    if text.startswith("uniform:1/"):
-        ratio = text.removeprefix("uniform:1/")
-        if not ratio.isdigit():
-            raise TrainingError(f"pattern {text!r}: write uniform:1/r with a whole number r")
-        return Pattern.uniform(num_layers, int(ratio))
-    if set(text) - {FULL, SHARED}:
-        raise TrainingError(f"pattern {text!r} is none of: an F/S string, full, uniform:1/r")
-    return Pattern(text)
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -6,36 +6,36 @@ import math
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.training.build import load, own_pattern
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.library import Library
 from sglang_indexcache.training.data.batches import TEXT, Mixture
 from sglang_indexcache.training.data.retrieval import TASKS, Words
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, unigram_loss
 from sglang_indexcache.training.evaluate import Score, evaluate
+from sglang_indexcache.training.loading import load
 from sglang_indexcache.training.model import DistilledModel
-from sglang_indexcache.training.recipe import parse_pattern
 from sglang_indexcache.training.sharing import Stage
 
 
-class Report:
+class Scorer:
     """A loaded checkpoint under one pattern, to be scored as often as wanted.
 
     Args:
         checkpoint: folder, as the trainer writes it.
-        pattern: F/S string, "full" or "uniform:1/r"; the checkpoint's own if None.
+        pattern: in any form that the pattern library resolves.
         text_characters: of the machine's text.
 
     Raises:
-        TrainingError: not such a checkpoint.
-        PatternError: a pattern that needs an indexer that the checkpoint lacks.
+        CheckpointError: not such a checkpoint.
+        PatternError, LibraryError: not a pattern, or one that needs an indexer that the
+            checkpoint lacks.
     """
 
     def __init__(
-        self, checkpoint: Path, pattern: str | None = None, text_characters: int = TEXT_CHARACTERS
+        self, checkpoint: Path, pattern: str = "full", text_characters: int = TEXT_CHARACTERS
     ) -> None:
+        self.pattern = Library.default().resolve(pattern, Checkpoint.read(checkpoint)).pattern
         model, self._tokenizer = load(checkpoint)
-        own = own_pattern(model.config)
-        self.pattern = own if pattern is None else parse_pattern(pattern, len(own))
-        self.pattern.check_checkpoint(own)
         self._text = Text.of_machine(self._tokenizer, text_characters)
         self._words = Words(self._tokenizer)
         self.unigram_loss = unigram_loss(
@@ -77,15 +77,15 @@ class Report:
 
 def evaluate_checkpoint(
     checkpoint: Path,
-    pattern: str | None = None,
+    pattern: str = "full",
     length: int = 512,
     rows: int = 32,
     topk: int | None = None,
     dense: bool = False,
     text_characters: int = TEXT_CHARACTERS,
 ) -> dict[str, Any]:
-    """Load a checkpoint and score it once; see :class:`Report`."""
-    return Report(checkpoint, pattern, text_characters).scores(length, rows, topk, dense)
+    """Load a checkpoint and score it once; see :class:`Scorer`."""
+    return Scorer(checkpoint, pattern, text_characters).scores(length, rows, topk, dense)
 
 
 def _summary(score: Score) -> dict[str, Any]:

@@ -9,14 +9,14 @@ import torch
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.training.indexer import select_top_k
-from sglang_indexcache.training.layout import Layout
 from sglang_indexcache.training.losses import (
     DEFAULT_BLOCK,
     AttentionInputs,
     IndexInputs,
     distillation_loss,
+    select_top_k,
 )
+from sglang_indexcache.training.packing import Layout
 
 
 class Stage(str, Enum):

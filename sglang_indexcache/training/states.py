@@ -6,8 +6,10 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from accelerate import Accelerator
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 KEPT = 2
 

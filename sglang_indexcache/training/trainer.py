@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.build import build, own_pattern, read_config
-from sglang_indexcache.training.data.batches import IGNORED, TEXT, Batch, Mixture
+from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
 from sglang_indexcache.training.data.retrieval import Words
 from sglang_indexcache.training.data.text import Text
 from sglang_indexcache.training.evaluate import evaluate
 from sglang_indexcache.training.export import save_checkpoint
+from sglang_indexcache.training.loading import build
 from sglang_indexcache.training.log import RunLog
 from sglang_indexcache.training.model import DistilledModel, Losses, next_tokens
 from sglang_indexcache.training.optimizer import lr_factor, make_optimizers, set_lr
+from sglang_indexcache.training.packing import IGNORED, PADDING
 from sglang_indexcache.training.recipe import DataRecipe, Recipe, StageRecipe
 from sglang_indexcache.training.sharing import Stage
 from sglang_indexcache.training.states import Position, States
@@ -61,14 +61,16 @@ class Trainer:
     """
 
     def __init__(self, recipe: Recipe, folder: Path, console: Console | None = None) -> None:
+        from accelerate import Accelerator
+
         self.recipe, self.folder = recipe, folder
-        _check(recipe)
+        _check_lengths(recipe)
+        self.pattern = recipe.resolved_pattern()
         self.accelerator = Accelerator()
         main = self.accelerator.is_main_process
         folder.mkdir(parents=True, exist_ok=True)
         with self.accelerator.main_process_first():
             model, self.tokenizer = build(recipe.model, recipe.seed, folder / "tokenizer")
-        self.pattern = recipe.parsed_pattern(model.config.num_hidden_layers)
         self.model = DistilledModel(model, self.pattern, recipe.cross_layer, recipe.block)
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -179,7 +181,7 @@ class Trainer:
         counts = torch.zeros(2, device=self.accelerator.device)
         for batch in batches:
             counts[0] += (next_tokens(batch.labels, batch.documents) != IGNORED).sum()
-            counts[1] += (batch.documents >= 0).sum()
+            counts[1] += (batch.documents != PADDING).sum()
         total: torch.Tensor = self.accelerator.reduce(counts, "sum")
         return total.clamp_min(1.0)
 
@@ -255,9 +257,8 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _check(recipe: Recipe) -> None:
-    """Refuse what would only fail after weights are made, or after hours."""
-    _check_pattern(recipe)
+def _check_lengths(recipe: Recipe) -> None:
+    """Refuse data that would only fail after weights are made, or after hours."""
     for number, stage in enumerate(recipe.stages):
         data = stage.data or recipe.data
         if min(data.lengths) > stage.length and set(data.mixture) - {TEXT}:
@@ -265,15 +266,3 @@ def _check(recipe: Recipe) -> None:
                 f"stages.{number} has rows of {stage.length} tokens, but no entry of its "
                 f"data.lengths ({data.lengths}) fits"
             )
-
-
-def _check_pattern(recipe: Recipe) -> None:
-    """Compare the pattern with the config alone."""
-    folder = recipe.model.checkpoint
-    if folder is None:
-        layers = recipe.model.fields.get("num_hidden_layers")
-        if layers is not None:
-            recipe.parsed_pattern(layers)
-        return
-    config = read_config(folder)
-    recipe.parsed_pattern(config.num_hidden_layers).check_checkpoint(own_pattern(config))

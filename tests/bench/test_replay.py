@@ -17,8 +17,8 @@ from sglang_indexcache.bench.replay_tables import conditions, replay_grid
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
 from sglang_indexcache.cli.bench import write_replay
-from sglang_indexcache.demo.model import make_tokenizer
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.support.text import make_tokenizer
 
 MIX = Mix(sessions=2, limit=1000, system=100, answer=4)
 SESSIONS = [Session((200, 50)), Session((300,))]
@@ -104,7 +104,7 @@ def test_mixes_without_traffic(mix: Mix, message: str) -> None:
 def test_texts_have_the_wanted_tokens(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    make_tokenizer(1024, tmp_path)
+    make_tokenizer(1024).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     words = Words(tokenizer)
     for length in (1, 77, 1500):

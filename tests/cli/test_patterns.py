@@ -87,6 +87,24 @@ def test_draw_in_the_terminal() -> None:
     assert "starts with S" in fail("patterns", "draw", "SFF")
 
 
+def test_draw_takes_every_form_of_a_pattern(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(Path("patterns/glm-5-1of4.yaml").read_text())
+    assert "22 of 78" in run("patterns", "draw", str(file))
+    config = {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "num_hidden_layers": 8,
+        "index_topk": 64,
+        "index_topk_pattern": "FFFSSSFS",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ("--model", str(tmp_path))
+    assert "4 of 8" in run("patterns", "draw", "full", *model)
+    assert "ships no indexer weights" in fail("patterns", "draw", "uniform:1/4", *model)
+    for value in ("full", "uniform:1/4", "1/4"):
+        assert "depends on the model" in fail("patterns", "draw", value)
+
+
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_draw_a_picture(tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"p.{suffix}"
@@ -102,7 +120,8 @@ def test_live_without_a_server() -> None:
 
 
 def test_make_model_rejects_nonsense(tmp_path: Path) -> None:
-    assert "preset 'gpt' is unknown" in fail("demo", "model", str(tmp_path), "--preset", "gpt")
-    assert "size 'huge' is unknown" in fail("demo", "model", str(tmp_path), "--size", "huge")
-    assert "--field wants NAME=VALUE" in fail("demo", "model", str(tmp_path), "--field", "layers")
-    assert "at least 261 entries" in fail("demo", "model", str(tmp_path), "--vocab-size", "100")
+    make = ("demo", "model", "-o", str(tmp_path))
+    assert "preset 'gpt' is unknown" in fail(*make, "--preset", "gpt")
+    assert "size 'huge' is unknown" in fail(*make, "--size", "huge")
+    assert "--field wants NAME=VALUE" in fail(*make, "--field", "layers")
+    assert "at least 261 entries" in fail(*make, "--vocab-size", "100")

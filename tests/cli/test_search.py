@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,12 @@ from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 
 def call(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, sglang_indexcache.cli; print({'numpy', 'scipy', 'torch'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("method", ["fast", "greedy", "similarity"])
@@ -32,7 +40,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         assert {"checkpoint", "data", "seed", "versions", "cost", "loss_curve"} <= set(
             entry.method.details
         )
-    for name in ("losses.png", "losses.svg", "search.json", "journal.jsonl"):
+    for name in ("losses.png", "search.json", "journal.jsonl"):
         assert (tmp_path / name).stat().st_size > 0
 
 
@@ -52,7 +60,12 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
     [
         (["--synthetic", "8", "--method", "magic"], "method 'magic' is unknown"),
         (["--synthetic", "8", "--budget", "2"], "share must be above 0 and at most 1"),
-        (["--synthetic", "8", "--blocks", "2"], "a variant of --method greedy"),
+        (["--synthetic", "8", "--method", "fast:2"], "method fast takes no number"),
+        (["--synthetic", "8", "--method", "greedy:x"], "method greedy takes a number"),
+        (["--synthetic", "8", "--method", "greedy:9"], "8 layers cannot be cut into 9 blocks"),
+        (["--synthetic", "8", "--refine", "beam:0"], "the beam must be at least 1 wide"),
+        (["--synthetic", "8", "--context", "2 K"], "a length is a number of tokens like 4096"),
+        (["--synthetic", "8", "--engine", "default"], "only one of --url, --engine and --synth"),
         (["--synthetic", "8", "--target", "9"], "can only reach 1 to 8"),
         (["--synthetic", "8", "--keep-full", "a"], "not a list of layers"),
         ([], "give the checkpoint's folder with --model"),
@@ -82,6 +95,6 @@ def test_cost() -> None:
 
 
 def test_compare_needs_two() -> None:
-    result = call("search", "compare", "full", "-o", "nowhere")
+    result = call("search", "compare", "full", "-o", "nowhere", "--model", "missing")
     assert result.exit_code == 1
     assert "at least two patterns" in result.output

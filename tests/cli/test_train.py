@@ -20,27 +20,27 @@ def runner() -> CliRunner:
 def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
     stages = [{**stage, "steps": 1} for stage in tiny()["stages"]]
     recipe = write(tmp_path / "recipe.yaml", stages=stages)
-    arguments = ["train", "run", str(recipe), str(tmp_path / "run"), "--pattern", "FSSF"]
+    arguments = ["train", "run", str(recipe), "-o", str(tmp_path / "run"), "--pattern", "FSSF"]
     done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     checkpoint = str(tmp_path / "run" / "checkpoint")
-    arguments = ["train", "evaluate", checkpoint, "--length", "64", "--rows", "2", "--topk", "4"]
-    scored = runner.invoke(app, arguments)
+    evaluate = ["train", "evaluate", "--model", checkpoint, "--context", "64"]
+    scored = runner.invoke(app, [*evaluate, "--rows", "2", "--topk", "4"])
     assert scored.exit_code == 0, scored.output
     found = json.loads(scored.stdout)
     assert (found["pattern"], found["topk"]) == ("FSSF", 4)
-    data = tmp_path / "documents.jsonl"
-    arguments = ["train", "data", checkpoint, str(data), "--length", "64", "--rows", "2"]
-    assert runner.invoke(app, arguments).exit_code == 0
-    documents = [json.loads(line) for line in data.read_text().splitlines()]
+    arguments = ["train", "data", "--model", checkpoint, "-o", str(tmp_path / "data")]
+    assert runner.invoke(app, [*arguments, "--context", "64", "--rows", "2"]).exit_code == 0
+    data = (tmp_path / "data" / "documents.jsonl").read_text()
+    documents = [json.loads(line) for line in data.splitlines()]
     assert [d["task"] for d in documents] == ["text", "recall", "needles", "tracking"] * 2
     assert len({d["text"] for d in documents}) == 8
-    scored = runner.invoke(app, ["train", "evaluate", checkpoint, "--length", "64", "--rows", "1"])
+    scored = runner.invoke(app, [*evaluate, "--rows", "1"])
     assert (
         json.loads(scored.stdout, parse_constant=pytest.fail)["tasks"]["recall"]["per_document_95"]
         is None
     )
-    wrong = runner.invoke(app, ["train", "evaluate", checkpoint, "--pattern", "FFFF"])
+    wrong = runner.invoke(app, [*evaluate, "--pattern", "FFFF"])
     assert wrong.exit_code == 1
     assert "ships no indexer weights" in wrong.output
 
@@ -48,7 +48,7 @@ def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
 def test_the_first_stages_only(runner: CliRunner, tmp_path: Path) -> None:
     stages = [{**stage, "steps": 1} for stage in tiny()["stages"]]
     recipe = write(tmp_path / "recipe.yaml", stages=stages)
-    arguments = ["train", "run", str(recipe), str(tmp_path / "run"), "--stages"]
+    arguments = ["train", "run", str(recipe), "-o", str(tmp_path / "run"), "--stages"]
     assert runner.invoke(app, [*arguments, "1"]).exit_code == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["stage"] for line in lines} == {0}
@@ -59,9 +59,10 @@ def test_the_first_stages_only(runner: CliRunner, tmp_path: Path) -> None:
 
 
 def test_errors_are_one_line(runner: CliRunner, tmp_path: Path) -> None:
-    done = runner.invoke(app, ["train", "run", str(tmp_path / "none.yaml"), str(tmp_path)])
+    done = runner.invoke(app, ["train", "run", str(tmp_path / "none.yaml"), "-o", str(tmp_path)])
     assert done.exit_code == 1
     assert done.output.startswith("indexcache: error: there is no recipe")
-    done = runner.invoke(app, ["train", "convert", str(tmp_path), str(tmp_path / "out")])
+    convert = ["train", "convert", "--model", str(tmp_path), "-o", str(tmp_path / "out")]
+    done = runner.invoke(app, convert)
     assert done.exit_code == 1
     assert "is not a checkpoint" in done.output

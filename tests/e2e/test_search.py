@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.cli.search import run_search
 from sglang_indexcache.client import Client
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
@@ -18,8 +17,9 @@ from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
-from sglang_indexcache.search.run import Options
-from sglang_indexcache.search.setup import Source, open_source
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.session import run_search
+from sglang_indexcache.search.sources import Data, Served
 from sglang_indexcache.search.targets import parse_targets
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parity import decided_prompt
@@ -67,9 +67,9 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
 
 
 def test_a_search_over_http(live: Client, glm: Path, library: Path) -> None:
-    source = Source(model=glm, urls=(live.url,), context=160, batches=4, held_out=0)
-    with open_source(source) as setup:
-        rules = Constraints.make(setup.own)
+    source = Served(glm, Data(context=160, batches=4), (live.url,))
+    with source.open() as setup:
+        rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "2"], rules)
         search = run_search(setup, rules, goals, Options(), library, "e2e")
     assert search.is_complete
@@ -79,7 +79,7 @@ def test_a_search_over_http(live: Client, glm: Path, library: Path) -> None:
     # What the search reported is what the server gives when the pattern is served by name.
     state = live.switch_pattern("e2e-1of2")[0]
     assert state["pattern"] == entry.pattern
-    with open_source(source) as again:
+    with source.open() as again:
         served = again.evaluator.loss(Pattern(entry.pattern), range(4))
     assert served.mean == pytest.approx(entry.quality[0].score, abs=1e-4)
 

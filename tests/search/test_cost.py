@@ -2,14 +2,17 @@ import pytest
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.cost import cost
-from sglang_indexcache.search.run import Options, Search
+from sglang_indexcache.search.methods.greedy import Greedy
+from sglang_indexcache.search.methods.similarity import Similarity
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.run import Search
 from tests.search.helpers import free, landscape, targets
 
 
 def test_the_papers_search() -> None:
     """47 layers down to one: N(N-1)/2 passes over 768 sequences of 200K, and the start."""
     bill = cost(
-        free(47), targets(47, "1"), method="greedy", sequences=768, context=200_000,
+        free(47), targets(47, "1"), Options(Greedy()), sequences=768, context=200_000,
         tokens_per_second=1e6, gpus=8,
     )  # fmt: skip
     assert bill.evaluations == 1082
@@ -25,13 +28,13 @@ def test_fast_never_costs_more_than_predicted(layers: int) -> None:
     search = Search(landscape(layers, batches=32), free(layers), goal, Options())
     for _ in search.run():
         pass
-    bill = cost(free(layers), goal, method="fast", sequences=32, context=1000)
+    bill = cost(free(layers), goal, Options(), sequences=32, context=1000)
     assert search.search_tokens <= bill.tokens
     assert bill.hours is None
 
 
 def test_bad_numbers() -> None:
     with pytest.raises(SearchError, match="above zero"):
-        cost(free(4), targets(4, "1"), method="fast", sequences=0, context=1)
+        cost(free(4), targets(4, "1"), Options(), sequences=0, context=1)
     with pytest.raises(SearchError, match="no cost model"):
-        cost(free(4), targets(4, "1"), method="similarity", sequences=1, context=1)
+        cost(free(4), targets(4, "1"), Options(Similarity()), sequences=1, context=1)

@@ -11,7 +11,8 @@ from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.fast import FastGreedy, first_subset, least_subset
 from sglang_indexcache.search.methods.greedy import greedy
-from sglang_indexcache.search.run import Options, Search
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.run import Search
 from tests.search.helpers import free, landscape, targets
 
 LAYERS = 47

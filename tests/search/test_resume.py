@@ -21,8 +21,8 @@ KILLS = 20
 
 def start(output: Path) -> subprocess.Popen[bytes]:
     command = [
-        *(sys.executable, "-m", "sglang_indexcache.cli", "search", "run", "--synthetic", "12"),
-        *("--batches", "8", "--delay", "0.02", "--name", "test", "--output", str(output)),
+        *(sys.executable, "-m", "tests.search.slow_search", "search", "run", "--synthetic", "12"),
+        *("--batches", "8", "--name", "test", "--output", str(output)),
     ]
     return subprocess.Popen(
         command,
@@ -30,6 +30,7 @@ def start(output: Path) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=hears_sigint,
+        cwd=Path(__file__).parents[2],
     )
 
 

@@ -17,6 +17,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave SGLang's registry, and what is wrapped here, as they were."""
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
+    monkeypatch.setattr(hooks, "_at_start", set())
     for name in ("dumps", "loads"):
         monkeypatch.setattr(json, name, getattr(json, name))
 
@@ -35,3 +36,17 @@ def test_a_target_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     with pytest.raises(UnsupportedEngineError, match=r"did not wrap json\.no_such"):
         hooks.around("json.no_such", lambda original: original())
+
+
+def test_what_is_left_to_the_start_is_checked_later(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    hooks.around("json.dumps", lambda original, value: original([value]), at_start=True)
+    with pytest.raises(UnsupportedEngineError, match=r"did not wrap json\.dumps"):
+        hooks.check()
+    HookRegistry.apply_hooks()  # as SGLang does once all plugins are loaded
+    hooks.check()
+    assert json.dumps(1) == "[1]"
+    hooks.after("json.no_such", lambda result: result, at_start=True)
+    HookRegistry.apply_hooks()
+    with pytest.raises(UnsupportedEngineError, match=r"did not wrap json\.no_such"):
+        hooks.check()

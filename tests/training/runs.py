@@ -22,7 +22,7 @@ def run(recipe: Path, folder: Path, processes: int = 1) -> str:
         command += ["accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
         command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         command += ["--main_process_port", "0", "-m"]
-    command += ["sglang_indexcache.cli", "train", "run", str(recipe), str(folder)]
+    command += ["sglang_indexcache.cli", "train", "run", str(recipe), "-o", str(folder)]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -32,7 +32,7 @@ def run_until_killed(recipe: Path, folder: Path, step: int) -> None:
     """The same, but the process gets SIGKILL once its log has reached ``total_step``."""
     command = [sys.executable, "-m", "sglang_indexcache.cli", "train", "run"]
     process = subprocess.Popen(
-        [*command, str(recipe), str(folder)],
+        [*command, str(recipe), "-o", str(folder)],
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,

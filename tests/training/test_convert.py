@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.build import load
+from sglang_indexcache.errors import CheckpointError, TrainingError
 from sglang_indexcache.training.convert import convert
+from sglang_indexcache.training.loading import load
 from sglang_indexcache.training.model import is_indexer
 from tests.training.models import FIELDS
 from tests.training.tokenizers import tokenizer
@@ -62,7 +62,7 @@ def test_the_seed_decides_the_indexers(dense: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_converted_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="not a checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         convert(tmp_path, tmp_path / "out")
     full_rank = save_dense(tmp_path / "full-rank", q_lora_rank=None)
     with pytest.raises(TrainingError, match="no q_lora_rank"):

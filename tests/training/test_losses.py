@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.indexer import select_top_k
-from sglang_indexcache.training.layout import Layout
+from sglang_indexcache.kernels.topk import reference
 from sglang_indexcache.training.losses import (
     AttentionInputs,
     IndexInputs,
     distillation_loss,
     kl_divergence,
     multi_layer_loss,
+    select_top_k,
 )
+from sglang_indexcache.training.packing import Layout
 
 B, T, H, D, N, W, K = 2, 19, 3, 5, 4, 6, 4
 
@@ -173,6 +174,37 @@ def test_a_query_that_sees_only_itself_costs_nothing_and_pulls_nowhere() -> None
     loss = distillation_loss(index, [target], alone)
     assert loss.item() == 0
     assert all(not g.any() for g in gradients(loss, index))
+
+
+@pytest.mark.parametrize("topk", [1, K, T, 2 * T])
+def test_the_selection_is_that_of_the_kernels_contract(topk: int) -> None:
+    """Whole numbers tie often, and the ReLU makes many scores exactly 0, from either side."""
+    index, layout = random_index(torch.float32, grad=False), packed()
+    index = IndexInputs(*(tensor.sign() for tensor in vars(index).values()))
+    index.keys[:, 3:9] = -index.queries[:, :1, 0]
+    selected = select_top_k(index, layout, topk, block=5)
+    scores = index.scores()
+    for b in range(B):
+        for start, end in document_bounds(layout, b):
+            rows = slice(start, end)
+            visible = torch.arange(1, end - start + 1)
+            expected = reference.topk_ascending(scores[b, rows, rows], visible, topk)
+            got = selected[b, rows].where(selected[b, rows] < 0, selected[b, rows] - start)
+            got = got.long().where(got >= 0, T).sort(-1).values  # padding last
+            got = torch.nn.functional.pad(got, (0, topk - got.shape[1]), value=T)
+            assert torch.equal(got.where(got < T, -1).int(), expected)
+
+
+def document_bounds(layout: Layout, row: int) -> list[tuple[int, int]]:
+    numbers = layout.documents[row].tolist()
+    return [(numbers.index(n), len(numbers) - numbers[::-1].index(n)) for n in set(numbers)]
+
+
+def test_keys_that_no_head_likes_are_taken_from_the_first_on() -> None:
+    ones = torch.ones(1, 64, 2, 8)
+    index = IndexInputs(ones, -ones[:, :, 0], ones[..., 0])  # every score is relu(-8) = 0
+    layout = Layout(torch.zeros(1, 64, dtype=torch.int64))
+    assert select_top_k(index, layout, 3)[0, 2:].tolist() == [[0, 1, 2]] * 62
 
 
 def test_fewer_than_k_keys_are_all_selected() -> None:

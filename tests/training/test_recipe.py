@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
-from sglang_indexcache.errors import PatternError, TrainingError
-from sglang_indexcache.training.recipe import load_recipe, parse_pattern, shipped_recipes
-from tests.training.recipes import write
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import LibraryError, PatternError, TrainingError
+from sglang_indexcache.library import LIBRARY_VARIABLE, Library
+from sglang_indexcache.training.recipe import load_recipe, shipped_recipes
+from tests.training.recipes import tiny_recipe, write
 
 
 @pytest.mark.parametrize("name", ["tiny-dsa", "sharing"])
@@ -15,15 +19,65 @@ def test_shipped_recipes_are_valid(name: str) -> None:
     recipe = load_recipe(name)
     layers = recipe.model.fields.get("num_hidden_layers")
     if layers is not None:
-        assert len(recipe.parsed_pattern(layers)) == layers
+        assert len(recipe.resolved_pattern()) == layers
+
+
+SHARING = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_hidden_layers": 8,
+    "index_topk": 64,
+    "index_topk_pattern": "FFFSSSFS",
+}
+
+
+def entry(folder: Path, name: str, pattern: str) -> Path:
+    """A pattern file for the model of :data:`SHARING`."""
+    full = pattern.count("F")
+    path = folder / f"{name}.yaml"
+    model = {"name": "m", "architectures": ["GlmMoeDsaForCausalLM"], "num_layers": len(pattern)}
+    fields = {
+        "name": name,
+        "model": model,
+        "pattern": pattern,
+        "full_layers": full,
+        "retention": f"{full}/{len(pattern)}",
+        "method": {"name": "by hand"},
+        "source": {"title": "a test"},
+    }
+    path.write_text(yaml.safe_dump(fields))
+    return path
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("full", "FFFFFF"), ("uniform:1/2", "FSFSFS"), ("uniform:1/4", "FSSSFS"), ("FFSSFS",) * 2],
+    [
+        ("full", "FFFSSSFS"),
+        ("uniform:1/6", "FSSSSSFS"),
+        ("FFSSSSSS", "FFSSSSSS"),
+        ("mine", "FSFSSSSS"),
+        ("1/4", "FSFSSSSS"),
+        ("FILE", "FSFSSSSS"),
+    ],
 )
-def test_patterns(text: str, expected: str) -> None:
-    assert str(parse_pattern(text, 6)) == expected
+def test_a_pattern_means_what_it_means_for_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    """Every form, on a checkpoint that has sharing of its own."""
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    file = entry(tmp_path, "mine", "FSFSSSSS")
+    (tmp_path / "config.json").write_text(json.dumps(SHARING))
+    value = str(file) if text == "FILE" else text
+    recipe = tiny_recipe(model={"checkpoint": tmp_path}, pattern=value)
+    assert str(recipe.resolved_pattern()) == expected
+    served = Library.default().resolve(value, Checkpoint.read(tmp_path))
+    assert recipe.resolved_pattern() == served.pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("full", "FFFF"), ("uniform:1/2", "FSFS"), ("FFSS", "FFSS")]
+)
+def test_patterns_of_a_new_model(text: str, expected: str) -> None:
+    assert str(tiny_recipe(pattern=text).resolved_pattern()) == expected
 
 
 def test_overrides_replace_fields(tmp_path: Path) -> None:
@@ -61,10 +115,16 @@ def test_unreadable_recipes(tmp_path: Path) -> None:
         load_recipe(bad)
 
 
-def test_bad_patterns() -> None:
-    with pytest.raises(TrainingError, match="whole number"):
-        parse_pattern("uniform:1/x", 4)
-    with pytest.raises(TrainingError, match="none of"):
-        parse_pattern("half", 4)
-    with pytest.raises(PatternError, match="starts with S"):
-        parse_pattern("SF", 2)
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("uniform:1/x", PatternError, "written uniform:1/r"),
+        ("half", LibraryError, "no pattern is called 'half'"),
+        ("1/3", LibraryError, "no pattern at retention 1/3"),
+        ("SFFF", PatternError, "starts with S"),
+        ("FSF", PatternError, "too short"),
+    ],
+)
+def test_bad_patterns(text: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tiny_recipe(pattern=text).resolved_pattern()

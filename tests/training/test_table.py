@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.training_aware import evaluated, main, mean_and_interval, rows, summarise
-from sglang_indexcache.training.build import load, own_pattern
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.recipes import tiny, tiny_recipe, write
 
@@ -39,7 +39,7 @@ def test_the_whole_table(tmp_path: Path) -> None:
     assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
     assert (tmp_path / "out.md").read_text().count("\n") == 2 + 9
     trained = {
-        path.name: str(own_pattern(load(path / "checkpoint")[0].config))
+        path.name: str(Checkpoint.read(path / "checkpoint").own)
         for path in (tmp_path / "work" / "seed1").iterdir()
     }
     assert trained == {

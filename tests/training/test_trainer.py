@@ -12,13 +12,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, TrainingError
-from sglang_indexcache.training.build import load, own_pattern
+from sglang_indexcache.training.loading import load
 from sglang_indexcache.training.log import RunLog, read_metrics
 from sglang_indexcache.training.model import DistilledModel
 from sglang_indexcache.training.scores import evaluate_checkpoint
 from sglang_indexcache.training.sharing import Stage
 from sglang_indexcache.training.trainer import Trainer
+from tests.oracle import _recorded_margins
 from tests.training.models import one_document
 from tests.training.recipes import tiny, tiny_recipe, write
 from tests.training.runs import run, run_until_killed
@@ -98,9 +100,9 @@ def test_the_checkpoint_is_standard(finished: Path) -> None:
     assert not report["unexpected_keys"]
     model, tokenizer = load(checkpoint)
     ids = torch.randint(0, len(tokenizer), (1, 40))
-    ours = DistilledModel(model, own_pattern(model.config))
+    ours = DistilledModel(model, Checkpoint.read(checkpoint).own)
     got = ours(**one_document(ids), stage=Stage.SPARSE).logits
-    with torch.no_grad():
+    with torch.no_grad(), _recorded_margins(plain.config.index_topk, [], first_of_ties=True):
         torch.testing.assert_close(got, plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -118,6 +120,12 @@ def test_a_checkpoint_can_be_trained_further_with_fewer_indexers(
     assert found["tasks"]["text"]["loss"] > 0
 
 
+def test_full_keeps_the_sharing_that_a_checkpoint_has(finished: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(model={"checkpoint": finished / "checkpoint"}, pattern="full")
+    trainer = Trainer(recipe, tmp_path, Console(quiet=True))
+    assert str(trainer.model.pattern) == "FSFS"
+
+
 def test_a_deepseek_checkpoint_has_no_indexers_on_shared_layers(tmp_path: Path) -> None:
     model = {**tiny()["model"], "preset": "deepseek-v3.2"}
     model["fields"] = {**model["fields"], "n_group": 1, "topk_group": 1}
@@ -127,7 +135,7 @@ def test_a_deepseek_checkpoint_has_no_indexers_on_shared_layers(tmp_path: Path) 
     stored = load_file(checkpoint / "model.safetensors")
     assert {n.split(".")[2] for n in stored if ".indexer." in n} == {"0", "2"}
     assert {t.dtype for n, t in stored.items() if "proj" in n} == {torch.bfloat16}
-    assert str(own_pattern(load(checkpoint)[0].config)) == "FSFS"
+    assert str(Checkpoint.read(checkpoint).own) == "FSFS"
 
 
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
@@ -160,5 +168,5 @@ def test_a_pattern_that_cannot_fit_is_refused_before_anything_is_built(
         Trainer(tiny_recipe(pattern="FSF"), tmp_path / "run")
     model = {"checkpoint": finished / "checkpoint"}
     with pytest.raises(PatternError, match="layers 1, 3 are F"):
-        Trainer(tiny_recipe(model=model, pattern="full"), tmp_path / "run")
+        Trainer(tiny_recipe(model=model, pattern="FFFF"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

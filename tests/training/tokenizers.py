@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_indexcache.demo.model import make_tokenizer
+from sglang_indexcache.support.text import make_tokenizer
 
 
 @cache
 def tokenizer(vocab_size: int = 700) -> PreTrainedTokenizerBase:
     with TemporaryDirectory() as folder:
-        make_tokenizer(vocab_size, Path(folder))
+        make_tokenizer(vocab_size).save_pretrained(folder)
         return AutoTokenizer.from_pretrained(folder)

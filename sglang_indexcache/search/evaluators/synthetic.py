@@ -8,7 +8,6 @@ Batches differ in level (a lot) and in how they weigh the layers (a little).
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +27,6 @@ class SyntheticEvaluator:
         noise: how differently batches weigh a layer (standard deviation of the log).
         coupling: how much damage below a layer multiplies the layer's own damage; 0 is additive.
         tokens: per batch, for the cost count.
-        delay: seconds that one call takes, to have something to interrupt.
     """
 
     in_flight = 1
@@ -43,12 +41,11 @@ class SyntheticEvaluator:
         noise: float = 0.2,
         coupling: float = 4.0,
         tokens: int = 1000,
-        delay: float = 0.0,
     ) -> None:
         self.num_layers = num_layers
         self.batch_tokens = (tokens,) * num_batches
         self._arguments = (num_layers, num_batches, seed, data_seed, noise, coupling, tokens)
-        self._coupling, self._delay = coupling, delay
+        self._coupling = coupling
         layers = np.random.default_rng([seed, 1])
         data = np.random.default_rng([data_seed, 2])
         steps = layers.exponential(0.04, num_layers)
@@ -69,8 +66,6 @@ class SyntheticEvaluator:
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
         """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
         pattern.check_length(self.num_layers)
-        if self._delay:
-            time.sleep(self._delay)
         chosen = np.asarray(batches, dtype=np.int64)
         values = self._level[chosen] + self._damage(pattern, chosen)
         return BatchLosses(values, sum(self.batch_tokens[b] for b in batches) * self.num_layers)

@@ -21,6 +21,7 @@ has decided, the step says ``decided=False``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,12 +37,31 @@ _MEMORY = 64
 """Re-measurements from which the margin is taken."""
 _QUANTILE = 0.9
 """Share of those that the margin covers."""
-
-
+_DESCENT_SHARE = 0.65
+"""Share of a search's budget that the descent may take; the rest pays for refinement."""
 _LOOKS_PER_STEP = 4
 """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
 _LOOKING_SHARE = 0.5
 """Share of the budget that first looks may take; the rest is for racing."""
+
+
+@dataclass(frozen=True)
+class Fast:
+    """:class:`FastGreedy` as a row of :data:`~sglang_indexcache.search.methods.METHODS`."""
+
+    in_words = "fast greedy (lazy re-evaluation, paired racing)"
+
+    def descend(
+        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
+    ) -> Iterator[Step]:
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
+        return FastGreedy(ledger, constraints, targets, int(budget * _DESCENT_SHARE)).steps()
+
+    def tokens(
+        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
+    ) -> int:
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
+        return budget
 
 
 def least_subset(batches: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from sglang_indexcache.pattern import Pattern
@@ -10,6 +11,35 @@ from sglang_indexcache.search.constraints import Constraints, flipped, stage_sta
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.path import Step, make_step
 from sglang_indexcache.search.targets import Targets
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """:func:`greedy` as a row of :data:`~sglang_indexcache.search.methods.METHODS`.
+
+    Attributes:
+        blocks: pipeline blocks of its variant.
+    """
+
+    blocks: int = 1
+
+    @property
+    def in_words(self) -> str:
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
+        variant = f", {self.blocks} pipeline blocks" if self.blocks > 1 else ""
+        return f"exhaustive greedy (Algorithm 1){variant}"
+
+    def descend(
+        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
+    ) -> Iterator[Step]:
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
+        return greedy(ledger, constraints, targets, self.blocks)
+
+    def tokens(
+        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
+    ) -> int:
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
+        return evaluations(constraints, targets, self.blocks) * full_evaluation
 
 
 def greedy(

@@ -6,12 +6,58 @@ It is here to be compared with.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
 import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluator import Floats
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.path import Step, make_step
+from sglang_indexcache.search.targets import Targets
+
+
+@runtime_checkable
+class SimilarityEvaluator(Protocol):
+    """An evaluator that can measure the appendix's matrix."""
+
+    def similarity(self, batches: Sequence[int]) -> Floats:
+        """``[N, N]``; see ``evaluators/hf.py``."""
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """:func:`most_similar` as a row of :data:`~sglang_indexcache.search.methods.METHODS`."""
+
+    in_words = "similarity matrix, exact dynamic programme"
+
+    def descend(
+        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
+    ) -> Iterator[Step | Pattern]:
+        """See :class:`~sglang_indexcache.search.methods.Method`; goes straight to the marks.
+
+        Raises:
+            SearchError: the evaluator does not hand out attention outputs.
+        """
+        start, count = constraints.start, len(ledger.all_batches)
+        yield make_step(ledger, start, start, None, batches=count, candidates=1)
+        if not isinstance(ledger.evaluator, SimilarityEvaluator):
+            raise SearchError(
+                "the similarity matrix needs attention outputs, which an engine does not hand "
+                "out. Use the transformers evaluator (leave --url away)."
+            )
+        matrix = ledger.evaluator.similarity(list(ledger.all_batches))
+        for mark in targets.marks:
+            yield most_similar(matrix, mark.full_layers, constraints)
+
+    def tokens(
+        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
+    ) -> None:
+        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations."""
 
 
 def most_similar(similarity: Floats, full_layers: int, constraints: Constraints) -> Pattern:
@@ -66,8 +112,3 @@ def _group_values(similarity: Floats, fixed: frozenset[int]) -> Floats:
             if end < count:
                 total += float(similarity[end, source])
     return values
-
-
-def total_similarity(similarity: Floats, pattern: Pattern) -> float:
-    """The appendix's objective: sum of ``S[l, src(l)]`` over the S layers."""
-    return float(sum(similarity[i, pattern.sources[i]] for i in pattern.shared_layers))

@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped
 from sglang_indexcache.search.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Beam:
+    """:func:`beam` as a row of :data:`~sglang_indexcache.search.refinements.REFINEMENTS`.
+
+    Attributes:
+        width: patterns kept at every level.
+
+    Raises:
+        SearchError: a width below 1.
+    """
+
+    width: int = 4
+    in_words = "beam refinement"
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise SearchError(f"the beam must be at least 1 wide, got {self.width}")
+
+    def refine(
+        self,
+        ledger: Ledger,
+        constraints: Constraints,
+        pattern: Pattern,
+        known: Mapping[int, Pattern],
+        budget: int,
+    ) -> tuple[Pattern, int]:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        best = beam(ledger, constraints, min(known), self.width, known)
+        return best[len(pattern.full_layers)], 0
+
+    def tokens(self, budget: int) -> None:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
 
 
 def beam(

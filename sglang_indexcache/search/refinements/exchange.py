@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,51 @@ SHORTLIST = 16
 
 
 @dataclass(frozen=True)
+class Swap:
+    """:func:`refine_exhaustively` as a row of the table of refinements."""
+
+    in_words = "swap refinement"
+
+    def refine(
+        self,
+        ledger: Ledger,
+        constraints: Constraints,
+        pattern: Pattern,
+        known: Mapping[int, Pattern],
+        budget: int,
+    ) -> tuple[Pattern, int]:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        refined = refine_exhaustively(ledger, pattern, constraints)
+        return refined.pattern, refined.exchanges
+
+    def tokens(self, budget: int) -> None:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+
+
+@dataclass(frozen=True)
+class Screened:
+    """:func:`refine_screened` as a row of the table of refinements."""
+
+    in_words = "screened refinement"
+
+    def refine(
+        self,
+        ledger: Ledger,
+        constraints: Constraints,
+        pattern: Pattern,
+        known: Mapping[int, Pattern],
+        budget: int,
+    ) -> tuple[Pattern, int]:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        refined = refine_screened(ledger, pattern, constraints, budget)
+        return refined.pattern, refined.exchanges
+
+    def tokens(self, budget: int) -> int:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        return budget
+
+
+@dataclass(frozen=True)
 class Refined:
     """What refinement came to.
 
@@ -26,14 +71,12 @@ class Refined:
         loss: of ``pattern``, nats per token over all batches.
         gained: nats per token by which the loss went down.
         exchanges: F/S pairs that were exchanged.
-        is_optimum: no single exchange lowers the loss. Known only after an exhaustive round.
     """
 
     pattern: Pattern
     loss: float
     gained: float
     exchanges: int
-    is_optimum: bool
 
 
 def refine_exhaustively(ledger: Ledger, pattern: Pattern, constraints: Constraints) -> Refined:
@@ -49,7 +92,7 @@ def refine_exhaustively(ledger: Ledger, pattern: Pattern, constraints: Constrain
             break
         pattern, exchanges = neighbours[int(means.argmin())], exchanges + 1
     loss = ledger.mean(pattern)
-    return Refined(pattern, loss, start - loss, exchanges, is_optimum=True)
+    return Refined(pattern, loss, start - loss, exchanges)
 
 
 def refine_screened(
@@ -82,7 +125,7 @@ def refine_screened(
         else:
             break
     loss = ledger.mean(pattern)
-    return Refined(pattern, loss, start - loss, exchanges, is_optimum=False)
+    return Refined(pattern, loss, start - loss, exchanges)
 
 
 def _round(

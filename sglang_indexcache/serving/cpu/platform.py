@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.serving.hooks import after
+from sglang_indexcache.serving.hooks import after, around
 from sglang_indexcache.serving.settings import KERNELS, Plan
 
 if TYPE_CHECKING:
@@ -193,13 +193,10 @@ def check_plan(server_args: Any, plan: Plan) -> None:
 def adapt_engine() -> None:
     """Route around the places where SGLang takes "not a known CPU" for "CUDA"."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_resolution_hook("handle_model_specific_adjustments")(_adjust_without_cuda)
-    HookRegistry.register(
-        "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper",
-        _generic_rope,
-        HookType.AROUND,
+    around(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _generic_rope, at_start=True
     )
     _take_cpu_branches()
     _rest_in_controller()

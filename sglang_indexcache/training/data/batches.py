@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training.data.retrieval import TASKS, Document, Words
 from sglang_indexcache.training.data.text import Text, window
+from sglang_indexcache.training.packing import IGNORED, PADDING
 
-IGNORED = -100
-"""Label of a token that the LM loss does not count, as in torch's cross entropy."""
 TEXT = "text"
 
 
@@ -28,7 +27,8 @@ class Batch:
     Attributes:
         ids: ``[B, T]`` int64.
         labels: ``[B, T]`` int64, the token itself or :data:`IGNORED`; not shifted.
-        documents: ``[B, T]`` int64, the document of each token within its row; -1 is padding.
+        documents: ``[B, T]`` int64, the document of each token within its row; :data:`PADDING`
+            fills it up.
         positions: ``[B, T]`` int64, counted from 0 in each document.
         answers: ``[B, T]`` bool, the tokens that answer a retrieval question.
     """
@@ -102,7 +102,7 @@ class Mixture:
         batch = Batch(
             ids=torch.full(shape, self.tokenizer.pad_token_id),
             labels=torch.full(shape, IGNORED),
-            documents=torch.full(shape, -1),
+            documents=torch.full(shape, PADDING),
             positions=torch.zeros(shape, dtype=torch.int64),
             answers=torch.zeros(shape, dtype=torch.bool),
         )

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from sglang_indexcache.demo.model import machine_text
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.support.text import machine_text
 
 HELD_OUT_EVERY = 10
 """Each tenth file, in name order, is kept for validation."""

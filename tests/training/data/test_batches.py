@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_indexcache.demo.model import machine_text
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.support.text import machine_text
 from sglang_indexcache.training.data.batches import IGNORED, Mixture
 from sglang_indexcache.training.data.retrieval import Words
 from sglang_indexcache.training.data.text import Text, unigram_loss

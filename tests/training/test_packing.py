@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.layout import Layout, selected_mask
+from sglang_indexcache.training.packing import Layout, selected_mask
 
 
 def naive_visible(documents: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,10 @@ import torch
 from sglang_indexcache.errors import TrainingError
 
 PADDING = -1
+"""Document number of a token that only fills a row."""
+
+IGNORED = -100
+"""Label of a token that the LM loss does not count, as in torch's cross entropy."""
 
 
 @dataclass(frozen=True)

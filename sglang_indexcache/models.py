@@ -1,0 +1,230 @@
+"""The model families: one row each, and all that tells one from another.
+
+To add a family, add its row to :data:`FAMILIES`. A row with nothing but an architecture is served;
+``model_type`` makes it trainable and gives it models with random weights; ``shapes`` lets the
+benchmarks speak of it without its weights. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SHAPE_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "index_topk",
+    "index_n_heads",
+    "index_head_dim",
+)
+"""Config fields that tell models of one architecture apart."""
+
+RECOGNISED_BY = ("hidden_size", "num_attention_heads", "n_routed_experts")
+"""Those that a searched pattern names its model by."""
+
+
+def read_field(config: Any, name: str) -> Any:
+    """A field of a HF config, an object or the dict of a ``config.json``; None if absent."""
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _every_layer(text: Any) -> tuple[int, ...]:
+    return tuple(range(read_field(text, "num_hidden_layers") or read_field(text, "num_layers")))
+
+
+def _two_a_block(text: Any) -> tuple[int, ...]:
+    """LongCat has two attentions in each block and numbers them through."""
+    blocks = read_field(text, "num_layers") or read_field(text, "num_hidden_layers")
+    return tuple(range(2 * blocks))
+
+
+def _without_linear_attention(text: Any) -> tuple[int, ...]:
+    """The linear (KDA) attentions of GLM-5-Next have no indexer."""
+    layers = _every_layer(text)
+    if (linear := read_field(text, "linear_attn_config")) is not None:
+        without = set(read_field(linear, "kda_layers") or ())
+    elif (types := read_field(text, "layer_types")) is not None:
+        without = {i for i, kind in enumerate(types) if kind == "linear_attention"}
+    else:
+        without = {i for i in layers if i % 4 != 3}
+    return tuple(i for i in layers if i not in without)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A sparse-attention architecture that SGLang 0.5.23 serves.
+
+    Attributes:
+        architecture: its HF class name.
+        refused: why its layers cannot share indices; empty if they can.
+        layer_ids: from the language model's config, the layers with an indexer, in order.
+        live: whether it can run in live mode.
+        name: what users call it in recipes and ``indexcache demo model``.
+        model_type: its transformers model type, if it can be trained.
+        dense_type: the transformers model type that becomes this one by adding indexers.
+        interleaved: whether the indexer's RoPE turns neighbouring dimensions, not the two halves.
+        fields: HF config fields of its small random models, beside :data:`SMALL_FIELDS`.
+        extra_config: what SGLang reads in its ``config.json`` and transformers does not write,
+            beside what it reads for every family.
+        shapes: HF config fields of published models, by the names that benchmarks give them.
+    """
+
+    architecture: str
+    refused: str = ""
+    layer_ids: Callable[[Any], tuple[int, ...]] = _every_layer
+    live: bool = True
+    name: str = ""
+    model_type: str = ""
+    dense_type: str = ""
+    interleaved: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+_PUBLISHED = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "n_shared_experts": 1,
+}
+
+_GLM_5 = Family(
+    "GlmMoeDsaForCausalLM",
+    name="glm-5",
+    model_type="glm_moe_dsa",
+    dense_type="glm4_moe_lite",
+    interleaved=True,
+    fields={
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+    extra_config={"indexer_rope_interleave": True},
+    shapes={
+        # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads).
+        "30b": {
+            **_PUBLISHED, "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
+            "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+            "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1, "intermediate_size": 10240, "vocab_size": 154880,
+        },
+        "glm-5": {
+            **_PUBLISHED, "num_hidden_layers": 78, "hidden_size": 6144, "num_attention_heads": 64,
+            "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "intermediate_size": 12288, "vocab_size": 154880,
+        },
+    },
+)  # fmt: skip
+
+_DEEPSEEK_V32 = Family(
+    "DeepseekV32ForCausalLM",
+    name="deepseek-v3.2",
+    model_type="deepseek_v32",
+    dense_type="deepseek_v3",
+    fields={
+        "n_group": 4,
+        "topk_group": 2,
+        "max_position_embeddings": 163840,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    shapes={
+        "deepseek-v3.2": {
+            **_PUBLISHED, "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+            "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "index_n_heads": 64,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "intermediate_size": 18432, "vocab_size": 129280,
+        },
+    },
+)  # fmt: skip
+
+FAMILIES = (
+    _GLM_5,
+    _DEEPSEEK_V32,
+    Family("DeepseekV3ForCausalLM"),
+    Family("MistralLarge3ForCausalLM"),
+    Family("HYV4ForCausalLM"),
+    Family("LongcatFlashForCausalLM", layer_ids=_two_a_block),
+    # Live mode stores keys by a path of SGLang's that this model's layers do not take.
+    Family("Glm5NextForConditionalGeneration", layer_ids=_without_linear_attention, live=False),
+    Family("PixtralForConditionalGeneration"),
+    Family(
+        "Dots3NoteForCausalLM",
+        refused="its attention runs the indexer in every layer and takes no indices",
+    ),
+    Family(
+        "DeepseekV4ForCausalLM",
+        refused="its compressed sparse attention does not use the DSA backend",
+    ),
+)
+
+BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+TRAINABLE = {family.model_type: family for family in FAMILIES if family.model_type}
+"""The families that transformers can run and this package can train, by model type."""
+BY_NAME = {family.name: family for family in TRAINABLE.values()}
+SHAPES = {name: shape for family in FAMILIES for name, shape in family.shapes.items()}
+"""Every published shape by name."""
+
+
+SMALL_FIELDS: Mapping[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_head_dim": 128,  # SGLang's index-K pages allow no other width
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    # SGLang applies it to the two low-rank norms as well, where transformers has 1e-6 fixed.
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""HF config fields of a small model with random weights, of whatever family."""
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    # For tests: seconds to make, selection matters from 65 tokens on.
+    "tiny": {"num_hidden_layers": 6, "index_n_heads": 8, "index_topk": 64},
+    # For the demo: the indexer has as large a share of a long prefill as in a real model.
+    "small": {"num_hidden_layers": 12, "index_n_heads": 32, "index_topk": 256},
+}
+
+
+def small_config(
+    family: Family, size: str, vocab_size: int, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The HF config of a small model of a family.
+
+    Args:
+        family: one of :data:`TRAINABLE`.
+        size: one of :data:`SIZES`.
+        vocab_size: entries of the embedding.
+        overrides: fields that replace those of the family and the size.
+    """
+    fields = {**SMALL_FIELDS, **SIZES[size], **family.fields, **overrides}
+    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    fields["architectures"] = [family.architecture]
+    return {**fields, "vocab_size": vocab_size}

@@ -1,0 +1,98 @@
+"""How to search: a method, a refinement and a budget, and what they cost before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.methods import METHODS, Method
+from sglang_indexcache.search.methods.fast import Fast
+from sglang_indexcache.search.methods.greedy import evaluations
+from sglang_indexcache.search.refinements import REFINEMENTS, Refinement
+from sglang_indexcache.search.refinements.exchange import Screened
+from sglang_indexcache.search.targets import Targets
+
+LEAST_EVALUATIONS_PER_LAYER = 2
+"""The budget is never below this: a first look at every layer costs that much where there are few
+layers or batches."""
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search.
+
+    Attributes:
+        method: finds a pattern for every mark.
+        refinement: improves each of them.
+        share: the budget in shares of what exhaustive greedy would forward; for the methods and
+            refinements that keep to a budget.
+
+    Raises:
+        SearchError: a share that is not above 0 and at most 1.
+    """
+
+    method: Method = field(default_factory=Fast)
+    refinement: Refinement = field(default_factory=Screened)
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise SearchError(f"the budget's share must be above 0 and at most 1, got {self.share}")
+
+    @classmethod
+    def parse(cls, method: str, refinement: str = "none", share: float = 0.1) -> Options:
+        """From names such as ``fast``, ``greedy:4`` (four blocks) and ``beam:8`` (eight wide).
+
+        Raises:
+            SearchError: an unknown name, or a number that does not belong to it.
+        """
+        return cls(
+            _chosen("method", METHODS, method),
+            _chosen("refinement", REFINEMENTS, refinement),
+            share,
+        )
+
+    def in_words(self) -> str:
+        """For provenance."""
+        return ", ".join(filter(None, (self.method.in_words, self.refinement.in_words)))
+
+    def budget(self, constraints: Constraints, targets: Targets, full_evaluation: int) -> int:
+        """Tokens that a method and a refinement that keep to a budget may forward together.
+
+        Args:
+            constraints: of the search.
+            targets: of the search.
+            full_evaluation: tokens of one pattern on all the data.
+        """
+        exhaustive = evaluations(constraints, targets) * full_evaluation
+        least = LEAST_EVALUATIONS_PER_LAYER * len(constraints.start) * full_evaluation
+        return max(int(self.share * exhaustive), least)
+
+    def expected_tokens(
+        self, constraints: Constraints, targets: Targets, full_evaluation: int
+    ) -> int | None:
+        """Tokens of the whole search at most; None where nobody can say. See :meth:`budget`."""
+        budget = self.budget(constraints, targets, full_evaluation)
+        found = self.method.tokens(constraints, targets, full_evaluation, budget)
+        refined = self.refinement.tokens(budget)
+        return None if found is None or refined is None else max(found, refined)
+
+
+def _chosen(kind: str, table: Mapping[str, type[_Row]], text: str) -> _Row:
+    """The row that ``text`` names, with its number where one is given."""
+    name, colon, number = text.partition(":")
+    if name not in table:
+        raise SearchError(f"{kind} {name!r} is unknown; there are {', '.join(table)}")
+    row: Any = table[name]
+    if not colon:
+        return row()  # type: ignore[no-any-return]
+    if not fields(row):
+        raise SearchError(f"{kind} {name} takes no number, got {text!r}")
+    if not number.isdigit():
+        raise SearchError(f"{kind} {name} takes a number, such as {name}:4, got {text!r}")
+    return row(int(number))  # type: ignore[no-any-return]

@@ -1,0 +1,134 @@
+"""One search as a user runs it: with a journal, a progress bar and a folder of results."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.journal import Journal
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.output import OutputFolder
+from sglang_indexcache.search.path import Step
+from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.search.sources import Setup
+from sglang_indexcache.search.targets import Targets
+
+
+def run_search(
+    setup: Setup,
+    constraints: Constraints,
+    targets: Targets,
+    options: Options,
+    output: Path,
+    name: str = "",
+    console: Console | None = None,
+) -> Search:
+    """Search, or go on where an interrupted search of the same folder was.
+
+    Args:
+        setup: what to measure with.
+        constraints: which layers may be flipped.
+        targets: where to leave patterns, and where to end.
+        options: how to search.
+        output: folder for everything.
+        name: prefix of the patterns' names; the model's name by default.
+        console: where to tell what happens; standard output by default.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; what was found until then is in ``output``.
+        SearchError: the folder's journal is another search's, or an evaluation that failed.
+    """
+    console = console or Console()
+    with _sigterm_interrupts(), Journal(output / "journal.jsonl", setup.identity) as journal:
+        ledger = Ledger(setup.evaluator, journal)
+        search = Search(ledger, constraints, targets, options)
+        folder = OutputFolder(output, search, setup.provenance(name))
+        total = search.expected_tokens
+        if journal.records:
+            console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")
+        try:
+            with _progress(console) as progress:
+                task = progress.add_task("measuring the start", total=total)
+                ledger.on_measured = lambda known: progress.update(
+                    task, completed=known.known_tokens
+                )
+                ledger.on_measured(ledger)
+                for event in search.run():
+                    _show(event, search, console)
+                    progress.update(task, description=f"{len(search.path) - 1} layers shared")
+                    folder.update(event)
+        except KeyboardInterrupt:
+            folder.finish()
+            console.print(f"interrupted: partial results are in {output}; the same command goes on")
+            raise
+    folder.finish()
+    _show_result(search, console)
+    console.print(f"everything is in {output}")
+    return search
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """A batch system ends a job with SIGTERM: the same as Ctrl-C here."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("left at most"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True)
+
+
+def _show(event: Step | Found, search: Search, console: Console) -> None:
+    if isinstance(event, Found) or event.layer is None:
+        return
+    added = 100 * (event.loss / search.start_loss - 1)
+    sure = "" if event.decided else "  (undecided: no budget left to tell the best apart)"
+    full = len(event.pattern.full_layers)
+    console.print(
+        f"{full:>4} F  layer {event.layer:>3} -> S  loss {event.loss:.5f} "
+        f"({added:+.3f} %, {event.batches} batches, {event.candidates} candidates){sure}",
+        highlight=False,
+    )
+
+
+def _show_result(search: Search, console: Console) -> None:
+    table = Table(
+        "retention", "F", "loss", "over start", "refined by", "uniform", "pattern", box=SIMPLE
+    )
+    for found in search.found.values():
+        uniform = found.baselines.get("uniform")
+        table.add_row(
+            found.mark.label,
+            str(len(found.pattern.full_layers)),
+            f"{found.loss:.5f}",
+            f"{100 * (found.loss / search.start_loss - 1):+.3f} %",
+            f"{found.gained:.5f}",
+            f"{uniform[1]:.5f}" if uniform else "",
+            str(found.pattern),
+        )
+    table.columns[-1].overflow = "fold"
+    console.print(table)
+    share = search.search_tokens / search.exhaustive_tokens
+    console.print(
+        f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
+        f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
+    )

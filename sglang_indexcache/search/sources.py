@@ -1,0 +1,225 @@
+"""What a search measures, and with what: each source opens to a :class:`Setup`.
+
+Everything that can be checked is checked before a model is loaded or a server is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.library import Library, ModelInfo
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
+from sglang_indexcache.search.entries import Provenance, model_info
+from sglang_indexcache.search.evaluator import Evaluator, TokenEvaluator
+from sglang_indexcache.search.evaluators.pool import EvaluatorPool
+from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
+from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+from sglang_indexcache.support.provenance import checkpoint_digest, versions
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An evaluator over data, with its provenance.
+
+    Attributes:
+        evaluator: measures.
+        checkpoint: what is measured, as far as patterns are concerned.
+        model: for the pattern library.
+        identity: hashes and kind of evaluator; a journal belongs to one identity.
+        data: the data in words.
+        seed: of the data's shuffle.
+    """
+
+    evaluator: Evaluator
+    checkpoint: Checkpoint
+    model: ModelInfo
+    identity: Mapping[str, str]
+    data: str
+    seed: int
+
+    @property
+    def token_evaluator(self) -> TokenEvaluator:
+        """The evaluator, if it knows the loss of every token.
+
+        Raises:
+            SearchError: a made-up landscape does not.
+        """
+        if not hasattr(self.evaluator, "token_losses"):
+            raise SearchError("a made-up landscape has no tokens; give --model")
+        return self.evaluator  # type: ignore[return-value]
+
+    def resolve(self, value: str) -> Pattern:
+        """A pattern in any form that :meth:`Library.resolve` takes."""
+        return Library.default().resolve(value, self.checkpoint).pattern
+
+    def provenance(self, name: str = "") -> Provenance:
+        """For the files that a search writes."""
+        prefix = name or self.model.name
+        return Provenance(prefix, self.model, self.data, self.identity, versions(), self.seed)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data that patterns are measured on.
+
+    Attributes:
+        path: a file, a folder or :data:`DEFAULT_DATA`, as for :func:`prepare`.
+        context: tokens in a sequence.
+        batches: calibration batches.
+        per_batch: sequences in a batch.
+        held_out: further batches.
+        seed: of the shuffle.
+        use_held_out: measure on the held-out batches.
+        part: ``(i, n)``: measure on the i-th of n equal parts of the batches.
+    """
+
+    path: str = DEFAULT_DATA
+    context: int = 2048
+    batches: int = 16
+    per_batch: int = 1
+    held_out: int = 0
+    seed: int = 0
+    use_held_out: bool = False
+    part: tuple[int, int] = (0, 1)
+
+    def parts(self, count: int) -> list[Data]:
+        """``count`` disjoint sets of this size."""
+        return [replace(self, batches=self.batches * count, part=(i, count)) for i in range(count)]
+
+    def calibration(self, model: Path) -> Calibration:
+        """The sequences, in the tokens of the checkpoint folder ``model``.
+
+        Raises:
+            SearchError: data that cannot be read or is too short, or an unfit tokenizer.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        if tokenizer.eos_token_id is None:
+            raise SearchError(f"the tokenizer of {model} has no end-of-text token to pack with")
+        split = prepare(
+            self.path,
+            lambda text: list(
+                tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ),
+            tokenizer.eos_token_id,
+            context=self.context,
+            batches=self.batches,
+            per_batch=self.per_batch,
+            held_out=self.held_out,
+            seed=self.seed,
+        )
+        chosen = split.held_out if self.use_held_out else split.calibration
+        place, parts = self.part
+        size = len(chosen.sequences) // parts
+        return replace(chosen, sequences=chosen.sequences[place * size : (place + 1) * size])
+
+
+@dataclass(frozen=True)
+class Served:
+    """Servers in live mode that serve the checkpoint in ``model``."""
+
+    model: Path
+    data: Data
+    urls: tuple[str, ...]
+
+    @contextmanager
+    def open(self) -> Iterator[Setup]:
+        """Reach the servers; several measure several candidates at a time."""
+        from sglang_indexcache.client import Client
+
+        ready = _Ready.read(self.model, self.data)
+        members = [ServedEvaluator(Client(url), ready.calibration) for url in self.urls]
+        yield ready.setup("sglang", members[0] if len(members) == 1 else EvaluatorPool(members))
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """An engine in this process; ``start`` starts it on the checkpoint in ``model``."""
+
+    model: Path
+    data: Data
+    start: Callable[[], AbstractContextManager[LiveEngine]]
+
+    @contextmanager
+    def open(self) -> Iterator[Setup]:
+        """Start the engine, and stop it at the end."""
+        ready = _Ready.read(self.model, self.data)
+        with self.start() as engine:
+            yield ready.setup("sglang", ServedEvaluator(engine, ready.calibration))
+
+
+@dataclass(frozen=True)
+class Local:
+    """The checkpoint in ``model``, run by transformers in the torch dtype of this name."""
+
+    model: Path
+    data: Data
+    dtype: str = "float32"
+
+    @contextmanager
+    def open(self) -> Iterator[Setup]:
+        """Load the model."""
+        from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+
+        ready = _Ready.read(self.model, self.data)
+        evaluator = TransformersEvaluator(self.model, ready.calibration, self.dtype)
+        yield ready.setup(f"transformers {self.dtype}", evaluator)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A made-up landscape of ``layers`` layers, to try a search without a model."""
+
+    layers: int
+    data: Data
+
+    @contextmanager
+    def open(self) -> Iterator[Setup]:
+        """Make it up; of ``data`` only the seed and the number of batches count."""
+        place, parts = self.data.part
+        batches = self.data.batches // parts
+        evaluator = SyntheticEvaluator(self.layers, batches, self.data.seed, place)
+        layers, own = tuple(range(self.layers)), Pattern.full(self.layers)
+        checkpoint = Checkpoint("Synthetic", layers, own, {})
+        model = ModelInfo(name="synthetic", architectures=("Synthetic",), num_layers=self.layers)
+        yield Setup(evaluator, checkpoint, model, evaluator.identity, "made up", self.data.seed)
+
+
+Source = Served | InProcess | Local | Synthetic
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A checkpoint and its data, read and checked."""
+
+    model: Path
+    data: Data
+    checkpoint: Checkpoint
+    digest: str
+    calibration: Calibration
+
+    @classmethod
+    def read(cls, model: Path, data: Data) -> _Ready:
+        checkpoint, digest = Checkpoint.read(model), checkpoint_digest(model)
+        return cls(model, data, checkpoint, digest, data.calibration(model))
+
+    def setup(self, kind: str, evaluator: TokenEvaluator) -> Setup:
+        if evaluator.num_layers != self.checkpoint.num_layers:
+            raise SearchError(
+                f"the engine serves {evaluator.num_layers} layers, the checkpoint in --model has "
+                f"{self.checkpoint.num_layers}: these are two models"
+            )
+        data = self.calibration
+        identity = {"evaluator": kind, "checkpoint": self.digest, "data": data.digest}
+        info = model_info(self.model.resolve().name, self.checkpoint)
+        text = "Python standard library sources"
+        name = text if self.data.path == DEFAULT_DATA else Path(self.data.path).name
+        words = f"{name}, {len(data.batches)} batches of {data.per_batch} x {data.context} tokens"
+        return Setup(evaluator, self.checkpoint, info, identity, words, self.data.seed)

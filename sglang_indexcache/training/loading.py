@@ -1,0 +1,77 @@
+"""The model and the tokenizer that a recipe names, loaded or new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.models import Family
+from sglang_indexcache.support.text import make_tokenizer
+from sglang_indexcache.training.recipe import ModelRecipe
+
+
+def build(
+    recipe: ModelRecipe, seed: int, folder: Path
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in float32 and its tokenizer.
+
+    Args:
+        recipe: what to build.
+        seed: of random weights.
+        folder: where a new tokenizer is kept.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be read.
+    """
+    if recipe.checkpoint is not None:
+        return load(recipe.checkpoint)
+    if not (folder / "tokenizer.json").exists():
+        make_tokenizer(recipe.vocab_size).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return random_model(recipe.family, recipe.config(), tokenizer, seed), tokenizer
+
+
+def random_model(
+    family: Family, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """A model in float32 with random weights.
+
+    Args:
+        family: a trainable one.
+        config: its HF config fields.
+        tokenizer: gives the ids of the end and padding tokens.
+        seed: of the weights.
+    """
+    ends = {
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(seed)
+    made = AutoConfig.for_model(family.model_type, **{**config, **ends})
+    return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A DSA checkpoint in float32 and its tokenizer.
+
+    DeepSeek-V3.2's modelling code in transformers knows no sharing and gives every layer an
+    indexer; those of S layers have no weights in the checkpoint and must not be used.
+
+    Raises:
+        CheckpointError: no readable ``config.json``.
+    """
+    read_config(folder)  # transformers would look for a folder without one on the internet
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder)
