@@ -1,200 +1,171 @@
-"""The demo: the real server twice, every indexer on and then a quarter of them, side by side."""
+"""The demo: two real servers side by side, every indexer on and a quarter of them, in turns."""
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from openai import OpenAI
 from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from sglang_indexcache.bench.environment import busy_cores, environment
+from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.client import Server
-from sglang_indexcache.demo.checkpoints import shipped_checkpoint
-from sglang_indexcache.support.text import machine_text
+from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.demo.findings import Contender, Findings
+from sglang_indexcache.demo.material import Material, Question
+from sglang_indexcache.demo.verdict import MIN_ROUNDS
+from sglang_indexcache.support.files import write_json
 
-PROMPT_CHARACTERS = 15_000
-"""About 6,000 tokens of the demo tokenizer."""
-ANSWER_TOKENS = 48
+PATTERNS = {"all F": "full", "1/4": "1/4"}
 QUESTIONS = 32
-QUESTION_TOKENS = 480
-"""Of each question's document: several times index_topk, as long as the model was trained for."""
-PATTERNS = ("full", "1/4")
+ROUNDS = MIN_ROUNDS
+PROMPT_TOKENS = 4096
+NEW_TOKENS = 32
+POOL_TOKENS = 16384
+"""KV cache of each server: room for all questions at once."""
+GRACE = 1.0
+"""Seconds that a server has to end politely; there is nothing that it must save."""
+INTRODUCTION = (
+    "This serves one small DSA model (12 layers, trained by this project) twice on this machine's "
+    'CPU: once with an indexer in every layer ("all F"), once with a quarter of them ("1/4", a '
+    f"searched pattern). Both answer {QUESTIONS} questions, then both read the same {ROUNDS} long "
+    "prompts in turns. It takes 3 to 5 minutes on two quiet cores. Ctrl-C stops both servers."
+)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A document with facts hidden in source text, that ends by asking for one of them.
-
-    Attributes:
-        prompt: token ids.
-        fact: the line that holds the answer.
-        ending: the prompt's last line.
-        answer: what must follow, one token.
-    """
-
-    prompt: list[int]
-    fact: str
-    ending: str
-    answer: str
-
-
-@dataclass
-class Measurement:
-    """What one server did.
-
-    Attributes:
-        prompt_tokens: of the long prompt, as the server counted them.
-        prefill: seconds to its first token.
-        per_token: seconds per generated token after the first.
-        full_layers: layers that ran their indexer.
-        shared_layers: layers that reused indices.
-        index_k_bytes: index-key bytes per token.
-        right: questions answered rightly.
-    """
-
-    prompt_tokens: int
-    prefill: float
-    per_token: float
-    full_layers: int
-    shared_layers: int
-    index_k_bytes: int
-    right: int
-
-
-def run(folder: Path, console: Console) -> list[Measurement]:
-    """Serve the shipped checkpoint under both patterns and print the comparison.
+def run(folder: Path, console: Console) -> None:
+    """Serve the shipped checkpoint under both patterns and print what that shows.
 
     Args:
-        folder: where the server logs go.
+        folder: for the servers' logs and ``demo.json``; made if missing.
         console: where to print.
+
+    Raises:
+        ServerError: a server did not start or went away.
+        BenchError: an answer from which no time can be read.
     """
-    model = shipped_checkpoint()
-    console.print(f"checkpoint: {model} (12 layers, trained by this project's own trainer)")
-    asked = questions(model, QUESTIONS)
-    results = [_serve(pattern, model, asked, folder, console) for pattern in PATTERNS]
-    console.print(_table(results))
-    return results
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = environment()
+    console.print(INTRODUCTION, highlight=False)
+    with ExitStack() as stack:
+        servers = _start(folder, stack)
+        for server in servers:
+            command = " ".join(["python", *server.command[1:]])
+            console.print(f"\n[dim]{command}[/dim]", highlight=False, soft_wrap=True)
+        console.print()
+        with step(console, "starting both servers"):
+            material = Material(shipped_checkpoint())
+            clients = [server.wait_until_ready() for server in servers]
+        base, other = (Contender(*pair) for pair in zip(PATTERNS, clients, strict=True))
+        asked = material.questions(QUESTIONS)
+        ask([base, other], asked, console)
+        busy = race([base, other], material.prompts(1 + ROUNDS, PROMPT_TOKENS), console)
+        for one in (base, other):
+            one.state = one.client.states()[0]
+    findings = Findings(base, other, asked, PROMPT_TOKENS, busy)
+    record = folder / "demo.json"
+    write_json(record, {"environment": machine.model_dump(), **findings.record()})
+    findings.tell(console)
+    console.print(f"\nEvery sample is in {record}, the servers' logs beside it.", highlight=False)
 
 
-def questions(model: Path, count: int, length: int = QUESTION_TOKENS) -> list[Question]:
-    """Documents of the training tasks that training never saw, made for the model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    from sglang_indexcache.training.data.retrieval import Words, needles
-    from sglang_indexcache.training.data.text import Text
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    words = Words(tokenizer)
-    text = Text.of_machine(tokenizer, 400_000).held_out
-    found = []
-    for number in range(count):
-        document = needles(words, text, length, random.Random(f"demo/{number}"))
-        asked = document.answer.index(True)
-        prompt, answer = document.ids[:asked], tokenizer.decode(document.ids[asked])
-        ending = tokenizer.decode(prompt).splitlines()[-1]
-        fact = ending.replace("?", "#", 1) + answer
-        found.append(Question(prompt, fact, ending, answer))
-    return found
+def ask(contenders: Sequence[Contender], asked: Sequence[Question], console: Console) -> None:
+    """Let every server answer every question, each with one token."""
+    with step(console, f"asking {len(asked)} questions") as say:
+        for one in contenders:
+            say(one.name)
+            replies = one.client.generate(
+                input_ids=[question.prompt for question in asked],
+                sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            )
+            one.said = [reply["text"] for reply in replies]
+        say("both answered")
 
 
-def _serve(
-    pattern: str, model: Path, asked: list[Question], folder: Path, console: Console
-) -> Measurement:
-    arguments = [
-        *("--model-path", str(model)),
-        *("--attention-backend", "indexcache", "--indexcache-pattern", pattern),
-    ]
-    command = f"python -m sglang.launch_server {' '.join(arguments)}"
-    console.print(f"\n[bold]{command}[/bold]", soft_wrap=True)
-    server = Server(arguments, folder / f"server-{pattern.replace('/', '-')}.log")
-    with server, console.status("starting the server ...") as status:
-        server.wait_until_ready(tick=lambda s: status.update(f"starting the server ... {s:.0f} s"))
-        status.stop()
-        for line in server.log.read_text(errors="replace").splitlines():
-            if "IndexCache (" in line:
-                console.print(line, style="dim", markup=False, soft_wrap=True)
-        return _measure(server, asked, console)
+def race(
+    contenders: Sequence[Contender], prompts: Sequence[list[int]], console: Console
+) -> list[float | None]:
+    """Time every server on every prompt but the first, which warms up; one server at a time.
+
+    Each prompt is new to both, so no prefix cache helps. Who goes first changes from round to
+    round, so a machine that gets slower or faster favours nobody.
+
+    Returns:
+        How many cores other programs kept busy before each round; None where that is unknown.
+    """
+    warm_up, *timed = prompts
+    with step(console, "warming up") as say:
+        for one in contenders:
+            say(one.name)
+            stream(one.client, [warm_up], NEW_TOKENS)
+        say("both done")
+    busy = []
+    for number, prompt in enumerate(timed):
+        with step(console, f"round {number + 1} of {len(timed)}") as say:
+            busy.append(busy_cores())
+            for one in contenders if number % 2 == 0 else reversed(contenders):
+                say(f"{one.name} reads {len(prompt)} tokens and writes {NEW_TOKENS}")
+                [answer] = stream(one.client, [prompt], NEW_TOKENS)
+                one.prefill.append(answer.first_token)
+                one.per_token.append(1 / answer.decode_rate)
+            say(", ".join(f"{one.name} {_times(one)}" for one in contenders))
+    return busy
 
 
-def _measure(server: Server, asked: list[Question], console: Console) -> Measurement:
-    client = OpenAI(base_url=f"{server.client.url}/v1", api_key="none", max_retries=0)
-    right = _ask(client, asked, console)  # the first request of a server pays for set-up
-    prompt = "".join(machine_text(PROMPT_CHARACTERS))
-    started = time.perf_counter()
-    arrivals: list[float] = []
-    console.print("a long prompt's continuation: ", end="")
-    usage = 0
-    for text, tokens in _stream(client, prompt, ANSWER_TOKENS):
-        if tokens:
-            usage = tokens
-            continue
-        arrivals.append(time.perf_counter() - started)
-        console.print(text, end="", style="green", markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    state = server.client.states()[0]
-    return Measurement(
-        prompt_tokens=usage,
-        prefill=arrivals[0],
-        per_token=(arrivals[-1] - arrivals[0]) / (len(arrivals) - 1),
-        full_layers=state["full_layers"],
-        shared_layers=state["shared_layers"],
-        index_k_bytes=state["index_k_bytes_per_token"],
-        right=right,
-    )
+@contextmanager
+def step(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` and its seconds while the block runs, and keep a line of it afterwards.
+
+    Yields:
+        A function that adds what is going on to the text; the last addition stays.
+    """
+    started = time.monotonic()
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # no more: the cores are the servers'
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(text)
+        yield lambda more: progress.update(task, description=f"{text}: {more}")
+        text = progress.tasks[task].description
+    console.print(f"{time.monotonic() - started:5.0f} s  {text}", markup=False, highlight=False)
 
 
-def _ask(client: OpenAI, asked: list[Question], console: Console) -> int:
-    """Ask all questions in one request; show the first; return how many answers were right."""
-    reply = client.completions.create(
-        model="default", prompt=[q.prompt for q in asked], max_tokens=1, temperature=0.0
-    )
-    answers = [choice.text for choice in sorted(reply.choices, key=lambda choice: choice.index)]
-    right = sum(answer == q.answer for answer, q in zip(answers, asked, strict=True))
-    console.print(f"a fact hidden in {len(asked[0].prompt)} tokens of source code: ", end="")
-    console.print(f"{asked[0].fact} ... {asked[0].ending}", end="", markup=False, highlight=False)
-    console.print(answers[0], style="green", markup=False, highlight=False)
-    console.print(f"{right} of {len(asked)} such questions answered rightly")
-    return right
+def _times(one: Contender) -> str:
+    return f"{one.prefill[-1]:.2f} s + {1000 * one.per_token[-1]:.0f} ms a token"
 
 
-def _stream(client: OpenAI, prompt: str, tokens: int) -> Iterator[tuple[str, int]]:
-    """The completion in pieces as ``(text, 0)``, then ``("", prompt tokens)``."""
-    stream = client.completions.create(
-        model="default",
-        prompt=prompt,
-        max_tokens=tokens,
-        temperature=0.0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    for chunk in stream:
-        if chunk.usage is not None:
-            yield "", chunk.usage.prompt_tokens
-        elif chunk.choices and chunk.choices[0].text:
-            yield chunk.choices[0].text, 0
+def _start(folder: Path, stack: ExitStack) -> list[Server]:
+    """Start all at once, so that it costs one wait; ``stack`` stops them, whatever happens."""
+    sockets = stack.enter_context(TemporaryDirectory())  # SGLang leaves its own where they are
+    environment = {
+        "TMPDIR": sockets,
+        "CUDA_VISIBLE_DEVICES": "",  # the checkpoint is too narrow for a GPU's kernels
+        "OMP_NUM_THREADS": "1",  # two would wait for each other wherever a core has other work
+    }
+    servers: list[Server] = []
+    stack.callback(_stop, servers)
+    for pattern in PATTERNS.values():
+        arguments = [
+            *("--model-path", str(shipped_checkpoint())),
+            *("--attention-backend", "indexcache", "--indexcache-pattern", pattern),
+            *("--max-total-tokens", str(POOL_TOKENS)),
+        ]
+        log = folder / f"server-{pattern.replace('/', 'of')}.log"
+        servers.append(Server(arguments, log, env=environment))
+        servers[-1].start()
+    return servers
 
 
-def _table(results: list[Measurement]) -> Table:
-    base, cached = results
-    table = Table(title=f"\n{base.prompt_tokens}-token prompt, this machine's CPU")
-    table.add_column("")
-    table.add_column("all F", justify="right")
-    table.add_column(f"{PATTERNS[1]}, searched", justify="right")
-    table.add_column("ratio", justify="right")
-    rows = (
-        ("layers that run their indexer", base.full_layers, cached.full_layers, "d"),
-        ("layers that skip it", base.shared_layers, cached.shared_layers, "d"),
-        ("index-K bytes per token", base.index_k_bytes, cached.index_k_bytes, "d"),
-        ("prefill, s", base.prefill, cached.prefill, ".2f"),
-        ("decode, ms per token", 1e3 * base.per_token, 1e3 * cached.per_token, ".1f"),
-    )
-    for name, first, second, form in rows:
-        ratio = f"{first / second:.2f}x" if second and first else ""
-        table.add_row(name, format(first, form), format(second, form), ratio)
-    table.add_row(f"right answers of {QUESTIONS}", str(base.right), str(cached.right), "")
-    return table
+def _stop(servers: Sequence[Server]) -> None:
+    """All at once; what did not start is left alone."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda server: server.stop(GRACE), servers))

@@ -1,23 +1,200 @@
-"""The demo's questions: each has its answer in the prompt, once, and asks for it at the end."""
+"""The demo without SGLang: whose turn it is, what is told, and that nothing is left running."""
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from sglang_indexcache.demo.checkpoints import shipped_checkpoint
-from sglang_indexcache.demo.run import QUESTION_TOKENS, questions
+import pytest
+from rich.console import Console
+
+from sglang_indexcache.demo import run as demo
+from sglang_indexcache.demo.findings import Contender, Findings
+from sglang_indexcache.demo.material import Question
+from sglang_indexcache.errors import BenchError, ServerError
+
+QUESTIONS = [
+    Question([1, 2, n], f"# name{n} is word{n}", f"? name{n} is", f" word{n}", (f"line {n}",))
+    for n in range(8)
+]
 
 
-def test_questions_can_be_answered_from_their_prompt() -> None:
-    model = shipped_checkpoint()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    found = questions(model, 6)
-    assert found == questions(model, 6)
-    assert len({tuple(question.prompt) for question in found}) == 6
-    for question in found:
-        text = tokenizer.decode(question.prompt)
-        assert text.count(question.fact) == 1
-        assert text.endswith(question.ending)
-        assert question.fact.endswith(question.answer)
-        assert len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) == 1
-        assert 0.9 * QUESTION_TOKENS < len(question.prompt) < QUESTION_TOKENS
+class FakeClient:
+    """Answers as SGLang does; ``calls`` is shared, so it shows the order over all servers."""
+
+    def __init__(self, name: str, calls: list[tuple[str, int]], wrong: int = 0, cached: int = 0):
+        self.name, self.calls, self.wrong, self.cached = name, calls, wrong, cached
+
+    def generate(self, input_ids: list[list[int]], **_: Any) -> list[dict[str, Any]]:
+        words = [f" word{ids[-1]}" for ids in input_ids]
+        return [{"text": "?" if n < self.wrong else word} for n, word in enumerate(words)]
+
+    def stream(
+        self, input_ids: list[list[int]], sampling_params: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        [prompt] = input_ids
+        self.calls.append((self.name, prompt[0]))
+        for token in range(1, sampling_params["max_new_tokens"] + 1):
+            meta = {
+                "prompt_tokens": len(prompt),
+                "cached_tokens": self.cached,
+                "completion_tokens": token,
+                "finish_reason": {"type": "length"},
+            }
+            yield {"meta_info": meta}
+
+    def states(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "pattern": "FSSS",
+                "full_layers": 1,
+                "shared_layers": 3,
+                "index_k_bytes_per_token": 132,
+            }
+        ]
+
+
+class FakeServer:
+    """Started and stopped, in a list that all share."""
+
+    events: list[str]
+    failure: BaseException | None = None
+
+    def __init__(self, arguments: list[str], log: Path, env: dict[str, str]) -> None:
+        self.command = ["serve", *arguments]
+        self.name = arguments[arguments.index("--indexcache-pattern") + 1]
+        self.sockets = Path(env["TMPDIR"])
+
+    def start(self) -> None:
+        self.events.append(f"start {self.name}")
+
+    def wait_until_ready(self) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return FakeClient(self.name, [])
+
+    def stop(self, grace: float) -> None:
+        assert self.sockets.is_dir()  # removed after the servers, not before
+        self.events.append(f"stop {self.name}")
+
+
+class FakeMaterial:
+    def __init__(self, model: Path) -> None:
+        pass
+
+    def questions(self, count: int) -> list[Question]:
+        return QUESTIONS
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [[n, 0, 0] for n in range(count)]
+
+
+def screen() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+def told(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+def contender(name: str, calls: list[tuple[str, int]], **faults: int) -> Contender:
+    return Contender(name, FakeClient(name, calls, **faults))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
+    class Servers(FakeServer):
+        events: list[str] = []  # noqa: RUF012
+
+    monkeypatch.setattr(demo, "Server", Servers)
+    monkeypatch.setattr(demo, "Material", FakeMaterial)
+    monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
+    return Servers
+
+
+def test_servers_take_turns_and_every_prompt_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
+    calls: list[tuple[str, int]] = []
+    both = [contender("a", calls), contender("b", calls)]
+    demo.race(both, [[n, 0] for n in range(4)], screen())
+    warm_up, turns = calls[:2], calls[2:]
+    assert warm_up == [("a", 0), ("b", 0)]
+    assert turns == [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
+    assert [len(one.prefill) for one in both] == [len(one.per_token) for one in both] == [3, 3]
+
+
+def test_a_cached_prompt_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
+    with pytest.raises(BenchError, match="from its cache"):
+        demo.race([contender("a", [], cached=2)], [[0, 0, 0], [1, 0, 0]], screen())
+
+
+def test_the_whole_demo(tmp_path: Path, fakes: type[FakeServer]) -> None:
+    console = screen()
+    demo.run(tmp_path / "new" / "folder", console)
+    assert fakes.events[:2] == ["start full", "start 1/4"]
+    assert sorted(fakes.events[2:]) == ["stop 1/4", "stop full"]
+    record = json.loads((tmp_path / "new" / "folder" / "demo.json").read_text())
+    assert [len(server["prefill"]) for server in record["servers"]] == [demo.ROUNDS] * 2
+    assert [server["name"] for server in record["servers"]] == list(demo.PATTERNS)
+    assert record["environment"]["versions"]["python"]
+    assert record["answers"]["both"] == len(QUESTIONS)
+    for words in ("3 to 5 minutes", "round 6 of 6", '✓ 1/4 says "word0"', "demo.json"):
+        assert words in told(console)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ServerError("it ended")])
+def test_both_servers_are_stopped_whatever_happens(
+    tmp_path: Path, fakes: type[FakeServer], failure: BaseException
+) -> None:
+    fakes.failure = failure
+    with pytest.raises(type(failure)):
+        demo.run(tmp_path, screen())
+    assert fakes.events[:2] == ["start full", "start 1/4"]
+    assert sorted(fakes.events[2:]) == ["stop 1/4", "stop full"]
+
+
+def findings(wrong: int, ratios: tuple[float, ...]) -> Findings:
+    base, other = contender("all F", []), contender("1/4", [], wrong=wrong)
+    demo.ask([base, other], QUESTIONS, screen())
+    for one in (base, other):
+        one.state = one.client.states()[0]
+    base.prefill, other.prefill = list(ratios), [1.0] * len(ratios)
+    base.per_token = other.per_token = [0.05] * len(ratios)
+    return Findings(base, other, QUESTIONS, 4096, [0.1] * len(ratios))
+
+
+def words(of: Findings) -> str:
+    console = screen()
+    of.tell(console)
+    return told(console)
+
+
+def test_the_first_question_that_both_answered_rightly_is_shown() -> None:
+    assert "Question 1 of 8" in words(findings(0, (2.0,) * 6))
+    assert "Question 3 of 8" in words(findings(2, (2.0,) * 6))
+    assert '✗ 1/4 says "?"' in words(findings(8, (2.0,) * 6))
+
+
+def test_what_a_difference_in_answers_means_is_told() -> None:
+    assert "never differ" in words(findings(0, (2.0,) * 6))
+    assert "in 50.0% of such demos: no difference shown" in words(findings(2, (2.0,) * 6))
+    assert "in 0.8% of such demos only" in words(findings(8, (2.0,) * 6))
+
+
+def test_times_are_told_as_the_rule_allows() -> None:
+    steady = words(findings(0, (2.0, 2.1, 2.2, 2.0, 2.1, 2.2)))
+    assert "Prefill: 2.10x (2.00x to 2.20x). Decode: no difference shown" in steady
+    wild = words(findings(0, (2.0, 2.1, 9.0, 2.0, 2.1, 2.2)))
+    assert "Prefill: 2.00x to 9.00x, too unsteady for one number" in wild
+
+
+def test_a_busy_machine_is_told() -> None:
+    quiet = findings(0, (2.0,) * 6)
+    assert "Other programs" not in words(quiet)
+    quiet.busy[3] = 1.7
+    assert "Other programs kept up to 1.7 of" in words(quiet)

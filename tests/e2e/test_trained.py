@@ -9,8 +9,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from sglang_indexcache.demo.checkpoints import shipped_checkpoint
-from sglang_indexcache.demo.run import questions
+from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.demo.material import Material
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.recipe import Recipe, shipped_recipes
 from sglang_indexcache.training.trainer import Trainer
@@ -49,7 +49,7 @@ def test_shipped_checkpoint_is_served_like_transformers(serve: Serve, text: str)
     """Trained weights, and documents several times as long as what is selected."""
     checkpoint, pattern = shipped_checkpoint(), Pattern(text)
     oracle = Oracle(checkpoint, torch.float32)
-    prompts = [question.prompt for question in questions(checkpoint, 4)]
+    prompts = [question.prompt for question in Material(checkpoint).questions(4, length=480)]
     with serve(checkpoint, "--dtype", "float32", "--indexcache-pattern", text) as client:
         assert client.states()[0]["pattern"] == text
         for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):

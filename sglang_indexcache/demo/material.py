@@ -1,0 +1,75 @@
+"""What the demo asks: facts hidden in source code, and long prompts of it to time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from sglang_indexcache.training.data.retrieval import Words, needles
+from sglang_indexcache.training.data.text import Text
+
+QUESTION_TOKENS = 256
+"""Of each question's document: four times what a layer selects."""
+TEXT_CHARACTERS = 1_000_000
+SHORTEST_WORD = 4
+"""Letters, so that a person sees a word; the model knows shorter ones too."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A document with facts hidden in source code, that ends by asking for one of them.
+
+    Attributes:
+        prompt: token ids.
+        fact: the line that holds the answer.
+        ending: the prompt's last line.
+        answer: what must follow, one token.
+        place: the fact's line with its neighbours, two above and two below.
+    """
+
+    prompt: list[int]
+    fact: str
+    ending: str
+    answer: str
+    place: tuple[str, ...]
+
+
+class Material:
+    """The Python standard library's source code, in the tokens of a model.
+
+    Args:
+        model: folder of the checkpoint.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._text = Text.of_machine(self._tokenizer, TEXT_CHARACTERS)
+        self._words = Words(self._tokenizer)
+        self._words.names = self._readable(self._words.names)
+        self._words.values = self._readable(self._words.values)
+
+    def questions(self, count: int, length: int = QUESTION_TOKENS) -> list[Question]:
+        """``count`` different ones, of files that training never saw; the same on every call."""
+        return [self._question(random.Random(f"demo/{n}"), length) for n in range(count)]
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """``count`` prompts of ``length`` tokens, none of which begins like another."""
+        text = self._text.train
+        step = (len(text) - length) // count
+        return [text[n * step : n * step + length].tolist() for n in range(count)]
+
+    def _question(self, draw: random.Random, length: int) -> Question:
+        document = needles(self._words, self._text.held_out, length, draw)
+        asked = document.answer.index(True)
+        prompt, answer = document.ids[:asked], self._tokenizer.decode(document.ids[asked])
+        lines = self._tokenizer.decode(prompt).split("\n")
+        fact = lines[-1].replace("?", "#", 1) + answer
+        line = lines.index(fact)
+        place = tuple(lines[max(0, line - 2) : line + 3])
+        return Question(prompt, fact, lines[-1], answer, place)
+
+    def _readable(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if len(self._tokenizer.decode([i]).strip()) >= SHORTEST_WORD]
