@@ -3,57 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.library import Citation, Entry, Method, ModelInfo, Quality
-from sglang_indexcache.models import RECOGNISED_BY
+from sglang_indexcache.library import Citation, Entry, Method, Quality
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.support.files import write_whole
+from sglang_indexcache.support.provenance import versions
 
 _LOSS = "calibration loss, nats per token (lower is better)"
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Everything about a search that is not its result.
-
-    Attributes:
-        name: prefix of the entries' names.
-        model: for which model the patterns are.
-        data: calibration data in words.
-        identity: hashes of checkpoint and data, and the evaluator.
-        versions: of the software.
-        seed: of the data's shuffle.
-    """
-
-    name: str
-    model: ModelInfo
-    data: str
-    identity: Mapping[str, Any]
-    versions: Mapping[str, str]
-    seed: int
-
-
-def model_info(name: str, checkpoint: Checkpoint) -> ModelInfo:
-    """How the pattern library recognises ``checkpoint``."""
-    return ModelInfo(
-        name=name,
-        architectures=(checkpoint.architecture,),
-        num_layers=checkpoint.num_layers,
-        shape={key: checkpoint.shape[key] for key in RECOGNISED_BY if key in checkpoint.shape},
-        note="Recognised by its shape; other weights of the same shape need a search of their own.",
-    )
-
-
-def entry(search: Search, found: Found, origin: Provenance) -> Entry:
+def entry(search: Search, found: Found, origin: Setup) -> Entry:
     """The library entry of one mark. Holds no times: the same search gives the same file."""
     retention = found.mark.label
     uniform = found.baselines.get("uniform")
@@ -82,11 +48,11 @@ def entry(search: Search, found: Found, origin: Provenance) -> Entry:
     )
 
 
-def _details(search: Search, found: Found, origin: Provenance) -> dict[str, Any]:
+def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
     details: dict[str, Any] = {
         **origin.identity,
         "seed": origin.seed,
-        "versions": dict(origin.versions),
+        "versions": versions(),
         "loss_standard_error": _number(found.standard_error),
         "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
         "loss_curve": [_curve_point(step) for step in search.path],
@@ -118,14 +84,14 @@ def write_entry(item: Entry, folder: Path) -> Path:
     return path
 
 
-def summary(search: Search, origin: Provenance) -> dict[str, Any]:
+def summary(search: Search, origin: Setup) -> dict[str, Any]:
     """The whole search as plain data, complete or not."""
     return {
         "complete": search.is_complete,
         "name": origin.name,
         "method": search.options.in_words(),
         "identity": dict(origin.identity),
-        "versions": dict(origin.versions),
+        "versions": versions(),
         "data": origin.data,
         "seed": origin.seed,
         "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from sglang_indexcache.library import Entry
-from sglang_indexcache.search.entries import Provenance, entry, summary, write_entry
+from sglang_indexcache.search.entries import entry, summary, write_entry
 from sglang_indexcache.search.figures import draw_losses
 from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Mark
 from sglang_indexcache.support.files import write_json
 
@@ -23,10 +24,10 @@ class OutputFolder:
     Args:
         folder: where.
         search: the one that is reported.
-        origin: its provenance.
+        origin: what it measures with, and the prefix of the patterns' names.
     """
 
-    def __init__(self, folder: Path, search: Search, origin: Provenance) -> None:
+    def __init__(self, folder: Path, search: Search, origin: Setup) -> None:
         self._folder, self._search, self._origin = folder, search, origin
         self._plotted = 0.0
 

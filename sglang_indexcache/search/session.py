@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -51,7 +52,7 @@ def run_search(
     with _sigterm_interrupts(), Journal(output / "journal.jsonl", setup.identity) as journal:
         ledger = Ledger(setup.evaluator, journal)
         search = Search(ledger, constraints, targets, options)
-        folder = OutputFolder(output, search, setup.provenance(name))
+        folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
         total = search.expected_tokens
         if journal.records:
             console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")

@@ -13,14 +13,14 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library, ModelInfo
+from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
-from sglang_indexcache.search.entries import Provenance, model_info
 from sglang_indexcache.search.evaluator import Evaluator, TokenEvaluator
 from sglang_indexcache.search.evaluators.pool import EvaluatorPool
 from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.support.provenance import checkpoint_digest, versions
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Setup:
         evaluator: measures.
         checkpoint: what is measured, as far as patterns are concerned.
         model: for the pattern library.
+        name: prefix of the names of the patterns that are found.
         identity: hashes and kind of evaluator; a journal belongs to one identity.
         data: the data in words.
         seed: of the data's shuffle.
@@ -39,6 +40,7 @@ class Setup:
     evaluator: Evaluator
     checkpoint: Checkpoint
     model: ModelInfo
+    name: str
     identity: Mapping[str, str]
     data: str
     seed: int
@@ -57,11 +59,6 @@ class Setup:
     def resolve(self, value: str) -> Pattern:
         """A pattern in any form that :meth:`Library.resolve` takes."""
         return Library.default().resolve(value, self.checkpoint).pattern
-
-    def provenance(self, name: str = "") -> Provenance:
-        """For the files that a search writes."""
-        prefix = name or self.model.name
-        return Provenance(prefix, self.model, self.data, self.identity, versions(), self.seed)
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,8 @@ class Synthetic:
         layers, own = tuple(range(self.layers)), Pattern.full(self.layers)
         checkpoint = Checkpoint("Synthetic", layers, own, {})
         model = ModelInfo(name="synthetic", architectures=("Synthetic",), num_layers=self.layers)
-        yield Setup(evaluator, checkpoint, model, evaluator.identity, "made up", self.data.seed)
+        facts = (evaluator.identity, "made up", self.data.seed)
+        yield Setup(evaluator, checkpoint, model, model.name, *facts)
 
 
 Source = Served | InProcess | Local | Synthetic
@@ -218,8 +216,20 @@ class _Ready:
             )
         data = self.calibration
         identity = {"evaluator": kind, "checkpoint": self.digest, "data": data.digest}
-        info = model_info(self.model.resolve().name, self.checkpoint)
+        info = _model_info(self.model.resolve().name, self.checkpoint)
         text = "Python standard library sources"
         name = text if self.data.path == DEFAULT_DATA else Path(self.data.path).name
         words = f"{name}, {len(data.batches)} batches of {data.per_batch} x {data.context} tokens"
-        return Setup(evaluator, self.checkpoint, info, identity, words, self.data.seed)
+        facts = (identity, words, self.data.seed)
+        return Setup(evaluator, self.checkpoint, info, info.name, *facts)
+
+
+def _model_info(name: str, checkpoint: Checkpoint) -> ModelInfo:
+    """How the pattern library recognises ``checkpoint``."""
+    return ModelInfo(
+        name=name,
+        architectures=(checkpoint.architecture,),
+        num_layers=checkpoint.num_layers,
+        shape={key: checkpoint.shape[key] for key in RECOGNISED_BY if key in checkpoint.shape},
+        note="Recognised by its shape; other weights of the same shape need a search of their own.",
+    )
