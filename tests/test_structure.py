@@ -32,10 +32,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "pattern"}, set()),
     "library": (BASE, SMALL),
     "client": ({"errors"}, {"httpx"}),
+    "hf": (BASE, SMALL),
     "support": (BASE, TABLES | {"matplotlib"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
     "search": (
-        BASE | {"client", "demo.model", "support"},
+        BASE | {"client", "demo.model", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (
