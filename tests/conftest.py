@@ -27,7 +27,7 @@ NEEDS = {
         "serving/test_seams.py",
         "serving/test_settings.py",
     ),
-    # Not everywhere does torch bring it.
+    # It is for Linux only.
     "triton": ("kernels/test_triton.py", "kernels/test_triton_compiles.py"),
 }
 
