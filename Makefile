@@ -2,36 +2,53 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.sglang-indexcache
+# Two marks in it: all there is, with SGLang; and what suffices without.
+FULL := $(VENV)/.sglang-indexcache
+SMALL := $(VENV)/.sglang-indexcache-small
 
-.PHONY: help demo test check clean
+.PHONY: help demo test test-fast check full clean
 
 help:
-	@echo "make demo    serve a small model with all and with a quarter of its indexers, side by side"
-	@echo "make test    run the tests"
-	@echo "make check   ruff and mypy"
-	@echo "make clean   remove what the above made, but the virtual environment"
+	@echo "make demo       serve a small model with all and with a quarter of its indexers"
+	@echo "make test       run the tests"
+	@echo "make test-fast  run the tests that need no SGLang, without installing it"
+	@echo "make check      ruff and mypy, without installing SGLang"
+	@echo "make full       install everything, SGLang included"
+	@echo "make clean      remove what the above made, but the virtual environment"
 
-demo: $(INSTALLED)
+demo: $(FULL)
 	$(BIN)/indexcache demo run
 
-test: $(INSTALLED)
+test: $(FULL)
 	# The servers' tests want the whole machine; the others do not.
 	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile --durations 15
 	$(BIN)/python -m pytest -m e2e --durations 15
 
-check: $(INSTALLED)
+test-fast: $(SMALL)
+	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile
+
+check: $(SMALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "error: Python 3.10 or later is needed; say which with: make PYTHON=python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+full: $(FULL)
+
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "error: Python 3.11 or later is needed; say which with: make PYTHON=python3.11"; exit 1; }
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --upgrade pip
+$(BIN)/python -m pip install --quiet --editable
+endef
+
+$(FULL): pyproject.toml
 	@echo "installing SGLang and its dependencies: about 11 GB and a few minutes, once"
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(install) '.[dev]'
+	touch $@ $(SMALL)
+
+$(SMALL): pyproject.toml
+	$(install) '.[search,train,test]'
 	touch $@
 
 clean:

@@ -1,7 +1,62 @@
-"""IndexCache for SGLang: let most DSA layers reuse the top-k indices of an earlier layer.
+"""IndexCache: let most DSA layers reuse the top-k indices of an earlier layer.
 
-Start with ``pattern.py`` (which layer reuses which), ``serving/index_buffer.py`` (the indices in
-flight) and ``serving/cpu/backend.py`` (the whole method in one readable backend).
+DeepSeek Sparse Attention runs a small indexer in every layer. A *pattern* such as ``FSSS...`` says
+which layers keep theirs (F) and which reuse the indices of the nearest F layer before them (S).
+
+Who skips: on a transformers model :func:`share` does. On a server SGLang itself does, because
+``serving/settings.py`` (``Plan.hf_overrides``) rewrites the model's config before it is built; this
+package decides the pattern, checks it, and carries the indices where SGLang does not
+(``serving/index_buffer.py``: live mode, hybrid models, two-batch overlap).
+
+To read the method, take this order: ``pattern.py`` (which layer reuses which), ``hf.py`` (the
+method on a model in Python), ``serving/settings.py`` (what a server is told), and
+``serving/cpu/backend.py`` (a whole backend).
+
+The public names are loaded when they are first used, so importing this package costs nothing:
+
+- :class:`Pattern`: an F/S string, checked; :class:`Library`: the patterns that ship with the
+  package; :class:`Checkpoint`: what a model's config says about its indexers.
+- :func:`share`: run a transformers model under a pattern. It needs torch and transformers.
+- :func:`distillation_loss`: train an indexer for the layers that it serves. It needs torch.
+- :class:`Client`: talk to a server that runs IndexCache.
+- :class:`IndexCacheError`: the base of every error about bad input.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Checkpoint": "checkpoint",
+    "Client": "client",
+    "IndexCacheError": "errors",
+    "Library": "library",
+    "Pattern": "pattern",
+    "distillation_loss": "training.losses",
+    "share": "hf",
+}
+"""The public names, and where they live; below, the same for type checkers."""
+
+__all__ = tuple(_MODULES)
+
+if TYPE_CHECKING:
+    from sglang_indexcache.checkpoint import Checkpoint as Checkpoint
+    from sglang_indexcache.client import Client as Client
+    from sglang_indexcache.errors import IndexCacheError as IndexCacheError
+    from sglang_indexcache.hf import share as share
+    from sglang_indexcache.library import Library as Library
+    from sglang_indexcache.pattern import Pattern as Pattern
+    from sglang_indexcache.training.losses import distillation_loss as distillation_loss
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

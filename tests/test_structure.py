@@ -33,10 +33,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "models", "pattern"}, set()),
     "library": (BASE, SMALL),
     "client": ({"errors"}, {"httpx"}),
+    "hf": (BASE, SMALL),
     "support": (BASE, TABLES | {"matplotlib", "tokenizers", "transformers"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
     "search": (
-        BASE | {"client", "support"},
+        BASE | {"client", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (

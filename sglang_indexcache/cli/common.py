@@ -21,9 +21,9 @@ EXTRAS = {
     "bench": "search",
     "train": "train",
     "kernels": "serve",
-    "demo": "all",
+    "demo": "serve",
 }
-"""Which extra of the package brings what a command group needs."""
+"""Which extra of the package brings what a command group needs, but for SGLang itself."""
 
 CONTEXTS = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)"
 
@@ -63,13 +63,20 @@ class Reporting(TyperGroup):
         except IndexCacheError as error:
             message = str(error)
         except ModuleNotFoundError as error:
-            extra = EXTRAS.get(ctx.invoked_subcommand or "", "all")
-            message = (
-                f"this command needs {(error.name or str(error)).partition('.')[0]}, which is not "
-                f"installed: pip install 'sglang-indexcache[{extra}]'"
-            )
+            package = (error.name or str(error)).partition(".")[0]
+            if package == "sglang_indexcache":
+                raise
+            message = _missing(package, ctx.invoked_subcommand)
         typer.secho(f"indexcache: error: {message}", err=True, fg="red")
         raise typer.Exit(1)
+
+
+def _missing(package: str, group: str | None) -> str:
+    extra = "serve" if package == "sglang" else EXTRAS.get(group or "", "all")
+    return (
+        f"this command needs {package}, which is not installed: "
+        f"pip install 'sglang-indexcache[{extra}]'"
+    )
 
 
 def group(help: str) -> typer.Typer:

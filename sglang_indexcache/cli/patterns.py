@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,16 +30,15 @@ def list_patterns(
     entries = list(library.entries.values())
     if model is not None:
         entries = library.for_checkpoint(Checkpoint.read(model))
-    table = Table("name", "model", "layers", "F", "retention", "found by", box=SIMPLE)
-    table.columns[0].no_wrap = True
+    table = Table("name", "model", "kept", "found by", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
     for entry in entries:
         table.add_row(
             entry.name,
             entry.model.name,
-            str(entry.model.num_layers),
-            str(entry.full_layers),
-            entry.retention,
-            entry.method.name,
+            f"{entry.full_layers} of {entry.model.num_layers} ({entry.retention})",
+            re.split(r"[,(]", entry.method.name)[0].strip(),  # `show` has the whole
         )
     out.print(table if entries else "no pattern in the library fits this checkpoint")
 
@@ -103,7 +103,8 @@ def draw_patterns(
         typer.Option(help="The checkpoint that full, uniform:1/4 and ratios are for."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A .png or .svg file to write.")
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for a picture, patterns.png."),
     ] = None,
 ) -> None:
     """Draw which layer serves which, in the terminal or as a picture."""
@@ -117,8 +118,10 @@ def draw_patterns(
     from sglang_indexcache.support.drawing import to_image
 
     titled = [("" if str(pattern) == title else title, pattern) for title, pattern in drawn]
-    to_image(titled, output)
-    typer.echo(f"wrote {output}")
+    output.mkdir(parents=True, exist_ok=True)
+    picture = output / "patterns.png"
+    to_image(titled, picture)
+    typer.echo(f"wrote {picture}")
 
 
 def _drawing(pattern: Pattern, title: str) -> Any:

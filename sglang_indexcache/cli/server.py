@@ -16,8 +16,9 @@ app = group("Ask what a server would do, look at a running one, switch its patte
 def doctor_command(context: typer.Context) -> None:
     """Say what a server started with these flags would do, without loading weights.
 
-    Takes the flags of `python -m sglang.launch_server`, for example: indexcache server doctor
-    --model-path MODEL --attention-backend indexcache --indexcache-pattern 1/4
+    It takes the flags of `python -m sglang.launch_server`, for example: indexcache server doctor
+    --model-path MODEL --indexcache-pattern 1/4. Where SGLang is not installed, it reads the
+    checkpoint's config and checks the pattern alone.
     """
     from sglang_indexcache.serving.doctor import examine
 
@@ -27,7 +28,7 @@ def doctor_command(context: typer.Context) -> None:
 
 @app.command("show")
 def live_show(url: UrlOption = "http://127.0.0.1:30000") -> None:
-    """Show the pattern in effect and what the layers did so far."""
+    """Show a running server's pattern and what its layers did so far."""
     from sglang_indexcache.client import Client
 
     _print_states(Client(url).states())
@@ -35,7 +36,7 @@ def live_show(url: UrlOption = "http://127.0.0.1:30000") -> None:
 
 @app.command("set")
 def live_set(
-    pattern: Annotated[str, typer.Argument(help="As for --indexcache-pattern.")],
+    pattern: Annotated[str, typer.Argument(help="As --indexcache-pattern takes it.")],
     url: UrlOption = "http://127.0.0.1:30000",
 ) -> None:
     """Replace the pattern of a server that runs in live mode."""

@@ -1,27 +1,37 @@
 """``indexcache server doctor``: what a server with these flags would do, without loading weights.
 
-It runs the very resolution that the server runs, so it cannot disagree with it.
+It runs the very resolution that the server runs, so it cannot disagree with it. Where SGLang is
+not installed it reads the checkpoint's config, and says that the flags were not looked at.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import json
 import logging
 import warnings
-from collections.abc import Sequence
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.serving.cuda.choice import choose
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, Checkpoint
+from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.library import Library, names
 from sglang_indexcache.serving.features import FEATURES
-from sglang_indexcache.serving.settings import BACKEND_NAME, Plan
+from sglang_indexcache.serving.settings import (
+    BACKEND_NAME,
+    OPTIONS,
+    Plan,
+    Request,
+    make_plan,
+)
 from sglang_indexcache.support.drawing import to_terminal
 
 
@@ -35,11 +45,11 @@ def examine(arguments: Sequence[str], console: Console) -> bool:
     Returns:
         Whether such a server would start.
     """
-    arguments = [*arguments, "--log-level", "critical"]
-    if not any("attention-backend" in argument for argument in arguments):
-        arguments += ["--attention-backend", BACKEND_NAME]
     try:
-        server_args = _resolve(arguments)
+        if importlib.util.find_spec("sglang") is None:
+            _print_config(arguments, console)
+        else:
+            _print(_resolve(arguments), console)
     except SystemExit as usage:  # argparse has said what is wrong with the flags
         console.print(f"[red]problem[/red]  {usage.code}", soft_wrap=True, highlight=False)
         return False
@@ -49,12 +59,45 @@ def examine(arguments: Sequence[str], console: Console) -> bool:
     except (ValueError, AssertionError, OSError) as error:
         console.print(f"[red]problem[/red]  SGLang refuses: {error}", soft_wrap=True)
         return False
-    _print(server_args, console)
     return True
 
 
-def _resolve(arguments: list[str]) -> Any:
+def _print_config(arguments: Sequence[str], console: Console) -> None:
+    """What the checkpoint's config alone tells."""
+    parser = ArgumentParser(add_help=False, exit_on_error=False)
+    parser.register("type", "JSON", json.loads)  # so does argparse name it in its error
+    parser.add_argument("--model-path", "--model", type=Path)
+    parser.add_argument("--json-model-override-args", type="JSON", default={})
+    for option in OPTIONS:
+        parser.add_argument(option.flag)
+    try:
+        given, _ = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise SettingsError(str(error)) from error
+    if given.model_path is None:
+        raise SettingsError("say which checkpoint: --model-path FOLDER")
+    request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
+    checkpoint, library = Checkpoint.read(given.model_path), Library.default()
+    plan = make_plan(request, checkpoint, given.json_model_override_args, library)
+    facts = [
+        *_facts(plan, given.model_path, checkpoint.shape),
+        ("library", names(library.for_checkpoint(checkpoint)) or "no pattern for this model"),
+    ]
+    _print_plan(plan, facts, console)
+    console.print(
+        "SGLang is not installed, so only the checkpoint and the pattern were checked. To check "
+        "the server's flags as well: pip install 'sglang-indexcache[serve]'",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+
+
+def _resolve(arguments: Sequence[str]) -> Any:
     """Parse and resolve like the server, without its log lines and warnings."""
+    arguments = [*arguments, "--log-level", "critical"]
+    if not any("attention-backend" in argument for argument in arguments):
+        arguments += ["--attention-backend", BACKEND_NAME]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     said = io.StringIO()
@@ -84,33 +127,49 @@ def _print(server_args: Any, console: Console) -> None:
     config = model.hf_config
     plan = Plan.from_hf_config(config)
     assert plan is not None, "the resolution writes a plan or raises"
-    facts = Table.grid(padding=(0, 2))
-    for name, value in (
-        ("model", f"{cfg.model_path} ({plan.architecture})"),
-        ("indexers", f"{len(plan.layer_ids)} layers, {config.index_n_heads} heads, "
-                     f"top {config.index_topk}"),
-        ("checkpoint", _own_sharing(plan)),
-        ("pattern", f"from {plan.source}"),
-        ("mode", plan.mode),
+    facts = [
+        *_facts(plan, cfg.model_path, config.to_dict()),
         ("index-K saved", _saved(plan, cfg, model.context_len)),
         ("runs on", "the CPU reference platform" if cfg.device == "cpu" else cfg.device),
         *_kernels(plan, cfg, model),
-    ):  # fmt: skip
-        facts.add_row(f"[bold]{name}[/bold]", value)
-    console.print(facts)
-    console.print()
-    console.print(to_terminal(plan.pattern))
-    console.print()
+    ]
+    _print_plan(plan, facts, console)
     console.print(_features(cfg, plan))
     if plan.advice:
         console.print(f"[yellow]advice[/yellow]  {plan.advice}", soft_wrap=True, highlight=False)
     console.print("[green]no problem found[/green]")
 
 
+def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tuple[str, str]]:
+    indexers = (
+        f"{len(plan.layer_ids)} layers, {shape['index_n_heads']} heads, top {shape['index_topk']}"
+    )
+    return [
+        ("model", f"{model} ({plan.architecture})"),
+        ("indexers", indexers),
+        ("checkpoint", _own_sharing(plan)),
+        ("pattern", f"from {plan.source}"),
+        ("mode", plan.mode),
+    ]
+
+
+def _print_plan(plan: Plan, facts: Sequence[tuple[str, str]], console: Console) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(f"[bold]{name}[/bold]", value)
+    console.print(table)
+    console.print()
+    console.print(to_terminal(plan.pattern))
+    console.print()
+
+
 def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
     """A row for each operation, where the user asked for other kernels than SGLang's."""
     if plan.kernels == "engine":
         return []
+    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.serving.cuda.choice import choose
+
     return [("kernel", str(r)) for r in choose(plan.kernels, cfg, model, Machine.here())]
 
 

@@ -1,6 +1,9 @@
 """The ``indexcache`` command, without a server."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from typer.testing import CliRunner
 
 from sglang_indexcache import __version__
 from sglang_indexcache.cli import app
+from sglang_indexcache.cli.common import _missing
 from sglang_indexcache.library import Library
 
 runner = CliRunner()
@@ -34,6 +38,25 @@ def test_list_shows_every_pattern() -> None:
     output = run("patterns", "list")
     for name in Library.default().entries:
         assert name in output
+
+
+def test_list_fits_80_columns() -> None:
+    """In a process of its own: the width is read once."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "sglang_indexcache.cli", "patterns", "list"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    ).stdout
+    entries = Library.default().entries.values()
+    rows = {line.split()[0]: line for line in listed.splitlines() if line.strip()}
+    assert max(map(len, listed.splitlines())) <= 80
+    for entry in entries:
+        for text in (entry.model.name, f"{entry.full_layers} of", entry.retention):
+            assert text in rows[entry.name]
+        assert rows[entry.name].rstrip().endswith("greedy")
+    assert len(rows) == len(entries) + 2  # a head and a rule
 
 
 def test_list_for_a_model(tmp_path: Path) -> None:
@@ -105,13 +128,33 @@ def test_draw_takes_every_form_of_a_pattern(tmp_path: Path) -> None:
         assert "depends on the model" in fail("patterns", "draw", value)
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_draw_a_picture(tmp_path: Path, suffix: str, magic: bytes) -> None:
-    path = tmp_path / f"p.{suffix}"
-    run("patterns", "draw", "glm-5-1of4", "FSSFS", "-o", str(path))
-    content = path.read_bytes()
-    assert content.startswith(magic)
+def test_draw_a_picture(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    assert "patterns.png" in run("patterns", "draw", "glm-5-1of4", "FSSFS", "-o", str(folder))
+    content = (folder / "patterns.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
     assert len(content) > 5000
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    output = fail("patterns", "draw", "FSS", "-o", "anywhere")
+    assert "needs matplotlib" in output
+    assert "pip install 'sglang-indexcache[search]'" in output
+
+
+@pytest.mark.parametrize(
+    ("package", "group", "extra"),
+    [
+        ("torch", "train", "train"),
+        ("torch", "kernels", "serve"),
+        ("numpy", "search", "search"),
+        ("sglang", "search", "serve"),
+        ("httpx", None, "all"),
+    ],
+)
+def test_extras_by_command(package: str, group: str | None, extra: str) -> None:
+    assert f"pip install 'sglang-indexcache[{extra}]'" in _missing(package, group)
 
 
 def test_live_without_a_server() -> None:

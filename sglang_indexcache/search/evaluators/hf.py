@@ -1,15 +1,13 @@
 """The reference evaluator: the checkpoint in transformers, one process, CPU or one GPU.
 
-Every layer keeps its indexer; a switch in front of it decides per forward whether it runs or hands
-on what the layer before used. Layers below the first difference to an earlier run of the same
-sequence are not run again: their outputs are kept.
+Patterns are put into effect by :func:`sglang_indexcache.hf.share`. Layers below the first
+difference to an earlier run of the same sequence are not run again: their outputs are kept.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.hf import Sharing, share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluator import BatchLosses, Floats
@@ -83,21 +82,6 @@ class TransformersEvaluator:
         self._layer_tokens = 0
         self._kept: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
         self._arguments: dict[int, dict[str, Any]] = {}
-        self._pattern = self.own
-        self._held = torch.empty(0)
-        for number, layer in enumerate(self._layers):
-            if layer.self_attn.indexer is not None:
-                self._put_switch_before(number, layer.self_attn.indexer)
-
-    def _put_switch_before(self, number: int, indexer: Any) -> None:
-        select = indexer.forward
-
-        def switched(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if self._pattern.is_full(number):
-                self._held = select(*args, **kwargs)
-            return self._held
-
-        indexer.forward = switched
 
     # -- losses -------------------------------------------------------------------------------
 
@@ -135,29 +119,22 @@ class TransformersEvaluator:
         if nearest is not None and start == self.num_layers:
             return nearest
         run = _Run(pattern)
-        with torch.no_grad(), self._obeying(pattern):
+        with torch.no_grad(), share(self._model, pattern) as sharing:
             if nearest is None:
                 hidden = self._begin(ids)
             else:
                 run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
                 hidden = nearest.hidden[start]
-                self._held = run.indices[-1]
+                _hold(sharing, pattern.source_of(start - 1), run.indices[-1])
             for number in range(start, self.num_layers):
                 run.hidden.append(hidden)
-                hidden = self._layer(number, hidden, len(ids))
-                run.indices.append(self._held)
+                hidden = self._layer(number, hidden, len(ids), sharing)
+                assert sharing.indices is not None
+                run.indices.append(sharing.indices)
             run.hidden.append(hidden)
         self._layer_tokens += len(ids) * (self.num_layers - start)
         self._keep(kept, run)
         return run
-
-    @contextmanager
-    def _obeying(self, pattern: Pattern) -> Iterator[None]:
-        self._pattern = pattern
-        try:
-            yield
-        finally:
-            self._held = torch.empty(0)
 
     def _begin(self, ids: tuple[int, ...]) -> torch.Tensor:
         """Layer 0's input; learns what else the model passes to its layers at this length."""
@@ -186,10 +163,12 @@ class TransformersEvaluator:
         seen.pop("prev_topk_indices", None)
         return seen
 
-    def _layer(self, number: int, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    def _layer(
+        self, number: int, hidden: torch.Tensor, length: int, sharing: Sharing
+    ) -> torch.Tensor:
         arguments = dict(self._arguments[length])
         if self._layers[number].self_attn.indexer is None:
-            arguments["prev_topk_indices"] = self._held
+            arguments["prev_topk_indices"] = sharing.indices
         output = self._layers[number](hidden, **arguments)
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
@@ -231,31 +210,29 @@ class TransformersEvaluator:
     def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
         run = self.run(self.own, ids)
         found = np.eye(self.num_layers)
-        with torch.no_grad():
+        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
+        with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
-                outputs = [
-                    self._core_output(layer, run.hidden[layer], run.indices[j], len(ids))
-                    for j in range(layer + 1)
-                ]
+                outputs = []
+                for j in range(layer + 1):
+                    _hold(sharing, 0, run.indices[j])
+                    outputs.append(self._core_output(layer, run.hidden[layer], len(ids), sharing))
                 own = outputs.pop()
                 for j, other in enumerate(outputs):
                     found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
         return found
 
     def _core_output(
-        self, number: int, hidden: torch.Tensor, indices: torch.Tensor, length: int
+        self, number: int, hidden: torch.Tensor, length: int, sharing: Sharing
     ) -> torch.Tensor:
-        """``[length, heads * v_head_dim]`` of layer ``number`` over given indices, in float32."""
+        """``[length, heads * v_head_dim]`` of layer ``number`` over held indices, in float32."""
         seen: list[torch.Tensor] = []
         layer = self._layers[number]
         handle = layer.self_attn.o_proj.register_forward_pre_hook(
             lambda _module, args: seen.append(args[0][0].float())
         )
-        barred = Pattern.from_layers(self.num_layers, [0])
         try:
-            with self._obeying(barred):  # the switch hands on what is held instead of selecting
-                self._held = indices
-                self._layer(number, hidden, length)
+            self._layer(number, hidden, length, sharing)
         finally:
             handle.remove()
         return seen[0]
@@ -263,6 +240,11 @@ class TransformersEvaluator:
 
 class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
+
+
+def _hold(sharing: Sharing, layer: int, indices: torch.Tensor) -> None:
+    """Make ``indices`` those that ``layer`` chose, though it did not run."""
+    sharing.layer, sharing.indices = layer, indices
 
 
 def _common(first: Pattern, second: Pattern) -> int:

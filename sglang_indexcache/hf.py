@@ -1,0 +1,123 @@
+"""The method without an engine: ``with share(model, pattern):`` on a transformers DSA model.
+
+Every attention layer of such a model asks its indexer which tokens to attend to. Under
+:func:`share` an F layer's answer is held, and the S layers after it get that answer without
+running theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Sharing:
+    """What a model under :func:`share` does.
+
+    Attributes:
+        pattern: which layers run their indexer.
+        layer: the F layer that chose ``indices``, by its place in the pattern; None before any.
+        indices: ``[batch, queries, k]`` int32, the positions that each query attends to.
+    """
+
+    pattern: Pattern
+    layer: int | None = None
+    indices: torch.Tensor | None = None
+
+
+@contextmanager
+def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
+    """Run ``model`` under ``pattern`` inside this context; afterwards it is as it was before.
+
+    Inside another ``share`` of the same model, the inner pattern is the one in effect. A cache
+    that was filled under a pattern has no index keys for its S layers: running one of their
+    indexers on it, also after the context has ended, raises :class:`PatternError`.
+
+    Args:
+        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, HY-V4, GLM-5-Next, ...).
+        pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``.
+
+    Raises:
+        CheckpointError: the model has no indexers.
+        PatternError, LibraryError: the pattern does not fit the model, or is unknown.
+        StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
+    """
+    attentions = [module for module in model.modules() if hasattr(module, "indexer")]
+    checkpoint = _checkpoint(model, attentions)
+    if isinstance(pattern, str):
+        pattern = Library.default().resolve(pattern, checkpoint).pattern
+    pattern.check_checkpoint(checkpoint.own)
+    sharing = Sharing(pattern)
+    with ExitStack() as stack:
+        for number, attention in enumerate(attentions):
+            if (indexer := attention.indexer) is not None:  # without one it shares by itself
+                stack.callback(_restore, indexer, vars(indexer).get("forward"))
+                indexer.forward = _switch(indexer, number, sharing)
+        yield sharing
+
+
+def _switch(indexer: Any, number: int, sharing: Sharing) -> Callable[..., torch.Tensor]:
+    """What stands in for an indexer's forward: run it, or hand on what is held."""
+    # Inside another share() the indexer's own forward is behind that one's switch.
+    select = getattr(indexer.forward, "select", indexer.forward)
+    source = sharing.pattern.source_of(number)
+
+    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
+        if source == number:
+            sharing.indices = select(*args, past_key_values=past_key_values, **kwargs)
+            sharing.layer = number
+            return sharing.indices
+        if sharing.indices is None or sharing.layer != source:
+            raise StaleIndexError(
+                f"layer {number} needs the indices of layer {source}, but layer {sharing.layer} "
+                "chose last: the layers run out of order. Turn gradient checkpointing off."
+            )
+        if past_key_values is not None:
+            cache_layer = past_key_values.layers[indexer.layer_idx]
+            cache_layer.update_indexer = MethodType(_refuse_update, cache_layer)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return sharing.indices.to(hidden.device)  # layers may be spread over devices
+
+    forward.select = select  # type: ignore[attr-defined]
+    return forward
+
+
+def _restore(indexer: Any, forward: Any) -> None:
+    if forward is None:
+        del indexer.forward  # the class's shows again
+    else:
+        indexer.forward = forward
+
+
+def _refuse_update(cache_layer: Any, keys: torch.Tensor) -> Any:
+    """``update_indexer`` where keys are missing: transformers would take the others for all."""
+    if cache_layer.get_seq_length() > keys.shape[1]:
+        raise PatternError(
+            "an indexer runs on a cache that lacks its keys: its layer was S while the cache was "
+            "filled. Start with an empty cache, or keep one pattern until the generation ends."
+        )
+    del cache_layer.update_indexer  # the cache has been emptied since
+    return cache_layer.update_indexer(keys)
+
+
+def _checkpoint(model: Any, attentions: list[Any]) -> Checkpoint:
+    name = type(model).__name__
+    config = model.config.to_dict()
+    config["architectures"] = config.get("architectures") or [name]  # None if not yet saved
+    checkpoint = Checkpoint.from_config(config, f"this {name}")
+    own = checkpoint.own
+    if len(attentions) != len(own) or any(attentions[i].indexer is None for i in own.full_layers):
+        raise CheckpointError(f"this {name} lacks indexers that its config names")
+    return checkpoint

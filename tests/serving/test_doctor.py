@@ -1,0 +1,92 @@
+"""``server doctor`` where SGLang is not installed: the checkpoint and the pattern alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sglang_indexcache.serving import doctor
+
+CONFIG = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_hidden_layers": 78,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "n_routed_experts": 256,
+    "index_topk": 2048,
+    "index_n_heads": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "sglang" else there(name)
+    )
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.delenv("SGLANG_INDEXCACHE_PATTERN", raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def examine(*arguments: object) -> tuple[bool, str]:
+    said = io.StringIO()
+    fine = doctor.examine([str(argument) for argument in arguments], Console(file=said, width=200))
+    return fine, said.getvalue()
+
+
+def test_it_says_what_the_config_tells(folder: Path) -> None:
+    fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4", "--tp", 8)
+    assert fine
+    for text in (
+        f"{folder} (GlmMoeDsaForCausalLM)",
+        "78 layers, 32 heads, top 2048",
+        "ships every indexer",
+        "--indexcache-pattern 1/4 (library entry glm-5-1of4)",
+        "glm-5-1of2, glm-5-1of4",
+        "22 of 78 layers keep their indexer",
+        "pip install 'sglang-indexcache[serve]'",
+    ):
+        assert text in said
+
+
+def test_it_knows_the_checkpoints_own_sharing(folder: Path) -> None:
+    types = (["full"] + ["shared"] * 2) * 26
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "indexer_types": types}))
+    fine, said = examine("--model-path", folder)
+    assert fine
+    assert "shares already: 26 of 78" in said
+    assert "no pattern for this model" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--indexcache-pattern", "FSS"], "75 too short"),
+        (["--indexcache-mode", "fast"], "--indexcache-mode is 'fast'; it may be static, live"),
+        (["--json-model-override-args", "{"], "invalid 'JSON' value"),
+        (["--indexcache-pattern"], "expected one argument"),
+    ],
+)
+def test_what_is_wrong_is_one_line(folder: Path, arguments: list[str], message: str) -> None:
+    fine, said = examine("--model-path", folder, *arguments)
+    assert not fine
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_checkpoint_must_be_named() -> None:
+    fine, said = examine("--indexcache-pattern", "1/4")
+    assert not fine
+    assert "say which checkpoint: --model-path FOLDER" in said
