@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.anchors import TOPKS
+from benchmarks.engine_kernels import TOPKS
 from benchmarks.kernels.roofline import bound_seconds, card_named
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads

@@ -42,8 +42,8 @@ def main(
     kernels: Annotated[
         str | None,
         typer.Option(
-            help="cpu, ours (the best of ours here), cuda, triton, reference, or engine (DeepGEMM, "
-            "SGLang's top-k, FlashMLA). Left out: cpu on a CPU, ours on a GPU."
+            help="cpu, auto (the best of ours here), cuda, triton, reference, or engine (DeepGEMM, "
+            "SGLang's top-k, FlashMLA). Left out: cpu on a CPU, auto on a GPU."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -53,7 +53,7 @@ def main(
     shape = shape_of(model)
     if kv not in KV_BYTES:
         raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {kv!r}")
-    chosen = kernels or ("cpu" if device == "cpu" else "ours")
+    chosen = kernels or ("cpu" if device == "cpu" else "auto")
     result = measure.run(
         shape,
         load_ops(chosen, device, shape, fp8_kv=kv == "fp8"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import anchors, device_check, roofline, speed, workloads
+from benchmarks import engine_kernels
+from benchmarks.kernels import device_check, roofline, speed, workloads
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS
 from sglang_indexcache.kernels.grid import cases
@@ -23,7 +24,7 @@ def test_dry_run(tmp_path: Path) -> None:
     out, _ = dry_run(tmp_path)
     report = json.loads(out.read_text())
     assert report["dry"] is True
-    assert set(report["anchors"]) == set(anchors.TOPKS)
+    assert set(report["anchors"]) == set(engine_kernels.TOPKS)
     assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
     assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
     assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
