@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "pattern"}, set()),
     "library": (BASE, SMALL),
     "client": ({"errors"}, {"httpx"}),
-    "support": (BASE, TABLES | {"matplotlib"}),
+    "support": (BASE, TABLES | {"matplotlib", "scipy"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
     "search": (
         BASE | {"client", "demo.model", "support"},
@@ -40,11 +40,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "training": (
         BASE | {"demo.model", "support"},
-        SMALL | MODELS | TABLES | {"accelerate", "matplotlib"},
+        SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "scipy"},
     ),
     "bench": (
         BASE | {"client", "support"},
-        SMALL | TABLES | TORCH | {"httpx", "transformers", "matplotlib"},
+        SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }
 UNBOUND = ("serving", "cli", "demo")

@@ -30,6 +30,7 @@ from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
 from sglang_indexcache.kernels.grid.runner import GROUPS
+from sglang_indexcache.support.provenance import commit, package_version, said
 
 ROOT = Path(__file__).parent.parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
@@ -51,6 +52,16 @@ ENGINE_DEFAULTS = {
     "mla_decode": "flash_mla",
 }
 """What it runs unless told otherwise: who has not raced it is not faster than the engine."""
+PACKAGES = {
+    "triton": ("triton",),
+    "tvm_ffi": ("apache-tvm-ffi",),
+    "deep_gemm": ("deep_gemm", "sgl-deep-gemm"),
+    "flash_mla": ("flash_mla", "sgl-flash-mla"),
+    "flashinfer": ("flashinfer-python",),
+    "sgl_kernel": ("sglang-kernel",),
+    "sglang": ("sglang",),
+}
+"""Who installs what is timed."""
 GROUP_OPS = {
     "topk": ("topk",),
     "indexer_prefill": ("indexer_logits_prefill", "indexer_select_prefill"),
@@ -122,7 +133,7 @@ def facts() -> dict[str, Any]:
     """Card, driver, versions, commit."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -130,55 +141,19 @@ def facts() -> dict[str, Any]:
         "name": "CPU",
         "capability": None,
     }
-    packages = ("triton", "tvm_ffi", "deep_gemm", "flash_mla", "flashinfer", "sgl_kernel", "sglang")
-    for package in packages:
-        found[package] = version_of(package)
-    found["nvcc"] = first_line([shutil.which("nvcc") or "nvcc", "--version"], last=True)
+    for module, packages in PACKAGES.items():
+        found[module] = package_version(*packages)
+    found["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
-        found["driver, max SM clock, power limit"] = first_line([*query, "--format=csv,noheader"])
+        answer = said([*query, "--format=csv,noheader"])
+        found["driver, max SM clock, power limit"] = next(iter(answer), None)
         properties = torch.cuda.get_device_properties(0)
         found["name"] = properties.name
         found["capability"] = [properties.major, properties.minor]
         found["multiprocessors"] = properties.multi_processor_count
         found["memory_bytes"] = properties.total_memory
     return found
-
-
-def commit() -> str:
-    """The checkout's commit, with a mark if it was changed."""
-    head = first_line(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
-    if head is None:
-        return os.environ.get("INDEXCACHE_COMMIT", "unknown")
-    changed = first_line(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"])
-    return f"{head}, changed" if changed else head
-
-
-def version_of(package: str) -> str | None:
-    """Version of an installed package, without importing it."""
-    from importlib import metadata
-
-    names = {
-        "tvm_ffi": "apache-tvm-ffi",
-        "flashinfer": "flashinfer-python",
-        "sgl_kernel": "sglang-kernel",
-    }
-    for name in (names.get(package, package), f"sgl-{package}".replace("_", "-")):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def first_line(command: list[str], *, last: bool = False) -> str | None:
-    """First (or last) line that a command prints, or None."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = done.stdout.strip().splitlines()
-    return lines[-1 if last else 0] if lines else None
 
 
 def build(clock: Clock) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from sglang_indexcache.bench.servers import (
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.client import Client
-from sglang_indexcache.errors import BenchError, SearchError
+from sglang_indexcache.errors import BenchError, CheckpointError
 from sglang_indexcache.library import Library
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.provenance import checkpoint_digest
@@ -121,7 +121,7 @@ def read_target(folder: Path, note: str = "") -> Target:
     checkpoint = Checkpoint.from_config(config, str(folder))
     try:
         digest = checkpoint_digest(folder)
-    except SearchError:
+    except CheckpointError:  # a config without weights is enough to describe a model
         digest = ""
     shape = {name: value for name, value in checkpoint.shape.items() if isinstance(value, int)}
     shape.setdefault("num_hidden_layers", checkpoint.num_layers)

@@ -94,7 +94,7 @@ def validate_patterns(
 def draw_patterns(
     values: Annotated[list[str], typer.Argument(help="F/S strings, library names or YAML files.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A .png or .svg file to write.")
+        Path | None, typer.Option("--output", "-o", help="A .png file to write.")
     ] = None,
 ) -> None:
     """Draw which layer serves which, in the terminal or as a picture."""

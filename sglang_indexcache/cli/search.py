@@ -263,7 +263,6 @@ def compare_command(
         out.print(f"{title} against {reference}: {comparison.verdict}", highlight=False)
     write_json(output / "compare.json", comparison_data(named, reference, setup))
     draw_comparison(named, output / "compare.png")
-    draw_comparison(named, output / "compare.svg")
     out.print(f"numbers and figure are in {output}")
 
 
@@ -303,8 +302,7 @@ def overlap_command(
     matrix = counter.matrix()
     out.print(read(matrix).in_words(), highlight=False)
     write_json(output / "overlap.json", overlap_data(counter, setup, drawn))
-    for suffix in ("png", "svg"):
-        draw_overlap(matrix, output / f"overlap.{suffix}", drawn)
+    draw_overlap(matrix, output / "overlap.png", drawn)
     out.print(f"numbers and figure are in {output}")
 
 

@@ -28,7 +28,7 @@ _PARTIAL = "partial"
 
 
 class OutputFolder:
-    """``<name>-<retention>.yaml``, ``search.json``, ``losses.png`` and ``.svg``, kept up to date.
+    """``<name>-<retention>.yaml``, ``search.json``, ``losses.png``, kept up to date.
 
     Args:
         folder: where.
@@ -62,8 +62,7 @@ class OutputFolder:
         for found in self._search.found.values():
             write_entry(entry(self._search, found, self._origin), self._folder)
         write_json(self._folder / "search.json", summary(self._search, self._origin))
-        for suffix in ("png", "svg"):
-            draw_losses(self._search, self._folder / f"losses.{suffix}")
+        draw_losses(self._search, self._folder / "losses.png")
 
     def _last_committed(self) -> Any:
         step = self._search.path[-1]

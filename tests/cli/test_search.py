@@ -32,7 +32,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         assert {"checkpoint", "data", "seed", "versions", "cost", "loss_curve"} <= set(
             entry.method.details
         )
-    for name in ("losses.png", "losses.svg", "search.json", "journal.jsonl"):
+    for name in ("losses.png", "search.json", "journal.jsonl"):
         assert (tmp_path / name).stat().st_size > 0
 
 
