@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.engine_kernels import TOPKS
-from benchmarks.kernels.roofline import bound_seconds, card_named
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
+from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
 from sglang_indexcache.kernels.grid.runner import GROUPS
 from sglang_indexcache.support.provenance import commit, package_version, said
@@ -280,7 +280,7 @@ def time_all(clock: Clock, tiny: bool) -> dict[str, Any]:
 
 def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
     """Achieved against the card's bound, in every result."""
-    card = card_named(name)
+    card = gpu_of_driver(name)
     known = {str(work): work for work in (tiny_workloads() if tiny else workloads())}
     for result in timed["results"]:
         work = known[result["workload"]]
@@ -288,7 +288,8 @@ def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
         if card is None:
             result["bound"] = None
             continue
-        seconds, by = bound_seconds(work, card)
+        fp8 = not work.family.startswith("mla")
+        seconds, by = card.bound(work.flops, work.memory_bytes, fp8=fp8)
         result["bound"] = {"us": seconds * 1e6, "by": by}
         for times in result.get("times", {}).values():
             times["of_bound"] = seconds * 1e6 / times["median_us"]

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from benchmarks import engine_kernels
-from sglang_indexcache.bench.shapes import Shape
+from sglang_indexcache.bench.shapes import ModelShape
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.batch import PagedBatch
@@ -215,7 +215,7 @@ class DispatchedOps(PagedCaches):
         KernelError: an implementation cannot run here.
     """
 
-    def __init__(self, name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> None:
+    def __init__(self, name: str, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> None:
         super().__init__(device, fp8_kv=fp8_kv)
         machine = dispatch.Machine.here()
         index = dispatch.Shape(heads=shape.index_heads, topk=shape.topk, next_n=1)
@@ -278,7 +278,7 @@ class EngineOps(PagedCaches):
         BenchError: a package is not installed or cannot be loaded here.
     """
 
-    def __init__(self, device: str, shape: Shape, *, fp8_kv: bool = False) -> None:
+    def __init__(self, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> None:
         super().__init__(device, fp8_kv=fp8_kv)
         heads = engine_kernels.padded_heads(shape.heads)
         topk = engine_kernels.ENGINE_TOPK
@@ -336,7 +336,7 @@ def _check_loads(package: str) -> None:
         ) from error
 
 
-def load_ops(name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> Ops:
+def load_ops(name: str, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> Ops:
     """The kernels called ``name``.
 
     Args:

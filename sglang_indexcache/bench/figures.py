@@ -81,13 +81,13 @@ def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_scaling(curves: Mapping[str, Mapping[int, float]], path: Path, unit: str) -> None:
+def draw_scaling(curves: Mapping[str, Mapping[int, float]], unit: str, path: Path) -> None:
     """Cost against context length, both logarithmic, with the slope of the last step.
 
     Args:
         curves: cost by length, by name.
-        path: a .png file.
         unit: of the cost, for the axis.
+        path: a .png file.
     """
     figure, [axis] = _panels(1)
     for name, curve in curves.items():

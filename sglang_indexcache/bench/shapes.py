@@ -11,7 +11,7 @@ from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
 
 
-class Shape(Strict):
+class ModelShape(Strict):
     """What decides the cost of a DSA model's layer. Names are those of the HF config.
 
     Attributes:
@@ -88,17 +88,17 @@ class Shape(Strict):
 
 PRESETS = {
     # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads, 32 x 128).
-    "30b": Shape(
+    "30b": ModelShape(
         name="30b", layers=47, hidden=2048, heads=20, q_lora=768, nope=192, v=256,
         index_heads=32, experts=64, active_experts=4, expert_width=1536, dense_layers=1,
         dense_width=10240, vocab=154880,
     ),
-    "glm-5": Shape(
+    "glm-5": ModelShape(
         name="glm-5", layers=78, hidden=6144, heads=64, q_lora=2048, nope=192, v=256,
         index_heads=32, experts=256, active_experts=8, expert_width=2048, dense_layers=3,
         dense_width=12288, vocab=154880,
     ),
-    "deepseek-v3.2": Shape(
+    "deepseek-v3.2": ModelShape(
         name="deepseek-v3.2", layers=61, hidden=7168, heads=128, q_lora=1536, nope=128, v=128,
         index_heads=64, experts=256, active_experts=8, expert_width=2048, dense_layers=3,
         dense_width=18432, vocab=129280,
@@ -106,7 +106,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-def preset(name: str) -> Shape:
+def preset(name: str) -> ModelShape:
     """A shape by name.
 
     Raises:
@@ -119,7 +119,7 @@ def preset(name: str) -> Shape:
     return PRESETS[name]
 
 
-def checkpoint_of(shape: Shape) -> Checkpoint:
+def checkpoint_of(shape: ModelShape) -> Checkpoint:
     """A checkpoint of this shape with every indexer, for the pattern library."""
     return Checkpoint(
         architecture=_ARCHITECTURES.get(shape.name, "GlmMoeDsaForCausalLM"),
@@ -142,7 +142,7 @@ def checkpoint_of(shape: Shape) -> Checkpoint:
 _ARCHITECTURES = {"deepseek-v3.2": "DeepseekV32ForCausalLM"}
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> ModelShape:
     """A preset by name, or the shape of a checkpoint folder.
 
     Raises:
@@ -161,8 +161,8 @@ def shape_of(model: str) -> Shape:
         ) from error
 
 
-def _from_config(name: str, config: dict[str, Any]) -> Shape:
-    return Shape(
+def _from_config(name: str, config: dict[str, Any]) -> ModelShape:
+    return ModelShape(
         name=name,
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],

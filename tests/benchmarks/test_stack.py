@@ -26,14 +26,14 @@ from benchmarks.stack.measure import (
 from benchmarks.stack.ops import CpuOps, Geometry, load_ops
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.layer_stack import INDEXER_STAGES, STAGES, Row
-from sglang_indexcache.bench.shapes import PRESETS, Shape, shape_of
+from sglang_indexcache.bench.shapes import PRESETS, ModelShape, shape_of
 from sglang_indexcache.errors import BenchError, CheckpointError, KernelError
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages
 from sglang_indexcache.kernels.indexer.reference import indexer_logits
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla
 from sglang_indexcache.kernels.topk.reference import topk_ascending
 
-TINY = Shape(
+TINY = ModelShape(
     name="tiny", layers=6, hidden=64, heads=3, q_lora=32, kv_lora=48, nope=16, rope=8, v=16,
     index_heads=4, topk=16, experts=6, active_experts=2, expert_width=32, dense_layers=0,
     dense_width=64, vocab=100,
