@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.plots import make_figure, save_figure
+from sglang_indexcache.support.provenance import machine
 from sglang_indexcache.training.data.retrieval import TASKS
 from sglang_indexcache.training.scores import Report
 
@@ -144,16 +144,15 @@ def main(argv: list[str] | None = None) -> None:
     found = cells(arguments.run / "checkpoint", arguments.lengths, arguments.topks, arguments.rows)
     log = [json.loads(line) for line in (arguments.run / "metrics.jsonl").open()]
     output: Path = arguments.output
-    output.mkdir(parents=True, exist_ok=True)
     result = {
         "what": "held-out text loss and retrieval accuracy of the small trained checkpoint",
         "documents_per_task": arguments.rows,
-        "torch": torch.__version__,
+        "machine": machine(),
         "cells": found,
         "training": log,
     }
-    (output / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "table.md").write_text(table(found))
+    write_json(output / "result.json", result)
+    write_whole(output / "table.md", table(found))
     draw_curves(log, found[0]["unigram_loss"], output / "curves.png")
     draw_starved(found, output / "starved.png")
     print(table(found))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.stats import half_width
 from sglang_indexcache.training.data.retrieval import TASKS
@@ -108,7 +109,7 @@ def evaluated(folder: Path, served: str, arguments: argparse.Namespace) -> dict[
         arguments.rows,
         text_characters=arguments.text_characters,
     )
-    path.write_text(json.dumps({"given": given, **found}, indent=2) + "\n")
+    write_json(path, {"given": given, **found})
     return found
 
 
@@ -214,9 +215,8 @@ def main(argv: list[str] | None = None) -> None:
         "rows": lines,
     }
     output: Path = arguments.output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    output.with_suffix(".md").write_text(table(lines))
+    write_json(output.with_suffix(".json"), result)
+    write_whole(output.with_suffix(".md"), table(lines))
     plot(lines, output.with_suffix(".png"))
     print(table(lines))
 

@@ -30,6 +30,7 @@ from sglang_indexcache import __version__
 from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
 from sglang_indexcache.kernels.grid.runner import GROUPS
+from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.provenance import commit, package_version, said
 
 ROOT = Path(__file__).parent.parent.parent
@@ -384,8 +385,7 @@ def main() -> int:
     report["speed"] = time_all(clock, tiny=options.dry)
     add_rooflines(report["speed"], report["machine"]["name"], tiny=options.dry)
     report["faster"] = faster(report["speed"])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.out, report)
     print(summary(report))
     print(f"wrote {options.out}")
     return 0 if all(all(ops.values()) for ops in report["correct"].values()) else 1

@@ -33,15 +33,14 @@ from sglang_indexcache.bench.servers import (
     Servers,
     check_served,
     check_skipped,
-    facts,
     indexer_seconds,
+    server_facts,
 )
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
 from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError
-from sglang_indexcache.library import Library
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.provenance import checkpoint_digest
 
@@ -134,23 +133,6 @@ def read_target(folder: Path, note: str = "") -> Target:
     return Target(checkpoint, model, int(text["vocab_size"]))
 
 
-def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
-    """Resolve what the user wrote; ``name=value`` gives a table another name than the value.
-
-    Raises:
-        IndexCacheError: a pattern that does not fit, or one name twice.
-    """
-    found = []
-    for text in values:
-        name, _, value = text.rpartition("=")
-        pattern = Library.default().resolve(value, checkpoint).pattern
-        found.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
-    names = [configuration.name for configuration in found]
-    if len(set(names)) != len(names):
-        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
-    return tuple(found)
-
-
 def run(
     target: Target,
     servers: Servers,
@@ -183,7 +165,7 @@ def run(
         foreign = busy_cores(settings.watch_seconds)
         with servers.visit(configuration) as client:
             check_served(client, configuration, target.model)
-            here = facts(client)
+            here = server_facts(client)
             visits.append(
                 Visit(
                     configuration=configuration.name, round=number, facts=here, busy_cores=foreign

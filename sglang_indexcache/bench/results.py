@@ -6,6 +6,7 @@ no table can disagree with the file it is made from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar
@@ -13,6 +14,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sglang_indexcache.bench.environment import Environment
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -55,6 +57,23 @@ class Configuration(Strict):
     def parsed(self) -> Pattern:
         """The pattern as a value."""
         return Pattern(self.pattern)
+
+
+def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
+    """Resolve what the user wrote; ``name=value`` gives a table another name than the value.
+
+    Raises:
+        IndexCacheError: a pattern that does not fit, or one name twice.
+    """
+    found = []
+    for text in values:
+        name, _, value = text.rpartition("=")
+        pattern = Library.default().resolve(value, checkpoint).pattern
+        found.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
+    names = [configuration.name for configuration in found]
+    if len(set(names)) != len(names):
+        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
+    return tuple(found)
 
 
 class Model(Strict):

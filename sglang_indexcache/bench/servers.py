@@ -1,4 +1,4 @@
-"""The servers that a benchmark visits: started one at a time, or running already."""
+"""The servers that a benchmark measures: started one at a time, or running already."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def check_skipped(before: list[dict[str, Any]], client: Client) -> None:
             )
 
 
-def facts(client: Client) -> ServerFacts:
+def server_facts(client: Client) -> ServerFacts:
     """What the server says about itself.
 
     Raises:

@@ -76,12 +76,12 @@ def latency_command(
     """
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.output import write_latency
-    from sglang_indexcache.bench.results import METRICS
+    from sglang_indexcache.bench.results import METRICS, configurations
     from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.support.lengths import parse_length
 
     target = latency.read_target(model, note)
-    served = latency.configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
+    served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
     settings = latency.Settings(
         lengths=tuple(parse_length(text) for text in context or PAPERS_CONTEXTS),
         rounds=rounds,
@@ -132,12 +132,13 @@ def replay_command(
     """
     from sglang_indexcache.bench import latency, replay, replay_tables
     from sglang_indexcache.bench.output import write_replay
+    from sglang_indexcache.bench.results import configurations
     from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.bench.traffic import Mix
     from sglang_indexcache.support.lengths import parse_length
 
     target = latency.read_target(model, note)
-    served = latency.configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
+    served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
     mix = Mix(
         sessions=sessions,
         turns=turns,
@@ -193,22 +194,17 @@ def plan_command(
 ) -> None:
     """Predict prefill and decode speed-up and memory of a pattern before serving it."""
     from sglang_indexcache.bench import plan
+    from sglang_indexcache.bench.results import configurations
     from sglang_indexcache.bench.roofline import find_gpu
     from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
-    from sglang_indexcache.library import Library
     from sglang_indexcache.support.lengths import parse_length
 
     shape = shape_of(model)
     found: plan.Rates = (
         plan.read_rates(rates, shape) if rates else plan.RooflineRates(shape, find_gpu(gpu), kv, tp)
     )
-    checkpoint = checkpoint_of(shape)
-    named = [
-        (name or value, Library.default().resolve(value, checkpoint).pattern)
-        for name, _, value in (
-            text.rpartition("=") for text in pattern or ("uniform:1/2", "uniform:1/4")
-        )
-    ]
+    served = configurations(pattern or ("uniform:1/2", "uniform:1/4"), checkpoint_of(shape))
+    named = [(configuration.name, configuration.parsed) for configuration in served]
     lengths = [parse_length(text) for text in context or PAPERS_CONTEXTS]
     grid = plan.plan_grid(shape, found, named, lengths, parse_length(cache_tokens))
     out.print(grid.to_terminal())

@@ -16,7 +16,7 @@ from sglang_indexcache.bench import latency, replay
 from sglang_indexcache.bench.latency import Settings, Target
 from sglang_indexcache.bench.output import write_latency, write_replay
 from sglang_indexcache.bench.replay import ReplayResult
-from sglang_indexcache.bench.results import Configuration, LatencyResult, load
+from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.traffic import Mix
@@ -36,7 +36,7 @@ def target(glm: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def served(target: Target) -> tuple[Configuration, ...]:
-    return latency.configurations(("full", f"half={SHARED}"), target.checkpoint)
+    return configurations(("full", f"half={SHARED}"), target.checkpoint)
 
 
 @pytest.fixture(scope="module")
