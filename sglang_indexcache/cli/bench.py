@@ -71,7 +71,8 @@ def latency_command(
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
-    Without --url, servers are started with the flags behind --, for example:
+    With --url, once for each pattern or one server in live mode for all, nothing is started.
+    Without it, servers are started with the flags behind --, for example:
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
     """
     from sglang_indexcache.bench import latency, tables
