@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 
+from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.provenance import machine
 from sglang_indexcache.training.losses import AttentionInputs, IndexInputs, distillation_loss
 from sglang_indexcache.training.packing import Layout
 
@@ -120,8 +121,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "what": "warm-up distillation loss with its gradient, one row, one layer, float32, CPU",
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": 1},
-        "torch": torch.__version__,
+        "machine": machine() | {"threads": 1},
         "index_heads": INDEX_HEADS,
         "index_width": INDEX_WIDTH,
         "heads": HEADS,
@@ -130,7 +130,7 @@ def main() -> None:
         "repeats": arguments.repeats,
         "rows": rows,
     }
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.output, result)
 
 
 if __name__ == "__main__":

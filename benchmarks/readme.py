@@ -14,10 +14,10 @@ from pathlib import Path
 
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay_tables, tables
-from sglang_indexcache.bench.gpus import GPUS
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
 from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
+from sglang_indexcache.bench.roofline import GPUS
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError

@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from matplotlib.figure import Figure
-
+from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.support.plots import make_figure, save_figure
+from sglang_indexcache.support.provenance import machine
 from sglang_indexcache.training.data.retrieval import TASKS
 from sglang_indexcache.training.scores import Scorer
 
@@ -74,8 +74,7 @@ def _percent(score: dict[str, float | None]) -> str:
 
 def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
     """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    loss_axis, accuracy_axis = figure.subplots(2, 1, sharex=True)
+    figure, (loss_axis, accuracy_axis) = make_figure(10, 6, rows=2, sharex=True)
     steps = [e for e in log if "lm" in e]
     tests = [e for e in log if "held_out_text" in e]
     loss_axis.plot(_get(steps, "total_step"), _get(steps, "lm"), lw=0.6, label="LM, training mix")
@@ -103,7 +102,7 @@ def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
     for axis in (loss_axis, accuracy_axis):
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
 
 
 def _get(entries: list[dict[str, Any]], key: str) -> list[float]:
@@ -112,8 +111,8 @@ def _get(entries: list[dict[str, Any]], key: str) -> list[float]:
 
 def draw_starved(found: list[Cell], path: Path) -> None:
     """Retrieval accuracy against the number of selected tokens, a panel for each task."""
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    for axis, task in zip(figure.subplots(1, len(RETRIEVAL), sharey=True), RETRIEVAL, strict=True):
+    figure, axes = make_figure(11, 3.4, columns=len(RETRIEVAL), sharey=True)
+    for axis, task in zip(axes, RETRIEVAL, strict=True):
         for length in sorted({cell["length"] for cell in found}):
             mine = [c for c in found if c["length"] == length and c["topk"] != DENSE]
             dense = next(c for c in found if c["length"] == length and c["topk"] == DENSE)
@@ -128,9 +127,9 @@ def draw_starved(found: list[Cell], path: Path) -> None:
         axis.set_xlabel("selected tokens (dotted: all)")
         axis.set_title(task)
         axis.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("accuracy")
-    figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    axes[0].set_ylabel("accuracy")
+    axes[0].legend(fontsize=8)
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -145,16 +144,15 @@ def main(argv: list[str] | None = None) -> None:
     found = cells(arguments.run / "checkpoint", arguments.lengths, arguments.topks, arguments.rows)
     log = [json.loads(line) for line in (arguments.run / "metrics.jsonl").open()]
     output: Path = arguments.output
-    output.mkdir(parents=True, exist_ok=True)
     result = {
         "what": "held-out text loss and retrieval accuracy of the small trained checkpoint",
         "documents_per_task": arguments.rows,
-        "torch": torch.__version__,
+        "machine": machine(),
         "cells": found,
         "training": log,
     }
-    (output / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "table.md").write_text(table(found))
+    write_json(output / "result.json", result)
+    write_whole(output / "table.md", table(found))
     draw_curves(log, found[0]["unigram_loss"], output / "curves.png")
     draw_starved(found, output / "starved.png")
     print(table(found))

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.support.plots import make_figure, save_figure
+from sglang_indexcache.support.stats import half_width
 from sglang_indexcache.training.data.retrieval import TASKS
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS
 from sglang_indexcache.training.recipe import load_recipe
@@ -29,8 +31,6 @@ from sglang_indexcache.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "training_aware"
 RETRIEVAL = tuple(TASKS)
-# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,13 @@ def evaluated(folder: Path, served: str, arguments: argparse.Namespace) -> dict[
         arguments.rows,
         text_characters=arguments.text_characters,
     )
-    path.write_text(json.dumps({"given": given, **found}, indent=2) + "\n")
+    write_json(path, {"given": given, **found})
     return found
 
 
 def mean_and_interval(values: list[float]) -> dict[str, float | None]:
     """Mean over seeds and the half width of its 95 % interval; none for a single seed."""
-    mean = statistics.mean(values)
-    freedom = len(values) - 1
-    if freedom < 1:
-        return {"mean": mean, "half_width": None}
-    half = STUDENT[freedom] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "half_width": half}
+    return {"mean": statistics.mean(values), "half_width": half_width(values)}
 
 
 def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
@@ -169,10 +164,7 @@ def _cell(value: dict[str, float | None], percent: bool, sign: str = "") -> str:
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
     """What every line costs over all F of the same seed, with intervals."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 0.4 * len(lines) + 1.2), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    figure, axes = make_figure(9, 0.4 * len(lines) + 1.2, columns=2, sharey=True)
     panels = (
         ("text_loss", 1, "text loss over all F, nats per token"),
         ("retrieval", 100, "retrieval over all F, points"),
@@ -190,7 +182,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.3)
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -223,9 +215,8 @@ def main(argv: list[str] | None = None) -> None:
         "rows": lines,
     }
     output: Path = arguments.output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    output.with_suffix(".md").write_text(table(lines))
+    write_json(output.with_suffix(".json"), result)
+    write_whole(output.with_suffix(".md"), table(lines))
     plot(lines, output.with_suffix(".png"))
     print(table(lines))
 

@@ -34,20 +34,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "library": (BASE, SMALL),
     "client": ({"errors"}, {"httpx"}),
     "hf": (BASE, SMALL),
-    "support": (BASE, TABLES | {"matplotlib", "tokenizers", "transformers"}),
+    "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
     "search": (
         BASE | {"client", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (
-        BASE | {"support.lengths", "support.text"},
-        SMALL | MODELS | TABLES | {"accelerate"},
+        BASE | {"support"},
+        SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "scipy"},
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
     "bench": (
         BASE | {"client", "support"},
-        SMALL | TABLES | TORCH | {"httpx", "transformers", "matplotlib"},
+        SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }
 UNBOUND = ("serving", "cli", "demo")

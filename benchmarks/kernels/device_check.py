@@ -23,13 +23,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.anchors import TOPKS
-from benchmarks.kernels.roofline import bound_seconds, card_named
+from benchmarks.engine_kernels import TOPKS
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
+from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
 from sglang_indexcache.kernels.grid.runner import GROUPS
+from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.provenance import commit, package_version, said
 
 ROOT = Path(__file__).parent.parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
@@ -51,6 +53,16 @@ ENGINE_DEFAULTS = {
     "mla_decode": "flash_mla",
 }
 """What it runs unless told otherwise: who has not raced it is not faster than the engine."""
+PACKAGES = {
+    "triton": ("triton",),
+    "tvm_ffi": ("apache-tvm-ffi",),
+    "deep_gemm": ("deep_gemm", "sgl-deep-gemm"),
+    "flash_mla": ("flash_mla", "sgl-flash-mla"),
+    "flashinfer": ("flashinfer-python",),
+    "sgl_kernel": ("sglang-kernel",),
+    "sglang": ("sglang",),
+}
+"""Who installs what is timed."""
 GROUP_OPS = {
     "topk": ("topk",),
     "indexer_prefill": ("indexer_logits_prefill", "indexer_select_prefill"),
@@ -122,7 +134,7 @@ def facts() -> dict[str, Any]:
     """Card, driver, versions, commit."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -130,55 +142,19 @@ def facts() -> dict[str, Any]:
         "name": "CPU",
         "capability": None,
     }
-    packages = ("triton", "tvm_ffi", "deep_gemm", "flash_mla", "flashinfer", "sgl_kernel", "sglang")
-    for package in packages:
-        found[package] = version_of(package)
-    found["nvcc"] = first_line([shutil.which("nvcc") or "nvcc", "--version"], last=True)
+    for module, packages in PACKAGES.items():
+        found[module] = package_version(*packages)
+    found["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
-        found["driver, max SM clock, power limit"] = first_line([*query, "--format=csv,noheader"])
+        answer = said([*query, "--format=csv,noheader"])
+        found["driver, max SM clock, power limit"] = next(iter(answer), None)
         properties = torch.cuda.get_device_properties(0)
         found["name"] = properties.name
         found["capability"] = [properties.major, properties.minor]
         found["multiprocessors"] = properties.multi_processor_count
         found["memory_bytes"] = properties.total_memory
     return found
-
-
-def commit() -> str:
-    """The checkout's commit, with a mark if it was changed."""
-    head = first_line(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
-    if head is None:
-        return os.environ.get("INDEXCACHE_COMMIT", "unknown")
-    changed = first_line(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"])
-    return f"{head}, changed" if changed else head
-
-
-def version_of(package: str) -> str | None:
-    """Version of an installed package, without importing it."""
-    from importlib import metadata
-
-    names = {
-        "tvm_ffi": "apache-tvm-ffi",
-        "flashinfer": "flashinfer-python",
-        "sgl_kernel": "sglang-kernel",
-    }
-    for name in (names.get(package, package), f"sgl-{package}".replace("_", "-")):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def first_line(command: list[str], *, last: bool = False) -> str | None:
-    """First (or last) line that a command prints, or None."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = done.stdout.strip().splitlines()
-    return lines[-1 if last else 0] if lines else None
 
 
 def build(clock: Clock) -> dict[str, Any]:
@@ -305,7 +281,7 @@ def time_all(clock: Clock, tiny: bool) -> dict[str, Any]:
 
 def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
     """Achieved against the card's bound, in every result."""
-    card = card_named(name)
+    card = gpu_of_driver(name)
     known = {str(work): work for work in (tiny_workloads() if tiny else workloads())}
     for result in timed["results"]:
         work = known[result["workload"]]
@@ -313,7 +289,8 @@ def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
         if card is None:
             result["bound"] = None
             continue
-        seconds, by = bound_seconds(work, card)
+        fp8 = not work.family.startswith("mla")
+        seconds, by = card.bound(work.flops, work.memory_bytes, fp8=fp8)
         result["bound"] = {"us": seconds * 1e6, "by": by}
         for times in result.get("times", {}).values():
             times["of_bound"] = seconds * 1e6 / times["median_us"]
@@ -408,8 +385,7 @@ def main() -> int:
     report["speed"] = time_all(clock, tiny=options.dry)
     add_rooflines(report["speed"], report["machine"]["name"], tiny=options.dry)
     report["faster"] = faster(report["speed"])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.out, report)
     print(summary(report))
     print(f"wrote {options.out}")
     return 0 if all(all(ops.values()) for ops in report["correct"].values()) else 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import anchors
+from benchmarks import engine_kernels as anchors
 from benchmarks.kernels.timing import interleaved, summary
 from benchmarks.kernels.workloads import (
     Workload,

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from benchmarks.kernels.anchors import TOPKS
+from benchmarks.engine_kernels import TOPKS
 from benchmarks.kernels.speed import contenders
 from benchmarks.kernels.workloads import Workload, tiny_workloads
 from sglang_indexcache.kernels import dispatch

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from sglang_indexcache.bench.roofline import attention_flops, score_flops
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     INDEX_DIM,
@@ -64,9 +65,10 @@ class Workload:
     def flops(self) -> int:
         """Multiplications and additions of the matrix products, none for heads of padding."""
         if self.family.startswith("select"):
-            return 2 * INDEX_DIM * self.heads * self.pairs
+            return int(score_flops(self.pairs, self.heads, INDEX_DIM))
         if self.family.startswith("mla"):
-            return 2 * (LATENT_DIM + VALUE_DIM) * self.heads * self.rows * self.topk
+            selected = self.rows * self.topk
+            return int(attention_flops(selected, self.heads, LATENT_DIM, VALUE_DIM))
         return 0
 
     @property

@@ -93,7 +93,6 @@ def main() -> int:
             problems=problems,
             not_measured=tuple(missing),
         )
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         save(check, options.out)
     for grid in check_grids(check):
         print(grid.to_markdown())

@@ -30,7 +30,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from benchmarks.stack.ops import Geometry, Ops
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.layer_stack import STAGES, LayerStackResult, Phase, Row
-from sglang_indexcache.bench.shapes import Shape
+from sglang_indexcache.bench.shapes import ModelShape
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.kernels.indexer.quantization import PAGE_TOKENS
 
@@ -128,7 +128,7 @@ class Layer:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ModelShape,
         ops: Ops,
         slots: int,
         dtype: torch.dtype,
@@ -242,7 +242,7 @@ class Stack:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ModelShape,
         layers: int,
         ops: Ops,
         slots: int,
@@ -414,7 +414,7 @@ def _overlap(slots: torch.Tensor, rows: int = 64) -> float | None:
 
 
 def run(
-    shape: Shape,
+    shape: ModelShape,
     ops: Ops,
     lengths: tuple[int, ...],
     *,

@@ -2,18 +2,20 @@
 
 * ``cpu``: the blocked torch that the CPU platform serves with.
 * ``cuda``, ``triton``, ``reference``: ours, out of ``kernels.dispatch`` and called by the contract
-  of ``kernels.contracts``; ``ours`` is the best of them that runs here.
-* ``engine``: what SGLang runs by default on Hopper (``bench.engine_ops``).
+  of ``kernels.contract``; ``auto`` is the best of them that runs here.
+* ``engine``: what SGLang runs on Hopper (``benchmarks.engine_kernels``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_indexcache.bench.shapes import Shape
+from benchmarks import engine_kernels
+from sglang_indexcache.bench.shapes import ModelShape
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.batch import PagedBatch
@@ -34,7 +36,7 @@ from sglang_indexcache.kernels.indexer.quantization import (
 from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
 
-NAMES = ("cpu", "ours", "engine", *dispatch.ORDER)
+NAMES = ("cpu", "auto", "engine", *dispatch.ORDER)
 """What ``--kernels`` may be."""
 
 
@@ -204,7 +206,7 @@ class DispatchedOps(PagedCaches):
     """Implementations out of ``kernels.dispatch``, by the contract: FP8 pages, slots out.
 
     Args:
-        name: cuda, triton or reference; "ours" for the best of them, op by op.
+        name: cuda, triton or reference; "auto" for the best of them, op by op.
         device: of the tensors.
         shape: of the model, to check what the kernels can do.
         fp8_kv: see :class:`PagedCaches`.
@@ -213,7 +215,7 @@ class DispatchedOps(PagedCaches):
         KernelError: an implementation cannot run here.
     """
 
-    def __init__(self, name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> None:
+    def __init__(self, name: str, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> None:
         super().__init__(device, fp8_kv=fp8_kv)
         machine = dispatch.Machine.here()
         index = dispatch.Shape(heads=shape.index_heads, topk=shape.topk, next_n=1)
@@ -221,7 +223,7 @@ class DispatchedOps(PagedCaches):
 
         def required(op: OpName, call: dispatch.Shape) -> tuple[str, Callable[..., Any]]:
             best = dispatch.decide(op, machine, call).opt_in
-            chosen = best if name == "ours" else cast("dispatch.Implementation", name)
+            chosen = best if name == "auto" else cast("dispatch.Implementation", name)
             return chosen, dispatch.require(op, chosen, machine, call)
 
         chosen = {
@@ -231,7 +233,7 @@ class DispatchedOps(PagedCaches):
         }
         self._prefill, self._decode, self._attend = (run for _, run in chosen.values())
         used = sorted({implementation for implementation, _ in chosen.values()})
-        self.name = f"ours: {', '.join(used)}" if name == "ours" else name
+        self.name = f"auto: {', '.join(used)}" if name == "auto" else name
 
     def select(
         self,
@@ -262,7 +264,79 @@ class DispatchedOps(PagedCaches):
         return out
 
 
-def load_ops(name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> Ops:
+class EngineOps(PagedCaches):
+    """DeepGEMM, SGLang's default top-k and FlashMLA, called as SGLang calls them.
+
+    In prefill the index keys are gathered from their pages, as in SGLang.
+
+    Args:
+        device: of the tensors.
+        shape: of the model.
+        fp8_kv: see :class:`PagedCaches`.
+
+    Raises:
+        BenchError: a package is not installed or cannot be loaded here.
+    """
+
+    def __init__(self, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> None:
+        super().__init__(device, fp8_kv=fp8_kv)
+        heads = engine_kernels.padded_heads(shape.heads)
+        topk = engine_kernels.ENGINE_TOPK
+        self.name = f"engine: deep_gemm, {topk} top-k, flash_mla padding to {heads} heads"
+        for package in engine_kernels.ENGINE_MODULES:
+            _check_loads(package)
+        self._deep_gemm = engine_kernels.DeepGemm()
+        self._flash_mla = engine_kernels.FlashMla(fp8=fp8_kv)
+        self._plans: WeakKeyDictionary[Geometry, tuple[Any, ...]] = WeakKeyDictionary()
+
+    def select(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        cache: torch.Tensor,
+        geometry: Geometry,
+        topk: int,
+    ) -> torch.Tensor:
+        """See :class:`Ops`; prefill is of one request."""
+        values, weights = quantize_queries(q, gates)
+        visible, table = geometry.visible, geometry.block_table
+        if geometry.queries == 1:
+            if geometry not in self._plans:
+                select = engine_kernels.engine_topk_decode(visible, table)
+                self._plans[geometry] = (self._deep_gemm.schedule(visible), geometry.keys, select)
+            plan = self._plans[geometry]
+            return self._deep_gemm.select_decode(
+                values, weights, cache, table, visible, *plan, topk
+            )
+        if geometry.requests != 1:
+            raise BenchError("the engine's prefill is measured with one request at a time")
+        if geometry not in self._plans:
+            first = int(geometry.slots[0, 0])  # a request's slots follow each other
+            self._plans[geometry] = (engine_kernels.engine_topk_prefill(visible, first),)
+        keys = engine_kernels.gathered_keys(cache[table[0].long()], geometry.keys)
+        return self._deep_gemm.select_prefill(
+            values, weights, keys, visible, *self._plans[geometry], topk
+        )
+
+    def attend(
+        self, q: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, scale: float, values: int
+    ) -> torch.Tensor:
+        """See :class:`Ops`; padding the heads is part of the time."""
+        return self._flash_mla.attend(q, latent, slots, scale)[..., :values]
+
+
+def _check_loads(package: str) -> None:
+    try:
+        engine_kernels.load_module(package)
+    except Exception as error:  # a library built for another driver raises what it likes
+        reason = str(error).strip().splitlines() or [""]
+        raise BenchError(
+            f"the engine's kernels need {package}, which cannot be loaded here: "
+            f"{type(error).__name__}: {reason[0][:200]}"
+        ) from error
+
+
+def load_ops(name: str, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> Ops:
     """The kernels called ``name``.
 
     Args:
@@ -288,7 +362,5 @@ def load_ops(name: str, device: str, shape: Shape, *, fp8_kv: bool = False) -> O
             )
         return CpuOps()
     if name == "engine":
-        from benchmarks.stack.engine_ops import EngineOps
-
         return EngineOps(device, shape, fp8_kv=fp8_kv)
     return DispatchedOps(name, device, shape, fp8_kv=fp8_kv)

@@ -12,7 +12,7 @@ from sglang_indexcache.bench.layer_stack import (
     StackCheck,
 )
 from sglang_indexcache.bench.results import METRICS, Metric, paper_speedup
-from sglang_indexcache.bench.shapes import Shape, checkpoint_of
+from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid, where_and_when
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.lengths import format_length
@@ -156,7 +156,7 @@ def _value(
     return None
 
 
-def _paper(shape: Shape, metric: Metric, lengths: Sequence[int]) -> list[tuple[str, ...]]:
+def _paper(shape: ModelShape, metric: Metric, lengths: Sequence[int]) -> list[tuple[str, ...]]:
     """What the paper measured of whole servers, where it has this shape."""
     rows = []
     for ratio in RATIOS[:2]:

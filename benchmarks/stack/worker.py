@@ -15,7 +15,7 @@ from benchmarks.stack.measure import run
 from benchmarks.stack.ops import NAMES, load_ops
 from sglang_indexcache.bench.layer_stack import LayerStackResult
 from sglang_indexcache.bench.roofline import KV_BYTES
-from sglang_indexcache.bench.shapes import Shape, preset
+from sglang_indexcache.bench.shapes import ModelShape, preset
 from sglang_indexcache.errors import IndexCacheError
 
 LENGTHS = (10_000, 200_000, 60_000, 120_000)
@@ -44,7 +44,7 @@ def main() -> int:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
     try:
-        shape: Shape = preset(options.model)
+        shape: ModelShape = preset(options.model)
         if options.tiny:
             shape = shape.model_copy(update=TINY)
         run(

@@ -1,6 +1,7 @@
-"""What IndexCache gains: latency of real servers, a bare layer stack, and a planner.
+"""What IndexCache gains on your node: latency and traffic of real servers, and a planner.
 
-``latency`` and ``replay`` drive running SGLang servers over HTTP; ``layer_stack`` runs the
-attention path of a model's layers without a server; ``plan`` predicts from either, or from a
-roofline. Each writes one JSON file (``results``), and every table and figure is made from those.
+``latency`` and ``replay`` measure SGLang servers over HTTP; ``plan`` predicts from what they or the
+layer stack (``benchmarks/stack``, whose results ``layer_stack`` describes) measured, or from a
+``roofline``. A measurement leaves one JSON file (``results``), from which its ``tables`` and
+``figures`` are made (``output``).
 """

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
-import shutil
-import subprocess
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.support.provenance import versions
+from sglang_indexcache.support.provenance import machine
 
 _STAT = Path("/proc/stat")
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 class Environment(BaseModel):
@@ -45,15 +40,7 @@ class Environment(BaseModel):
 
 def environment() -> Environment:
     """This machine, now."""
-    return Environment(
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        cpu=_cpu(),
-        cores=os.cpu_count() or 1,
-        gpus=_gpus(),
-        versions=versions(),
-        commit=_commit(),
-        load_before=round(os.getloadavg()[0], 2),
-    )
+    return Environment(**machine())
 
 
 def busy_cores(seconds: float = 1.0) -> float | None:
@@ -118,39 +105,3 @@ def _ticks() -> tuple[int, int] | None:
         return None
     fields = [int(field) for field in _STAT.read_text().splitlines()[0].split()[1:]]
     return sum(fields[:8]), fields[3] + fields[4]
-
-
-def _cpu() -> str:
-    if _CPUINFO.exists():
-        for line in _CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _gpus() -> tuple[str, ...]:
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    found = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return tuple(line.strip() for line in found.stdout.splitlines() if found.returncode == 0)
-
-
-def _commit() -> str:
-    folder = Path(__file__).parent
-    revision = _git(folder, "rev-parse", "--short=12", "HEAD")
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return revision + ("+" if revision and changed else "")
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    if shutil.which("git") is None:
-        return ""
-    found = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() if found.returncode == 0 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from sglang_indexcache.bench.replay import QUANTITIES, Quantity, ReplayResult
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
 from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.plots import make_figure, save_figure
 
 _COLORS = ("#9a9a9a", "#6fa8d6", "#1f5fa8", "#123b6b")
 _PANELS: dict[Metric, str] = {
@@ -60,7 +60,7 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
         axis.set_xlabel("context, tokens")
     axes[0].set_ylabel("relative to DSA, %")
     axes[0].legend(fontsize=8, frameon=False, loc="upper left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
@@ -68,7 +68,7 @@ def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
 
     Args:
         curves: share by length, by name (prefill, decode, ...).
-        path: PNG or SVG.
+        path: a .png file.
     """
     figure, [axis] = _panels(1)
     for name, curve in curves.items():
@@ -78,16 +78,16 @@ def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
     axis.set_ylabel("indexers' share of the time, %")
     axis.set_ylim(0, 100)
     axis.legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def draw_scaling(curves: Mapping[str, Mapping[int, float]], path: Path, unit: str) -> None:
+def draw_scaling(curves: Mapping[str, Mapping[int, float]], unit: str, path: Path) -> None:
     """Cost against context length, both logarithmic, with the slope of the last step.
 
     Args:
         curves: cost by length, by name.
-        path: PNG or SVG.
         unit: of the cost, for the axis.
+        path: a .png file.
     """
     figure, [axis] = _panels(1)
     for name, curve in curves.items():
@@ -100,7 +100,7 @@ def draw_scaling(curves: Mapping[str, Mapping[int, float]], path: Path, unit: st
     axis.set_ylabel(unit)
     axis.legend(fontsize=8, frameon=False)
     axis.grid(which="both", lw=0.3, alpha=0.5)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_replay(result: ReplayResult, path: Path) -> None:
@@ -138,7 +138,7 @@ def draw_replay(result: ReplayResult, path: Path) -> None:
         axis.grid(which="both", lw=0.3, alpha=0.5)
     axes[0].set_ylabel("turns, %")
     axes[0].legend(fontsize=8, frameon=False, loc="lower right")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _all_turns(result: ReplayResult, configuration: str, quantity: Quantity) -> list[float]:
@@ -190,26 +190,5 @@ def _context_axis(axis: Any, lengths: Sequence[int]) -> None:
 
 
 def _panels(count: int) -> tuple[Any, list[Any]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (3.9 * count, 3.4) if count > 1 else (5.6, 3.6)
-    figure, axes = pyplot.subplots(1, count, figsize=size, squeeze=False)
-    for axis in axes[0]:
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    return figure, list(axes[0])
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Write and close; a viewer that watches the file never sees half of it."""
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".part-{path.name}")
-    figure.tight_layout()
-    figure.savefig(part, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
-    os.replace(part, path)
+    width, height = (3.9 * count, 3.4) if count > 1 else (5.6, 3.6)
+    return make_figure(width, height, columns=count)

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 
 from sglang_indexcache.bench.environment import busy_cores, environment
-from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     METRICS,
     ClockName,
@@ -34,14 +33,14 @@ from sglang_indexcache.bench.servers import (
     Servers,
     check_served,
     check_skipped,
-    facts,
     indexer_seconds,
+    server_facts,
 )
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
+from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.client import Client
-from sglang_indexcache.errors import BenchError, SearchError
-from sglang_indexcache.library import Library
+from sglang_indexcache.errors import BenchError, CheckpointError
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.provenance import checkpoint_digest
 
@@ -63,7 +62,6 @@ class Settings:
         lengths: prompt tokens.
         rounds: visits to every configuration.
         new_tokens: generated per request.
-        repeats: measurements of every length within a visit.
         metrics: which of the three.
         full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds.
         seed: of the prompts.
@@ -74,7 +72,6 @@ class Settings:
     lengths: tuple[int, ...]
     rounds: int = 3
     new_tokens: int = 64
-    repeats: int = 1
     metrics: tuple[Metric, ...] = tuple(METRICS)
     full_concurrency: int = 0
     seed: int = 0
@@ -83,8 +80,8 @@ class Settings:
 
     def check(self) -> None:
         """Raise BenchError on numbers that give no result."""
-        if not self.lengths or min(self.lengths) < 1 or self.rounds < 1 or self.repeats < 1:
-            raise BenchError("give at least one length, one round and one repeat")
+        if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
+            raise BenchError("give at least one length and one round")
         if len(set(self.lengths)) != len(self.lengths):
             raise BenchError("the same length was given twice")
         if self.new_tokens < 2:
@@ -121,7 +118,7 @@ def read_target(folder: Path, note: str = "") -> Target:
     checkpoint = Checkpoint.from_config(config, str(folder))
     try:
         digest = checkpoint_digest(folder)
-    except SearchError:
+    except CheckpointError:  # a config without weights is enough to describe a model
         digest = ""
     shape = {name: value for name, value in checkpoint.shape.items() if isinstance(value, int)}
     shape.setdefault("num_hidden_layers", checkpoint.num_layers)
@@ -134,23 +131,6 @@ def read_target(folder: Path, note: str = "") -> Target:
     )
     text = config.get("text_config") or config
     return Target(checkpoint, model, int(text["vocab_size"]))
-
-
-def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
-    """Resolve what the user wrote; ``name=value`` gives a table another name than the value.
-
-    Raises:
-        IndexCacheError: a pattern that does not fit, or one name twice.
-    """
-    found = []
-    for text in values:
-        name, _, value = text.rpartition("=")
-        pattern = Library.default().resolve(value, checkpoint).pattern
-        found.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
-    names = [configuration.name for configuration in found]
-    if len(set(names)) != len(names):
-        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
-    return tuple(found)
 
 
 def run(
@@ -185,7 +165,7 @@ def run(
         foreign = busy_cores(settings.watch_seconds)
         with servers.visit(configuration) as client:
             check_served(client, configuration, target.model)
-            here = facts(client)
+            here = server_facts(client)
             visits.append(
                 Visit(
                     configuration=configuration.name, round=number, facts=here, busy_cores=foreign
@@ -254,10 +234,9 @@ class _Visit:
         """Measure some lengths, then check that the pattern was obeyed."""
         before = self._client.states()
         for length in lengths:
-            for repeat in range(self._settings.repeats):
-                yield from self._single(length, repeat)
-                if "full" in self._settings.metrics and not self._one_fills(length):
-                    yield self._full(length, repeat)
+            yield from self._single(length)
+            if "full" in self._settings.metrics and not self._one_fills(length):
+                yield self._full(length)
         check_served(self._client, self._configuration, self._target.model)
         check_skipped(before, self._client)
 
@@ -317,10 +296,10 @@ class _Visit:
             return answers, (None, None)
         return answers, (after[0] - before[0], after[1] - before[1])
 
-    def _single(self, length: int, repeat: int) -> Iterator[Sample]:
+    def _single(self, length: int) -> Iterator[Sample]:
         """One request a rank: TTFT and decode rate."""
         metrics, count = self._settings.metrics, self._server.dp
-        answers, (prefill, decode) = self._timed(length, count, "single", repeat)
+        answers, (prefill, decode) = self._timed(length, count, "single")
         if "prefill" in metrics:
             first = median(answer.first_token for answer in answers)
             yield self._sample(length, "prefill", first, count, _share(prefill, first))
@@ -331,10 +310,10 @@ class _Visit:
         if "full" in metrics and self._one_fills(length):
             yield self._sample(length, "full", rate, count, share)
 
-    def _full(self, length: int, repeat: int) -> Sample:
+    def _full(self, length: int) -> Sample:
         """As many requests as fit: the rate of a rank while all of them decode."""
         count = self.concurrency(length)
-        answers, (_, decode) = self._timed(length, count, "full", repeat)
+        answers, (_, decode) = self._timed(length, count, "full")
         window = steady_window(answers)
         # SGLang prefills first, so all but a few decode steps lie behind the window's start.
         decoding = max(answer.last_token for answer in answers) - window.start

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from sglang_indexcache.bench.environment import Environment
 from sglang_indexcache.bench.results import Strict
-from sglang_indexcache.bench.shapes import Shape
+from sglang_indexcache.bench.shapes import ModelShape
 
 Phase = Literal["prefill", "decode"]
 STAGES = ("index projections", "score and select", "projections", "attention", "mlp")
@@ -74,7 +74,7 @@ class LayerStackResult(Strict):
     environment: Environment
     device: str
     kernels: str
-    shape: Shape
+    shape: ModelShape
     layers: int
     dtype: str
     kv: str

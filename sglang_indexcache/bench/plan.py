@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from sglang_indexcache.bench import roofline
-from sglang_indexcache.bench.gpus import Gpu
 from sglang_indexcache.bench.layer_stack import LayerStackResult, Phase
 from sglang_indexcache.bench.results import LatencyResult, Metric, amdahl, load, removed_share
-from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES
-from sglang_indexcache.bench.shapes import Shape, checkpoint_of
+from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES, Gpu
+from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
@@ -43,7 +42,7 @@ class RooflineRates:
         "(30B model on H100 at 200K, 1/4: 1.2x here, 1.48x in the paper)."
     )
 
-    def __init__(self, shape: Shape, gpu: Gpu, kv: str = "fp8", tp: int = 1) -> None:
+    def __init__(self, shape: ModelShape, gpu: Gpu, kv: str = "fp8", tp: int = 1) -> None:
         if kv not in KV_BYTES:
             raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {kv!r}")
         if tp < 1:
@@ -67,7 +66,7 @@ class StackRates:
 
     note = "Without the embedding, the output projection, a scheduler and other GPUs."
 
-    def __init__(self, result: LayerStackResult, shape: Shape) -> None:
+    def __init__(self, result: LayerStackResult, shape: ModelShape) -> None:
         if result.shape.model_dump(exclude={"name"}) != shape.model_dump(exclude={"name"}):
             raise BenchError(
                 f"these rates were measured for {result.shape.name}, another shape than "
@@ -92,7 +91,7 @@ class ServerRates:
     speed-up of the pattern with the fewest F layers. "Full" is the measured servers' own KV cache.
     """
 
-    def __init__(self, result: LatencyResult, shape: Shape) -> None:
+    def __init__(self, result: LatencyResult, shape: ModelShape) -> None:
         ours = checkpoint_of(shape).shape
         measured = result.model.shape
         if any(measured.get(name) != value for name, value in ours.items()):
@@ -123,8 +122,8 @@ class ServerRates:
         return (1 - 1 / speed) / removed
 
 
-def read_rates(path: Path, shape: Shape) -> Rates:
-    """Rates from a result file of ``bench layer-stack`` or ``bench latency``.
+def read_rates(path: Path, shape: ModelShape) -> Rates:
+    """Rates from a result file of ``bench latency`` or of ``python -m benchmarks.stack``.
 
     Raises:
         BenchError: it is neither, or for another shape.
@@ -158,7 +157,7 @@ class Prediction:
 
 
 def predict(
-    shape: Shape, rates: Rates, pattern: Pattern, length: int, cache_tokens: int
+    shape: ModelShape, rates: Rates, pattern: Pattern, length: int, cache_tokens: int
 ) -> Prediction:
     """Amdahl's law on the rates.
 
@@ -207,7 +206,7 @@ class Memory:
         return (self.kv + self.index_k_full) / (self.kv + self.index_k) - 1
 
 
-def memory(shape: Shape, pattern: Pattern, kv: str) -> Memory:
+def memory(shape: ModelShape, pattern: Pattern, kv: str) -> Memory:
     """What a token occupies in static mode, where an S layer has no index-K cache."""
     return Memory(
         kv=KV_BYTES[kv] * shape.layers,
@@ -217,7 +216,7 @@ def memory(shape: Shape, pattern: Pattern, kv: str) -> Memory:
 
 
 def plan_grid(
-    shape: Shape,
+    shape: ModelShape,
     rates: Rates,
     patterns: Sequence[tuple[str, Pattern]],
     lengths: Sequence[int],
@@ -255,7 +254,7 @@ def _cell(speed: float | None) -> str:
     return NOT_MEASURED if speed is None else f"{speed:.2f}x"
 
 
-def memory_grid(shape: Shape, patterns: Sequence[tuple[str, Pattern]], kv: str) -> Grid:
+def memory_grid(shape: ModelShape, patterns: Sequence[tuple[str, Pattern]], kv: str) -> Grid:
     """Exact, from the cache layouts of a GPU in static mode."""
     rows = []
     for name, pattern in patterns:

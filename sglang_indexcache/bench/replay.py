@@ -19,11 +19,10 @@ from pydantic import Field
 
 from sglang_indexcache.bench.environment import Environment, busy_cores, environment
 from sglang_indexcache.bench.latency import Target
-from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, Strict
-from sglang_indexcache.bench.servers import Servers, check_served, check_skipped, facts
+from sglang_indexcache.bench.servers import Servers, check_served, check_skipped, server_facts
 from sglang_indexcache.bench.stream import stream
-from sglang_indexcache.bench.traffic import Mix, Session, Words, sessions, trace
+from sglang_indexcache.bench.traffic import Mix, Session, Words, random_prompts, sessions, trace
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
 
@@ -173,7 +172,7 @@ def run(
             foreign = busy_cores()
             with servers.visit(configuration) as client:
                 check_served(client, configuration, target.model)
-                here = facts(client)
+                here = server_facts(client)
                 _check_room(here, mix)
                 before = client.states()
                 _warm_up(client, here, target.vocab_size)
@@ -207,7 +206,7 @@ def _check_room(here: ServerFacts, mix: Mix) -> None:
     if mix.limit + here.page > here.capacity:
         raise BenchError(
             f"the KV cache holds {here.capacity} tokens a rank, fewer than the longest session of "
-            f"{mix.limit}. Lower --limit."
+            f"{mix.limit}. Lower --context."
         )
 
 

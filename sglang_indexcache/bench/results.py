@@ -6,6 +6,7 @@ no table can disagree with the file it is made from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar
@@ -13,6 +14,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sglang_indexcache.bench.environment import Environment
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -57,13 +59,30 @@ class Configuration(Strict):
         return Pattern(self.pattern)
 
 
+def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
+    """Resolve what the user wrote; ``name=value`` gives a table another name than the value.
+
+    Raises:
+        IndexCacheError: a pattern that does not fit, or one name twice.
+    """
+    found = []
+    for text in values:
+        name, _, value = text.rpartition("=")
+        pattern = Library.default().resolve(value, checkpoint).pattern
+        found.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
+    names = [configuration.name for configuration in found]
+    if len(set(names)) != len(names):
+        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
+    return tuple(found)
+
+
 class Model(Strict):
     """What was served.
 
     Attributes:
         name: of the checkpoint's folder.
         architecture: HF architecture.
-        digest: tells checkpoints apart (``search.provenance.checkpoint_digest``); empty if the
+        digest: tells checkpoints apart (``support.provenance.checkpoint_digest``); empty if the
             weights were not at hand.
         shape: config fields.
         note: in words, for example that the weights are random.

@@ -1,21 +1,26 @@
-"""What a GPU could do: the time of one F and one S layer from arithmetic and published rates.
+"""What a GPU could do: data sheets, and the time of one F and one S layer from published rates.
 
-It is a model, not a measurement, and ``indexcache bench plan`` says so beside every figure.
+The layer's time is a model, not a measurement, and ``indexcache bench plan`` says so beside every
+figure.
 
 * Prefill is arithmetic at the rates that kernels are known to reach, and what the top-k reads.
 * Decode is memory traffic, or the launches of a CUDA graph where that takes longer. It leaves out
   the kernels' own latency (one row's top-k is one block of threads) and whatever a scheduler adds
   between two steps, so a real server is slower and gains more.
 
-Every layer counts as one with experts; communication between GPUs is left out.
+Every layer counts as one with experts; communication between GPUs is left out. Neither torch nor
+pydantic is needed to import this.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from sglang_indexcache.bench.gpus import Gpu
-from sglang_indexcache.bench.shapes import Shape
+from sglang_indexcache.errors import BenchError
+
+if TYPE_CHECKING:
+    from sglang_indexcache.bench.shapes import ModelShape
 
 INDEXER_PART = 1145 / 1979
 """Of the FP8 rate: DeepGEMM's MQA logits on an H200 with 64 heads (sglang #11989), which includes
@@ -39,6 +44,83 @@ INDEX_K_BYTES = 128 + 4
 """Of a token's index key: e4m3 and a float32 scale."""
 KV_BYTES = {"fp8": 656, "bf16": 1152}
 """Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One of NVIDIA's data sheets, dense rates.
+
+    Attributes:
+        name: as NVIDIA's.
+        bf16: FLOP/s.
+        fp8: FLOP/s.
+        bandwidth: of the memory, bytes/s.
+    """
+
+    name: str
+    bf16: float
+    fp8: float
+    bandwidth: float
+
+    def bound(self, flops: float, memory_bytes: float, *, fp8: bool) -> tuple[float, str]:
+        """The least seconds for some work, and what sets them.
+
+        Args:
+            flops: of matrix products.
+            memory_bytes: that have to cross the memory bus once.
+            fp8: the products' type; else bfloat16.
+        """
+        compute = flops / (self.fp8 if fp8 else self.bf16)
+        memory = memory_bytes / self.bandwidth
+        return (compute, "matrix unit") if compute > memory else (memory, "memory")
+
+
+GPUS = {
+    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12),
+    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12),
+    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12),
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """A data sheet by name.
+
+    Raises:
+        BenchError: there is none.
+    """
+    if name.lower() not in GPUS:
+        raise BenchError(f"no rates are known for {name!r}; there are {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def gpu_of_driver(name: str) -> Gpu | None:
+    """The data sheet of the GPU that the driver calls ``name``; PCIe and NVL versions have none."""
+    if "PCIe" in name or "NVL" in name:
+        return None
+    return next((gpu for model, gpu in GPUS.items() if model.upper() in name), None)
+
+
+def score_flops(pairs: float, heads: int, width: int) -> float:
+    """Multiplications and additions of an indexer's scores.
+
+    Args:
+        pairs: of a query and a token that it sees.
+        heads: of the indexer.
+        width: of an index key.
+    """
+    return 2 * width * heads * pairs
+
+
+def attention_flops(selected: float, heads: int, latent: int, values: int) -> float:
+    """Multiplications and additions of sparse MLA.
+
+    Args:
+        selected: pairs of a query and a token that it attends to.
+        heads: of MLA, padded where a kernel computes the padding too.
+        latent: width of a row of the KV cache.
+        values: width of its part that is the value.
+    """
+    return 2 * heads * (latent + values) * selected
 
 
 @dataclass(frozen=True)
@@ -66,7 +148,7 @@ class LayerTime:
         return self.attention + self.mlp
 
 
-def prefill_layer(shape: Shape, gpu: Gpu, length: int, tp: int = 1) -> LayerTime:
+def prefill_layer(shape: ModelShape, gpu: Gpu, length: int, tp: int = 1) -> LayerTime:
     """One layer for a whole prompt; under tensor parallelism the indexer is not split.
 
     Args:
@@ -76,16 +158,17 @@ def prefill_layer(shape: Shape, gpu: Gpu, length: int, tp: int = 1) -> LayerTime
         tp: ranks that share the heads and the experts.
     """
     pairs = length * (length + 1) / 2
-    scores = 2 * pairs * shape.index_heads * shape.index_dim / (gpu.fp8 * INDEXER_PART)
+    flops = score_flops(pairs, shape.index_heads, shape.index_dim)
+    scores = flops / (gpu.fp8 * INDEXER_PART)
     reads = TOPK_READS * 4 * pairs / (gpu.bandwidth * MEMORY_PART)
     gemm = 2 * length / (gpu.bf16 * GEMM_PART)
     heads = -(-shape.heads // tp)
     padded = -(-heads // MLA_HEAD_TILE) * MLA_HEAD_TILE
     selected = sum_selected(length, shape.topk)
-    flops = 2 * padded * (shape.latent + shape.kv_lora) * selected
+    attended = attention_flops(selected, padded, shape.latent, shape.kv_lora)
     return LayerTime(
         indexer=scores + reads + gemm * shape.indexer_parameters,
-        attention=flops / (gpu.bf16 * MLA_PART) + gemm * shape.attention_parameters / tp,
+        attention=attended / (gpu.bf16 * MLA_PART) + gemm * shape.attention_parameters / tp,
         mlp=gemm * shape.active_mlp_parameters / tp,
     )
 
@@ -97,7 +180,7 @@ def sum_selected(length: int, topk: int) -> float:
 
 
 def decode_layer(
-    shape: Shape, gpu: Gpu, length: int, requests: int = 1, kv: str = "fp8", tp: int = 1
+    shape: ModelShape, gpu: Gpu, length: int, requests: int = 1, kv: str = "fp8", tp: int = 1
 ) -> LayerTime:
     """One layer for one decode step.
 
@@ -126,12 +209,12 @@ def decode_layer(
     )
 
 
-def busy_experts(shape: Shape, tokens: int) -> float:
+def busy_experts(shape: ModelShape, tokens: int) -> float:
     """Experts whose weights ``tokens`` tokens need, the expected number if routing is random."""
     idle = (1 - shape.active_experts / shape.experts) ** tokens
     return shape.experts * (1 - idle) + shape.shared_experts
 
 
-def head_seconds(shape: Shape, gpu: Gpu, tp: int = 1) -> float:
+def head_seconds(shape: ModelShape, gpu: Gpu, tp: int = 1) -> float:
     """The output projection of one decode step."""
     return 2 * shape.vocab * shape.hidden / tp / (gpu.bandwidth * MEMORY_PART)

@@ -1,9 +1,9 @@
-"""The servers that a benchmark visits: started one at a time, or running already."""
+"""The servers that a benchmark measures: started one at a time, or running already."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,6 +171,42 @@ class RunningServers:
         raise BenchError("the processor clock needs servers that are started here, not --url")
 
 
+def open_servers(
+    model: Path,
+    served: Sequence[Configuration],
+    urls: Sequence[str],
+    flags: Sequence[str],
+    logs: Path,
+    environment: Mapping[str, str],
+    *,
+    side_by_side: bool = False,
+) -> AbstractContextManager[Servers]:
+    """The servers at ``urls``, or those that are started with ``flags`` where there are none.
+
+    Args:
+        model: checkpoint folder.
+        served: what to serve.
+        urls: one for each of ``served``, or one in live mode for all.
+        flags: of the servers that are started.
+        logs: folder for their logs.
+        environment: variables for them.
+        side_by_side: keep all of them up.
+
+    Raises:
+        BenchError: another number of URLs, or flags for servers that run already.
+    """
+    if not urls:
+        return StartedServers(str(model), flags, logs, environment, side_by_side=side_by_side)
+    names = [configuration.name for configuration in served]
+    every = [*urls] * len(names) if len(urls) == 1 else urls
+    if len(every) != len(names) or flags or environment:
+        raise BenchError(
+            f"give one --url, or one for each of {', '.join(names)}, and no server flags or --env: "
+            "those servers run already"
+        )
+    return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
+
+
 def check_served(client: Client, configuration: Configuration, model: Model) -> None:
     """Refuse a server whose pattern or model is not the one that was asked for.
 
@@ -221,7 +257,7 @@ def check_skipped(before: list[dict[str, Any]], client: Client) -> None:
             )
 
 
-def facts(client: Client) -> ServerFacts:
+def server_facts(client: Client) -> ServerFacts:
     """What the server says about itself.
 
     Raises:

@@ -12,7 +12,7 @@ from sglang_indexcache.errors import BenchError
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
-class Shape(Strict):
+class ModelShape(Strict):
     """What decides the cost of a DSA model's layer. Names are those of the HF config.
 
     Attributes:
@@ -108,8 +108,8 @@ _FIELDS = {
 """What the HF config calls a shape's fields."""
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
-    return Shape(
+def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    return ModelShape(
         name=name,
         shared_experts=config.get("n_shared_experts") or 0,
         dense_layers=config.get("first_k_dense_replace") or 0,
@@ -120,7 +120,7 @@ def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
 PRESETS = {name: _from_config(name, fields) for name, fields in SHAPES.items()}
 
 
-def preset(name: str) -> Shape:
+def preset(name: str) -> ModelShape:
     """A shape by name.
 
     Raises:
@@ -133,14 +133,14 @@ def preset(name: str) -> Shape:
     return PRESETS[name]
 
 
-def checkpoint_of(shape: Shape) -> Checkpoint:
+def checkpoint_of(shape: ModelShape) -> Checkpoint:
     """A checkpoint of this shape with every indexer, for the pattern library."""
     family = next((f for f in FAMILIES if shape.name in f.shapes), TRAINABLE["glm_moe_dsa"])
     fields = {theirs: getattr(shape, ours) for ours, theirs in _FIELDS.items()}
     return Checkpoint.from_config({**fields, "architectures": [family.architecture]})
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> ModelShape:
     """A preset by name, or the shape of a checkpoint folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Production-shaped traffic: long-tailed sessions of several turns, and text of exact lengths."""
+"""What is sent: prompts of exact lengths, and production-shaped sessions of several turns."""
 
 from __future__ import annotations
 
@@ -20,6 +20,33 @@ TEMPLATE_TOKENS = 16
 """Room left for what a chat template adds to a turn."""
 _LEAST_TURN = 32
 _WORD = re.compile(r" [a-z]{2,}")
+_LOWEST = 10
+"""Token ids below are often special."""
+_UNUSED_SHARE = 0.1
+"""So are those at the vocabulary's end."""
+
+
+def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> list[list[int]]:
+    """``count`` prompts of ``length`` random token ids.
+
+    They are sent as ids, so no tokenizer can change their length, and differ from the first token
+    on, so that not even a page of two of them is the same.
+
+    Args:
+        count: how many.
+        length: tokens of each.
+        vocab_size: of the model.
+        seed: anything; the same seed gives the same prompts.
+
+    Raises:
+        BenchError: no tokens to draw, or more prompts than first tokens.
+    """
+    stop = int(vocab_size * (1 - _UNUSED_SHARE))
+    if length < 1 or count > stop - _LOWEST:
+        raise BenchError(f"cannot make {count} different prompts of {length} tokens")
+    source = random.Random("/".join(map(str, seed)))
+    firsts = source.sample(range(_LOWEST, stop), count)
+    return [[first, *source.choices(range(_LOWEST, stop), k=length - 1)] for first in firsts]
 
 
 class Mix(Strict):

@@ -2,71 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import group, name_and_value, out
-from sglang_indexcache.errors import BenchError
+from sglang_indexcache.cli.common import (
+    CONTEXTS,
+    ContextsOption,
+    ModelOption,
+    OutputOption,
+    PatternsOption,
+    SeedOption,
+    UrlsOption,
+    group,
+    name_and_value,
+    out,
+)
 
 if TYPE_CHECKING:
-    from sglang_indexcache.bench.replay import ReplayResult
-    from sglang_indexcache.bench.results import Configuration, LatencyResult
-    from sglang_indexcache.bench.servers import Servers
+    from rich.table import Table
 
-ModelOption = Annotated[
-    Path, typer.Option(help="Checkpoint folder (config.json at least), also with --url.")
+RoundsOption = Annotated[int, typer.Option(help="How often every pattern has its turn: A B A B.")]
+NoteOption = Annotated[
+    str, typer.Option(help="A sentence to keep with the result, such as what the weights are.")
 ]
-PatternOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="As for --indexcache-pattern, or NAME=VALUE; the first is the baseline. Repeat it."
-    ),
-]
-UrlOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A running server for each pattern, in the same order; one server in live mode may "
-        "stand for all. Without it, servers are started one at a time."
-    ),
-]
-LengthOption = Annotated[
-    list[str] | None, typer.Option(help="Prompt tokens: 4096, 200K or 16Ki. Repeat it.")
-]
-RoundsOption = Annotated[int, typer.Option(help="Turns of every pattern: A B A B.")]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Folder for the results.")]
-NoteOption = Annotated[str, typer.Option(help="Kept with the result, e.g. about the weights.")]
 EnvOption = Annotated[
-    list[str] | None, typer.Option(help="NAME=VALUE for the servers that are started. Repeat it.")
+    list[str] | None,
+    typer.Option(help="NAME=VALUE, an environment variable of the servers. Repeat it."),
+]
+SideBySideOption = Annotated[
+    bool, typer.Option(help="Keep all servers up, so that turns are one context long.")
 ]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
 """Server flags come behind ``--``."""
-
+PAPERS_PATTERNS, PAPERS_CONTEXTS = ("full", "1/2", "1/4"), ("10K", "60K", "120K", "200K")
 
 app = group("Measure what sharing gains, or predict it.")
 
 
 @app.command("latency", context_settings=PASS_ON)
 def latency_command(
-    context: typer.Context,
+    passed_on: typer.Context,
     model: ModelOption,
     output: OutputOption,
-    pattern: PatternOption = None,
-    length: LengthOption = None,
-    url: UrlOption = None,
+    pattern: PatternsOption = None,
+    context: ContextsOption = None,
+    url: UrlsOption = None,
     rounds: RoundsOption = 3,
-    new_tokens: Annotated[int, typer.Option(help="Generated per request.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Measurements of a length within a turn.")] = 1,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 64,
     metric: Annotated[
         list[str] | None, typer.Option(help="prefill, decode or full; all three if left out.")
     ] = None,
     full_concurrency: Annotated[
-        int, typer.Option(help="Requests a rank for the full KV cache; 0: as many as fit.")
+        int, typer.Option(help="Requests a rank for the full KV cache; 0 takes as many as fit.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: SeedOption = 0,
     clock: Annotated[
         str,
         typer.Option(
@@ -74,210 +65,149 @@ def latency_command(
             "with one thread a rank (--env OMP_NUM_THREADS=1)."
         ),
     ] = "wall",
-    name: Annotated[str, typer.Option(help="Of the files written.")] = "latency",
     note: NoteOption = "",
     env: EnvOption = None,
-    side_by_side: Annotated[
-        bool, typer.Option(help="Keep all servers up and take turns at every length.")
-    ] = False,
+    side_by_side: SideBySideOption = False,
 ) -> None:
-    """The paper's Table 1 and its bar figure, on your servers.
+    """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
-    Flags of the servers come behind --, for example:
+    With --url, once for each pattern or one server in live mode for all, nothing is started.
+    Without it, servers are started with the flags behind --, for example:
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
     """
     from sglang_indexcache.bench import latency, tables
-    from sglang_indexcache.bench.results import METRICS
+    from sglang_indexcache.bench.output import write_latency
+    from sglang_indexcache.bench.results import METRICS, configurations
+    from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.support.lengths import parse_length
 
     target = latency.read_target(model, note)
-    served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
+    served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
     settings = latency.Settings(
-        lengths=tuple(parse_length(text) for text in length or ["10K", "60K", "120K", "200K"]),
+        lengths=tuple(parse_length(text) for text in context or PAPERS_CONTEXTS),
         rounds=rounds,
         new_tokens=new_tokens,
-        repeats=repeats,
         metrics=tuple(metric or METRICS),  # type: ignore[arg-type]  # checked by Settings.check
         full_concurrency=full_concurrency,
         seed=seed,
         clock=clock,  # type: ignore[arg-type]  # likewise
     )
     settings.check()
-    with _servers(model, served, url, context.args, output, env, side_by_side) as servers:
-        result = latency.run(
-            target,
-            servers,
-            served,
-            settings,
-            arguments=context.args,
-            report=lambda text: out.print(text, highlight=False),
-        )
-    written = write_latency(result, output, name)
-    for grid in (tables.latency_grid(result), tables.amdahl_grid(result)):
-        if grid is not None:
-            out.print(grid.to_terminal())
-    out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
-
-
-def _servers(
-    model: Path,
-    served: Sequence[Configuration],
-    urls: list[str] | None,
-    flags: list[str],
-    output: Path,
-    env: list[str] | None,
-    side_by_side: bool = False,
-) -> AbstractContextManager[Servers]:
-    from sglang_indexcache.bench.servers import RunningServers, StartedServers
-
-    if not urls:
-        variables = dict(name_and_value(text, "--env") for text in env or [])
-        logs = output / "logs"
-        return StartedServers(str(model), flags, logs, variables, side_by_side=side_by_side)
-    names = [configuration.name for configuration in served]
-    every = urls * len(names) if len(urls) == 1 else urls
-    if len(every) != len(names) or flags or env:
-        raise BenchError(
-            f"give one --url, or one for each of {', '.join(names)}, and no server flags or --env: "
-            "those servers run already"
-        )
-    return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
+    flags, variables = passed_on.args, dict(name_and_value(text, "--env") for text in env or [])
+    with open_servers(
+        model, served, url or (), flags, output / "logs", variables, side_by_side=side_by_side
+    ) as servers:
+        result = latency.run(target, servers, served, settings, arguments=flags, report=_say)
+    written = write_latency(result, output)
+    grids = (tables.latency_grid(result), tables.amdahl_grid(result))
+    _show([grid.to_terminal() for grid in grids if grid is not None], written)
 
 
 @app.command("replay", context_settings=PASS_ON)
 def replay_command(
-    context: typer.Context,
+    passed_on: typer.Context,
     model: ModelOption,
     output: OutputOption,
-    limit: Annotated[str, typer.Option(help="Tokens of the longest session: the 90th percentile.")],
-    pattern: PatternOption = None,
-    url: UrlOption = None,
+    context: Annotated[
+        str,
+        typer.Option(
+            help=f"Length of the longest session, which is the 90th percentile: {CONTEXTS}."
+        ),
+    ],
+    pattern: PatternsOption = None,
+    url: UrlsOption = None,
     rounds: RoundsOption = 2,
-    sessions: Annotated[int, typer.Option(help="Conversations.")] = 32,
-    turns: Annotated[float, typer.Option(help="Of a conversation, on average.")] = 3.0,
-    system: Annotated[int, typer.Option(help="Tokens of the shared system prompt.")] = 1024,
-    answer: Annotated[int, typer.Option(help="Tokens generated in a turn.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="Conversations at once.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of lengths and texts.")] = 0,
-    name: Annotated[str, typer.Option(help="Of the files written.")] = "replay",
+    sessions: Annotated[int, typer.Option(help="How many conversations there are.")] = 32,
+    turns: Annotated[float, typer.Option(help="Mean number of turns of a conversation.")] = 3.0,
+    system: Annotated[int, typer.Option(help="Tokens of the system prompt that all share.")] = 1024,
+    answer: Annotated[int, typer.Option(help="Tokens that each turn generates.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="How many conversations run at once.")] = 4,
+    seed: SeedOption = 0,
     note: NoteOption = "",
     env: EnvOption = None,
-    side_by_side: Annotated[bool, typer.Option(help="Keep all servers up.")] = False,
+    side_by_side: SideBySideOption = False,
 ) -> None:
     """Agent-like traffic with prefix-cache hits: TTFT and TPOT percentiles.
 
     Flags of the servers come behind --. Needs the model's tokenizer with a chat template.
     """
     from sglang_indexcache.bench import latency, replay, replay_tables
+    from sglang_indexcache.bench.output import write_replay
+    from sglang_indexcache.bench.results import configurations
+    from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.bench.traffic import Mix
     from sglang_indexcache.support.lengths import parse_length
 
     target = latency.read_target(model, note)
-    served = latency.configurations(pattern or ["full", "1/2", "1/4"], target.checkpoint)
+    served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
     mix = Mix(
         sessions=sessions,
         turns=turns,
-        limit=parse_length(limit),
+        limit=parse_length(context),
         system=system,
         answer=answer,
         concurrency=concurrency,
         seed=seed,
     )
     mix.check()
-    with _servers(model, served, url, context.args, output, env, side_by_side) as servers:
+    logs, flags = output / "logs", passed_on.args
+    variables = dict(name_and_value(text, "--env") for text in env or [])
+    with open_servers(
+        model, served, url or (), flags, logs, variables, side_by_side=side_by_side
+    ) as servers:
         result = replay.run(
-            target,
-            model,
-            servers,
-            served,
-            mix,
-            output / "logs",
-            rounds=rounds,
-            arguments=context.args,
-            report=lambda text: out.print(text, highlight=False),
+            target, model, servers, served, mix, logs, rounds=rounds, arguments=flags, report=_say
         )
-    written = write_replay(result, output, name)
-    out.print(replay_tables.replay_grid(result).to_terminal())
+    _show([replay_tables.replay_grid(result).to_terminal()], write_replay(result, output))
+
+
+def _say(text: str) -> None:
+    out.print(text, highlight=False)
+
+
+def _show(grids: list[Table], written: list[Path]) -> None:
+    for grid in grids:
+        out.print(grid)
     out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
-
-
-def write_replay(result: ReplayResult, folder: Path, name: str) -> list[Path]:
-    """Write the result as JSON, Markdown and figures; returns the files."""
-    from sglang_indexcache.bench import figures, replay_tables
-    from sglang_indexcache.bench.results import save
-    from sglang_indexcache.support.files import write_whole
-
-    written = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".png", ".svg")]
-    save(result, written[0])
-    write_whole(written[1], replay_tables.report(result))
-    for path in written[2:]:
-        figures.draw_replay(result, path)
-    return written
-
-
-def write_latency(result: LatencyResult, folder: Path, name: str) -> list[Path]:
-    """Write the result as JSON, Markdown and figures; returns the files."""
-    from sglang_indexcache.bench import figures, tables
-    from sglang_indexcache.bench.results import save
-    from sglang_indexcache.support.files import write_whole
-
-    base = folder / name
-    written = [base.with_suffix(suffix) for suffix in (".json", ".md")]
-    save(result, written[0])
-    write_whole(written[1], tables.report(result))
-    shares = figures.share_curves(result)
-    for suffix in (".png", ".svg"):
-        drawn = [folder / f"{name}-speedup{suffix}"]
-        figures.draw_speedups(result, drawn[0])
-        if "prefill" in result.metrics:
-            drawn.append(folder / f"{name}-scaling{suffix}")
-            unit = "prefill time, relative to DSA at the shortest"
-            figures.draw_scaling(figures.prefill_curves(result), drawn[-1], unit)
-        if shares:
-            drawn.append(folder / f"{name}-share{suffix}")
-            figures.draw_shares(shares, drawn[-1])
-        written += drawn
-    return written
 
 
 @app.command("plan")
 def plan_command(
-    model: Annotated[str, typer.Option(help="30b, glm-5, deepseek-v3.2 or a folder.")],
-    pattern: Annotated[
-        list[str] | None, typer.Option(help="As for --indexcache-pattern. Repeat it.")
-    ] = None,
-    context: Annotated[
-        list[str] | None, typer.Option(help="Tokens: 4096, 200K or 16Ki. Repeat it.")
-    ] = None,
-    gpu: Annotated[str, typer.Option(help="For a roofline: h100, h200 or b200.")] = "h100",
+    model: Annotated[
+        str, typer.Option(help="The checkpoint's folder, or 30b, glm-5 or deepseek-v3.2.")
+    ],
+    pattern: PatternsOption = None,
+    context: ContextsOption = None,
+    gpu: Annotated[str, typer.Option(help="GPU of the roofline: h100, h200 or b200.")] = "h100",
     rates: Annotated[
         Path | None,
-        typer.Option(help="Measured rates instead: a result of bench latency or layer-stack."),
+        typer.Option(
+            help="Take measured rates instead, from the latency.json of bench latency or the "
+            "stack.json of python -m benchmarks.stack."
+        ),
     ] = None,
-    kv: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    kv: Annotated[str, typer.Option(help="Layout of the latent KV cache: fp8 or bf16.")] = "fp8",
     cache_tokens: Annotated[
-        str, typer.Option(help="KV tokens of a GPU, for the full-cache figure.")
+        str,
+        typer.Option(help=f"What the KV cache of one GPU holds: {CONTEXTS}."),
     ] = "800K",
-    tp: Annotated[int, typer.Option(help="Ranks that share heads and experts.")] = 1,
+    tp: Annotated[int, typer.Option(help="How many ranks share heads and experts.")] = 1,
 ) -> None:
     """Predict prefill and decode speed-up and memory of a pattern before serving it."""
     from sglang_indexcache.bench import plan
-    from sglang_indexcache.bench.gpus import find_gpu
+    from sglang_indexcache.bench.results import configurations
+    from sglang_indexcache.bench.roofline import find_gpu
     from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
-    from sglang_indexcache.library import Library
     from sglang_indexcache.support.lengths import parse_length
 
     shape = shape_of(model)
     found: plan.Rates = (
         plan.read_rates(rates, shape) if rates else plan.RooflineRates(shape, find_gpu(gpu), kv, tp)
     )
-    checkpoint = checkpoint_of(shape)
-    named = [
-        (value, Library.default().resolve(value, checkpoint).pattern)
-        for value in pattern or ["uniform:1/2", "uniform:1/4"]
-    ]
-    lengths = [parse_length(text) for text in context or ["10K", "60K", "120K", "200K"]]
+    served = configurations(pattern or ("uniform:1/2", "uniform:1/4"), checkpoint_of(shape))
+    named = [(configuration.name, configuration.parsed) for configuration in served]
+    lengths = [parse_length(text) for text in context or PAPERS_CONTEXTS]
     grid = plan.plan_grid(shape, found, named, lengths, parse_length(cache_tokens))
     out.print(grid.to_terminal())
-    out.print(found.note, highlight=False)
+    _say(found.note)
     out.print(plan.memory_grid(shape, named, kv).to_terminal())

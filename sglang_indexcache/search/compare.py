@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Floats, TokenEvaluator, standard_error
+from sglang_indexcache.search.evaluator import Floats, TokenEvaluator
+from sglang_indexcache.support.stats import half_width
 
 CONFIDENCE = 0.95
 
@@ -32,11 +32,10 @@ class Difference:
         Raises:
             SearchError: fewer than two pairs, which say nothing about spread.
         """
-        if len(differences) < 2:
+        half = half_width(differences, CONFIDENCE)
+        if half is None:
             raise SearchError("a confidence interval needs at least two batches; give more")
         mean = float(differences.mean())
-        t = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
-        half = t * standard_error(differences)
         return cls(mean, mean - half, mean + half)
 
     @property

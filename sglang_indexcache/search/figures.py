@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.compare import Comparison
 from sglang_indexcache.search.evaluator import Floats
 from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.support.plots import make_figure, save_figure
 
 _LINE, _MARK, _BLIND = "#1f5fa8", "#c0392b", "#8a8a8a"
 
@@ -25,7 +25,7 @@ def draw_losses(search: Search, path: Path) -> None:
     steps on few batches and keeps the lowest, so its line runs a little low between the marks; the
     marks themselves are measured on all batches.
     """
-    figure, axis = _figure(6.4, 3.8)
+    figure, [axis] = make_figure(6.4, 3.8)
     start = len(search.constraints.start.full_layers)
     steps = [start - len(step.pattern.full_layers) for step in search.path]
     axis.plot(steps, [s.loss for s in search.path], color=_LINE, lw=1.4, marker="o", ms=2.5)
@@ -41,7 +41,7 @@ def draw_losses(search: Search, path: Path) -> None:
     axis.legend(fontsize=8, frameon=False, loc="upper left")
     axis.ticklabel_format(axis="y", useOffset=False)
     axis.margins(y=0.12)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_mark(axis: Any, found: Found, step: int, *, is_first: bool) -> None:
@@ -69,7 +69,7 @@ def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> 
 
     count = len(matrix)
     size = min(9.0, 3.6 + 0.09 * count)
-    figure, axis = _figure(size, size * 0.86)
+    figure, [axis] = make_figure(size, size * 0.86)
     image = axis.imshow(matrix, cmap="viridis", vmin=0, vmax=1, origin="lower")
     bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
     bar.set_label("share of the selection in common", fontsize=9)
@@ -86,12 +86,12 @@ def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> 
     axis.set_ylabel("layer")
     if pattern is not None:
         axis.set_title("boxes: layers that share one selection", fontsize=9, loc="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_comparison(comparisons: Sequence[tuple[str, Comparison]], path: Path) -> None:
     """Loss difference along the context, one line a pattern with its 95 % band."""
-    figure, axis = _figure(6.4, 3.6)
+    figure, [axis] = make_figure(6.4, 3.6)
     for name, found in comparisons:
         middles = [(a + b) / 2 for a, b in pairwise(found.edges)]
         [line] = axis.plot(middles, [d.mean for d in found.curve], marker="o", ms=3, label=name)
@@ -102,32 +102,8 @@ def draw_comparison(comparisons: Sequence[tuple[str, Comparison]], path: Path) -
     axis.set_ylabel("loss difference, nats per token")
     axis.set_title(f"against {_short(comparisons[0][1].reference)}", fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _short(pattern: Pattern) -> str:
     return pattern.summary() if pattern.shared_layers else "every layer F"
-
-
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(width, height))
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    return figure, axis
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Write and close; a viewer that watches the file never sees half of it."""
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".part-{path.name}")
-    figure.tight_layout()
-    figure.savefig(part, dpi=150)
-    pyplot.close(figure)
-    os.replace(part, path)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluator import Floats
 from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.support.stats import student_quantile
 
 CONFIDENCE = 0.95
 """One-sided confidence with which a contender must be worse than the leader to be dropped."""
@@ -92,7 +92,7 @@ def _not_worse(losses: Floats) -> list[int]:
     pooled = own[1:].mean() if len(order) > 1 else 0.0
     freedom = count - 1 + _PRIOR_FREEDOM
     variance = ((count - 1) * own + _PRIOR_FREEDOM * pooled) / freedom
-    bound = stats.t.ppf(CONFIDENCE, freedom) * np.sqrt(variance / count)
+    bound = student_quantile(CONFIDENCE, freedom) * np.sqrt(variance / count)
     keep = difference.mean(axis=1) <= bound
     keep[0] = True
     return [int(i) for i in order[keep]]

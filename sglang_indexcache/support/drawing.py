@@ -1,15 +1,17 @@
-"""Draw a pattern: which layer serves which, for a terminal and as PNG or SVG."""
+"""Draw a pattern: which layer serves which, for a terminal and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group as RichGroup
 from rich.console import RenderableType
 from rich.text import Text
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.plots import make_figure, save_figure
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _PER_LINE = 60
@@ -71,28 +73,17 @@ def to_image(patterns: Sequence[tuple[str, Pattern]], path: Path) -> None:
 
     Args:
         patterns: ``(title, pattern)`` pairs.
-        path: written as PNG or SVG (or whatever else matplotlib derives from its suffix).
+        path: a .png file.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     longest = max(len(pattern) for _, pattern in patterns)
-    figure, axes = pyplot.subplots(
-        len(patterns),
-        1,
-        figsize=(max(6.0, 0.24 * longest + 0.8), 1.9 * len(patterns)),
-        squeeze=False,
-    )
-    for axis, (title, pattern) in zip(axes[:, 0], patterns, strict=True):
+    size = max(6.0, 0.24 * longest + 0.8), 1.9 * len(patterns)
+    figure, axes = make_figure(*size, rows=len(patterns))
+    for axis, (title, pattern) in zip(axes, patterns, strict=True):
         _draw(axis, title, pattern, longest)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
-def _draw(axis, title: str, pattern: Pattern, longest: int) -> None:  # type: ignore[no-untyped-def]
+def _draw(axis: Any, title: str, pattern: Pattern, longest: int) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
@@ -133,8 +124,7 @@ def _draw(axis, title: str, pattern: Pattern, longest: int) -> None:  # type: ig
     axis.set_xticks(range(0, len(pattern), 5))
     axis.tick_params(axis="x", length=2, labelsize=7)
     axis.set_yticks([])
-    for side in ("top", "left", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines["left"].set_visible(False)
     axis.set_xlabel("layer", fontsize=8)
     axis.set_title(
         f"{title}: {pattern.summary()}" if title else pattern.summary(), fontsize=9, loc="left"

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write to, which takes the place of ``path`` in one step when the block ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    yield part
+    os.replace(part, path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file at ``path`` in one step."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write ``data`` readably; a reader never sees half a file."""
     write_whole(path, json.dumps(data, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file at ``path`` in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def shipped(folder: str) -> Path:

@@ -1,18 +1,24 @@
-"""Where a search's numbers come from: which weights, which data, which software."""
+"""Where numbers come from: which weights, which machine, which software. Standard library only."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
+import os
+import platform
+import subprocess
+import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from sglang_indexcache import __version__
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.errors import CheckpointError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
 _PACKAGES = ("sglang", "torch", "transformers")
+_ROOT = Path(__file__).parents[2]
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -22,11 +28,13 @@ def checkpoint_digest(folder: Path) -> str:
     blocks of 1 MiB (all of a smaller file).
 
     Raises:
-        SearchError: the folder has no config.json or no .safetensors file.
+        CheckpointError: the folder has no config.json or no .safetensors file.
     """
     config, weights = folder / "config.json", sorted(folder.glob("*.safetensors"))
     if not config.exists() or not weights:
-        raise SearchError(f"{folder} is not a checkpoint: it needs config.json and *.safetensors")
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: it needs config.json and *.safetensors"
+        )
     content = hashlib.sha256(config.read_bytes())
     for path in weights:
         size = path.stat().st_size
@@ -47,11 +55,66 @@ def _blocks(path: Path, size: int) -> Iterable[bytes]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can change a loss."""
-    found = {"sglang-indexcache": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _PACKAGES:
+    """Versions of everything that can change a loss or a speed."""
+    found = {"sglang-indexcache": __version__, "python": platform.python_version()}
+    known = {name: package_version(name) for name in _PACKAGES}
+    return found | {name: number for name, number in known.items() if number is not None}
+
+
+def package_version(*names: str) -> str | None:
+    """Version of the first of these packages that is installed, without importing it."""
+    for name in names:
         try:
-            found[name] = version(name)
+            return version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return None
+
+
+def machine() -> dict[str, Any]:
+    """This machine and its software, now.
+
+    ``date`` (UTC, to the second), ``cpu`` (model name), ``cores`` (logical CPUs), ``gpus`` (name
+    and driver of each, empty without), ``versions``, ``commit`` and ``load_before`` (the 1-minute
+    load average).
+    """
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": _cpu(),
+        "cores": os.cpu_count() or 1,
+        "gpus": tuple(line.strip() for line in said(query)),
+        "versions": versions(),
+        "commit": commit(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def commit() -> str:
+    """This checkout's commit, with "+" if files were changed.
+
+    Outside a checkout the value of ``INDEXCACHE_COMMIT``, or nothing.
+    """
+    git = ["git", "-C", str(_ROOT)]
+    revision = said([*git, "rev-parse", "--short=12", "HEAD"])
+    if not revision:
+        return os.environ.get("INDEXCACHE_COMMIT", "")
+    changed = said([*git, "status", "--porcelain", "--untracked-files=no"])
+    return revision[0] + ("+" if changed else "")
+
+
+def said(command: list[str]) -> list[str]:
+    """The lines that a command prints; none if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
+
+
+def _cpu() -> str:
+    if _CPUINFO.exists():
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.library import Library
+from sglang_indexcache.support.stats import half_width
 from sglang_indexcache.training.data.batches import TEXT, Mixture
 from sglang_indexcache.training.data.retrieval import TASKS, Words
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, unigram_loss
@@ -99,11 +99,9 @@ def _summary(score: Score) -> dict[str, Any]:
 
 
 def interval(values: tuple[float, ...]) -> list[float] | None:
-    """Normal 95 % confidence interval of the mean; none for fewer than two values."""
-    count = len(values)
-    if count < 2:
+    """95 % confidence interval of the mean (Student); none for fewer than two values."""
+    half = half_width(values)
+    if half is None:
         return None
-    mean = sum(values) / count
-    variance = sum((v - mean) ** 2 for v in values) / (count - 1)
-    half = 1.96 * math.sqrt(variance / count)
+    mean = sum(values) / len(values)
     return [mean - half, mean + half]

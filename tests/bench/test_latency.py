@@ -14,8 +14,8 @@ import pytest
 
 from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
-from sglang_indexcache.bench.latency import Settings, Target, configurations, run
-from sglang_indexcache.bench.results import LatencyResult, Model
+from sglang_indexcache.bench.latency import Settings, Target, run
+from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import Answer, steady_window
 from sglang_indexcache.checkpoint import Checkpoint

@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 
 from benchmarks.stack.measure import run
 from benchmarks.stack.ops import CpuOps
-from sglang_indexcache.bench.gpus import GPUS
 from sglang_indexcache.bench.plan import RooflineRates, memory, plan_grid, predict, read_rates
 from sglang_indexcache.bench.results import amdahl, paper_speedup, save
-from sglang_indexcache.bench.roofline import busy_experts, prefill_layer, sum_selected
-from sglang_indexcache.bench.shapes import PRESETS, Shape, checkpoint_of
+from sglang_indexcache.bench.roofline import GPUS, busy_experts, prefill_layer, sum_selected
+from sglang_indexcache.bench.shapes import PRESETS, ModelShape, checkpoint_of
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
@@ -152,7 +151,7 @@ def test_rates_need_an_all_full_baseline(tmp_path: Path) -> None:
 
 
 @given(st.sampled_from(list(PRESETS.values())), st.integers(1, 500))
-def test_busy_experts(shape: Shape, tokens: int) -> None:
+def test_busy_experts(shape: ModelShape, tokens: int) -> None:
     busy = busy_experts(shape, tokens) - shape.shared_experts
     assert busy <= min(shape.experts, tokens * shape.active_experts) + 1e-9
     assert busy_experts(shape, 1) == pytest.approx(shape.active_experts + shape.shared_experts)

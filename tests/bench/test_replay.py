@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.bench.environment import environment
+from sglang_indexcache.bench.output import write_replay
 from sglang_indexcache.bench.replay import Replay, ReplayResult, nearest_rank, read_turns
 from sglang_indexcache.bench.replay_tables import conditions, replay_grid
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
-from sglang_indexcache.cli.bench import write_replay
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.support.text import make_tokenizer
 
@@ -212,9 +212,9 @@ def test_a_gpus_are_beside_its_speedups() -> None:
 
 def test_files_are_written_with_their_conditions(tmp_path: Path) -> None:
     result = replayed()
-    written = write_replay(result, tmp_path, "replay")
+    written = write_replay(result, tmp_path)
     assert [path.name for path in written] == [
-        "replay.json", "replay.md", "replay.png", "replay.svg",
+        "replay.json", "replay.md", "replay.png",
     ]  # fmt: skip
     assert load(ReplayResult, written[0]) == result
     text = conditions(result)

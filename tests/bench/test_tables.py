@@ -11,7 +11,7 @@ import pytest
 from benchmarks import readme
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.prompts import random_prompts
+from sglang_indexcache.bench.output import write_latency
 from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,
@@ -23,9 +23,8 @@ from sglang_indexcache.bench.results import (
     amdahl,
 )
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
-from sglang_indexcache.cli.bench import write_latency
+from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.support.lengths import format_length, parse_length
 
 LENGTHS = (10_000, 200_000)
 BASE: dict[Metric, dict[int, float]] = {
@@ -173,10 +172,10 @@ def test_strange_samples_are_refused() -> None:
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    written = write_latency(result(), tmp_path, "latency")
+    written = write_latency(result(), tmp_path)
     assert {path.name for path in written} == {
-        "latency.json", "latency.md", "latency-speedup.png", "latency-speedup.svg",
-        "latency-scaling.png", "latency-scaling.svg", "latency-share.png", "latency-share.svg",
+        "latency.json", "latency.md", "latency-speedup.png",
+        "latency-scaling.png", "latency-share.png",
     }  # fmt: skip
     assert all(path.stat().st_size > 500 for path in written)
 
@@ -184,17 +183,6 @@ def test_files_are_written(tmp_path: Path) -> None:
 def test_the_slope_of_a_square() -> None:
     assert figures.last_slope({2: 1.0, 8: 4.0, 32: 64.0}) == pytest.approx(2.0)
     assert figures.last_slope({2: 1.0}) is None
-
-
-@pytest.mark.parametrize("text", ["1", "4096", "200K", "16Ki", "1000Ki"])
-def test_lengths_are_read_and_written(text: str) -> None:
-    assert parse_length(format_length(parse_length(text))) == parse_length(text)
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "4k", "1.5K", "Ki"])
-def test_a_bad_length(text: str) -> None:
-    with pytest.raises(BenchError, match="a length is a number"):
-        parse_length(text)
 
 
 def test_prompts_are_exact_and_share_no_prefix() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import anchors, device_check, roofline, speed, workloads
+from benchmarks import engine_kernels
+from benchmarks.kernels import device_check, speed, workloads
+from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS
 from sglang_indexcache.kernels.grid import cases
@@ -23,7 +25,7 @@ def test_dry_run(tmp_path: Path) -> None:
     out, _ = dry_run(tmp_path)
     report = json.loads(out.read_text())
     assert report["dry"] is True
-    assert set(report["anchors"]) == set(anchors.TOPKS)
+    assert set(report["anchors"]) == set(engine_kernels.TOPKS)
     assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
     assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
     assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
@@ -169,19 +171,19 @@ def test_the_engine_s_defaults_are_anchors() -> None:
 
 def test_roofline() -> None:
     """The reference document's figures: 120K, 8192 rows, 32 heads on an H100."""
-    card = roofline.card_named("NVIDIA H100 80GB HBM3")
+    card = gpu_of_driver("NVIDIA H100 80GB HBM3")
     assert card is not None
     work = workloads.Workload("select_prefill", 8192, 122_880, 32)
     assert work.pairs == sum(range(122_880 - 8191, 122_881))
-    seconds, by = roofline.bound_seconds(work, card)
+    seconds, by = card.bound(work.flops, work.memory_bytes, fp8=True)
     assert by == "matrix unit"
     assert seconds == pytest.approx(4.03e-3, rel=0.01)  # 3.93 ms with K = 1000
     decode = workloads.Workload("select_decode", 64, 120_000, 32)
-    seconds, by = roofline.bound_seconds(decode, card)
+    seconds, by = card.bound(decode.flops, decode.memory_bytes, fp8=True)
     assert by == "memory"
     assert seconds == pytest.approx(302.6e-6, rel=0.01)
-    assert roofline.card_named("NVIDIA H100 PCIe") is None
-    assert roofline.card_named("NVIDIA A100-SXM4-80GB") is None
+    assert gpu_of_driver("NVIDIA H100 PCIe") is None
+    assert gpu_of_driver("NVIDIA A100-SXM4-80GB") is None
 
 
 def test_every_workload_is_one_of_its_family() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from benchmarks.stack import engine_ops
+from benchmarks import engine_kernels
 from benchmarks.stack.measure import (
     CORRELATION,
     NoStopwatch,
@@ -26,14 +26,14 @@ from benchmarks.stack.measure import (
 from benchmarks.stack.ops import CpuOps, Geometry, load_ops
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.layer_stack import INDEXER_STAGES, STAGES, Row
-from sglang_indexcache.bench.shapes import PRESETS, Shape, shape_of
+from sglang_indexcache.bench.shapes import PRESETS, ModelShape, shape_of
 from sglang_indexcache.errors import BenchError, CheckpointError, KernelError
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages
 from sglang_indexcache.kernels.indexer.reference import indexer_logits
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla
 from sglang_indexcache.kernels.topk.reference import topk_ascending
 
-TINY = Shape(
+TINY = ModelShape(
     name="tiny", layers=6, hidden=64, heads=3, q_lora=32, kv_lora=48, nope=16, rope=8, v=16,
     index_heads=4, topk=16, experts=6, active_experts=2, expert_width=32, dense_layers=0,
     dense_width=64, vocab=100,
@@ -165,7 +165,7 @@ def test_what_cannot_be_run() -> None:
         run(TINY, CpuOps(), (64,), layers=7, chunk=64, repeats=1)
     with pytest.raises(BenchError, match="run on a CPU with bfloat16 rows"):
         load_ops("cpu", "cpu", TINY, fp8_kv=True)
-    with pytest.raises(BenchError, match="the kernels are cpu, ours, engine, cuda"):
+    with pytest.raises(BenchError, match="the kernels are cpu, auto, engine, cuda"):
         load_ops("fast", "cpu", TINY)
     with pytest.raises(BenchError, match="the device is cpu or cuda"):
         load_ops("cpu", "tpu", TINY)
@@ -177,7 +177,7 @@ def test_what_cannot_be_run() -> None:
     assert run(narrow, CpuOps(), (64,), layers=1, chunk=64, repeats=1).rows
     if not torch.cuda.is_available():
         with pytest.raises(BenchError, match="torch sees no GPU"):
-            load_ops("ours", "cuda", TINY)
+            load_ops("auto", "cuda", TINY)
         with pytest.raises(KernelError, match="cuda cannot run on CPU: needs an NVIDIA GPU"):
             load_ops("cuda", "cpu", REAL_WIDTHS)
     with pytest.raises(BenchError, match="no folder; there are 30b, glm-5, deepseek"):
@@ -337,17 +337,17 @@ def test_triton_in_a_process_of_its_own() -> None:
     assert "5 passed" in done.stdout
 
 
-def test_ours_is_the_best_that_runs_here() -> None:
-    ops = load_ops("ours", "cpu", REAL_WIDTHS)
+def test_auto_is_the_best_that_runs_here() -> None:
+    ops = load_ops("auto", "cpu", REAL_WIDTHS)
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        assert ops.name == "ours: reference"
+        assert ops.name == "auto: reference"
 
 
 # -- the engine's kernels, whose call conventions are replaced by their meaning ------------------
 
 
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepGEMM, sgl_kernel and FlashMLA as their documentation describes them, in torch."""
+    """DeepGEMM, SGLang's top-k and FlashMLA as their documentation describes them, in torch."""
 
     def mqa_logits(q, keys, weights, starts, ends, *, clean_logits):  # type: ignore[no-untyped-def]
         values, scales = keys
@@ -373,12 +373,17 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             )  # fmt: skip
         return torch.stack(rows)
 
-    def topk(logits, lens, k):  # type: ignore[no-untyped-def]
-        found = torch.full((len(logits), k), -1, dtype=torch.int32)
+    def ragged(logits, lens, *, out_offsets, out_indices):  # type: ignore[no-untyped-def]
+        out_indices.fill_(-1)
         for row, seen in enumerate(lens.tolist()):
-            best = logits[row, :seen].topk(min(k, seen)).indices
-            found[row, : len(best)] = best.to(torch.int32)
-        return found
+            best = logits[row, :seen].topk(min(out_indices.shape[1], seen)).indices
+            out_indices[row, : len(best)] = (best + out_offsets[row]).to(torch.int32)
+
+    def paged_topk(logits, lens, table, out, page, plan):  # type: ignore[no-untyped-def]
+        assert plan == "plan"
+        ragged(logits, lens, out_offsets=lens * 0, out_indices=out)
+        slots = table.gather(1, out.clamp_min(0).long() // page) * page + out % page
+        out.copy_(torch.where(out < 0, out, slots))
 
     def sparse(q, cache, slots, scale):  # type: ignore[no-untyped-def]
         assert q.shape[1] in (64, 128)
@@ -400,15 +405,18 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             fp8_paged_mqa_logits=paged,
             get_paged_mqa_logits_metadata=lambda *_: None,
         ),
-        "sgl_kernel": SimpleNamespace(fast_topk_v2=topk),
+        engine_kernels.ENGINE_MODULES[1]: SimpleNamespace(
+            topk_transform_ragged_v2=ragged,
+            topk_transform_paged_v2=paged_topk,
+            plan_topk_v2=lambda _: "plan",
+        ),
         "flash_mla": SimpleNamespace(
             flash_mla_sparse_fwd=sparse,
             flash_mla_with_kvcache=with_kvcache,
             get_mla_metadata=lambda: (None, None),
         ),
     }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_kernels, "load_module", modules.__getitem__)
     processors = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
 
@@ -424,7 +432,7 @@ def test_the_engines_kernels_are_called_as_ours(
 ) -> None:
     """The same selection and the same attention as the reference, from the same caches."""
     fake_engine(monkeypatch)
-    monkeypatch.setattr(engine_ops, "LOGITS_BYTES", 4 * 150 * 10)  # several slices
+    monkeypatch.setattr(engine_kernels, "SLICE_BYTES", 4 * 150 * 10)  # several slices
     ours = load_ops("reference", "cpu", REAL_WIDTHS, fp8_kv=fp8)
     engine = load_ops("engine", "cpu", REAL_WIDTHS, fp8_kv=fp8)
     rows, slots = geometry.requests * geometry.queries, 3 * 192
@@ -442,6 +450,7 @@ def test_the_engines_kernels_are_called_as_ours(
 
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(BenchError, match="need deep_gemm, which cannot be loaded here"):
         load_ops("engine", "cpu", REAL_WIDTHS)

@@ -1,8 +1,10 @@
-"""The commands as a user types them, without SGLang: against a fake server, and on tiny sizes."""
+"""The commands as a user types them, without SGLang: against a fake server."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,26 @@ from sglang_indexcache.cli import app
 from tests.bench.fake_server import Behaviour, fake_server
 from tests.bench.test_latency import CONFIG, HALF
 
-STACK_CONFIG = {
-    **CONFIG,
-    "num_hidden_layers": 4, "num_attention_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2,
-    "index_head_dim": 64, "index_topk": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "intermediate_size": 32,
-}  # fmt: skip
+HEAVY = {
+    *("torch", "scipy", "matplotlib", "transformers", "sglang", "httpx"),
+    "sglang_indexcache.bench.results",
+}
+
+
+def loaded(*arguments: str) -> set[str]:
+    """What a process of its own has imported, of :data:`HEAVY`, when a command has ended."""
+    code = (
+        "import sys\n"
+        "from sglang_indexcache.cli import app\n"
+        "try:\n    app(sys.argv[1:])\n"
+        "except SystemExit as ended:\n    assert not ended.code, ended.code\n"
+        f"print('loaded:', *(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("loaded:")[2].split())
 
 
 def folder(path: Path, config: dict[str, object]) -> str:
@@ -39,14 +54,14 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
     with fake_server(Behaviour("F" * 8)) as one, fake_server(Behaviour(HALF)) as other:
         text = said(
             *("latency", "--model", model, "-o", str(out), "--url", one, "--url", other),
-            *("--pattern", "full", "--pattern", "half=uniform:1/2", "--length", "256"),
+            *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
             *("--rounds", "1", "--new-tokens", "6", "--metric", "prefill", "--metric", "decode"),
             code=0,
         )
     assert "+ IndexCache (half)" in text
     result = load(LatencyResult, out / "latency.json")
     assert result.metrics == ("prefill", "decode")
-    assert (out / "latency-speedup.svg").exists()
+    assert (out / "latency-speedup.png").exists()
     assert "the servers ran already" in (out / "latency.md").read_text()
 
 
@@ -58,7 +73,7 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
         (["--url", "u", "--", "--tp", "8"], "no server flags"),
         (["--env", "A"], "--env wants NAME=VALUE"),
         (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
-        (["--length", "1K", "--length", "1000"], "the same length was given twice"),
+        (["--context", "1K", "--context", "1000"], "the same length was given twice"),
         (["--metric", "speed"], "the metrics are"),
         (["--clock", "sun"], "the clocks are"),
         (["--pattern", "FS"], "too short"),
@@ -70,3 +85,14 @@ def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message
     model = folder(tmp_path, CONFIG)
     text = said("latency", "--model", model, "-o", str(tmp_path), *patterns, *options, code=1)
     assert message in text
+
+
+@pytest.mark.parametrize("command", ["plan", "latency", "replay"])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    assert loaded("bench", command, "--help") == set()
+
+
+def test_a_plan_is_arithmetic() -> None:
+    """No torch, and nothing that draws or talks to servers."""
+    plan = ("bench", "plan", "--model", "30b", "--context", "200K", "--pattern", "1/4")
+    assert loaded(*plan) == {"sglang_indexcache.bench.results"}

@@ -14,12 +14,12 @@ import pytest
 
 from sglang_indexcache.bench import latency, replay
 from sglang_indexcache.bench.latency import Settings, Target
+from sglang_indexcache.bench.output import write_latency, write_replay
 from sglang_indexcache.bench.replay import ReplayResult
-from sglang_indexcache.bench.results import Configuration, LatencyResult, load
+from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.traffic import Mix
-from sglang_indexcache.cli.bench import write_latency, write_replay
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
@@ -36,7 +36,7 @@ def target(glm: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def served(target: Target) -> tuple[Configuration, ...]:
-    return latency.configurations(("full", f"half={SHARED}"), target.checkpoint)
+    return configurations(("full", f"half={SHARED}"), target.checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_servers_side_by_side(
     servers: StartedServers, target: Target, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
-    written = write_latency(result, tmp_path, "latency")
+    written = write_latency(result, tmp_path)
     assert load(LatencyResult, written[0]) == result
     assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
@@ -84,7 +84,7 @@ def test_traffic_through_sglangs_own_benchmark(
         assert one.turns[0].cached == 0
         assert all(turn.cached > 0 for turn in one.turns if turn.turn)
         assert 0 < one.hit_rate < 1
-    written = write_replay(result, tmp_path, "replay")
+    written = write_replay(result, tmp_path)
     assert load(ReplayResult, written[0]) == result
 
 

@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import anchors, warm, workloads
+from benchmarks import engine_kernels as anchors
+from benchmarks.kernels import warm, workloads
 from benchmarks.kernels.workloads import Workload
+from benchmarks.stack.ops import Geometry, load_ops
+from tests.benchmarks.test_stack import REAL_WIDTHS
 
 CPU = torch.device("cpu")
 SGLANG = "sglang.kernels.ops.attention.dsv4.topk"
@@ -90,17 +93,21 @@ def paged(q: torch.Tensor, pages: Any, w: Any, lens: Any, table: Any, plan: Any,
     return torch.zeros(len(q), width)
 
 
+def chosen(logits: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.zeros(len(logits), k, dtype=torch.int32)
+
+
 ANSWERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "fp8_mqa_logits": ("deep_gemm", columns),
     "fp8_paged_mqa_logits": ("deep_gemm", paged),
     "get_paged_mqa_logits_metadata": ("deep_gemm", lambda *_: None),
-    "top_k_ragged_transform": ("flashinfer", lambda *_: None),
-    "fast_topk_v2": ("sgl_kernel", lambda *_: None),
+    "top_k_ragged_transform": ("flashinfer", lambda logits, _, seen, k: chosen(logits, k)),
+    "fast_topk_v2": ("sgl_kernel", lambda logits, seen, k: chosen(logits, k)),
     "plan_topk_v2": (SGLANG, lambda lens: torch.zeros(len(lens) + 1, 2, dtype=torch.int32)),
     "topk_transform_ragged_v2": (SGLANG, lambda *_: None),
     "topk_transform_paged_v2": (SGLANG, lambda *_: None),
-    "flash_mla_sparse_fwd": ("flash_mla", lambda *_: None),
-    "flash_mla_with_kvcache": ("flash_mla", lambda *_: None),
+    "flash_mla_sparse_fwd": ("flash_mla", lambda q, *_: (q[..., :512], None, None)),
+    "flash_mla_with_kvcache": ("flash_mla", lambda q, *_: (q[..., :512], None)),
     "get_mla_metadata": ("flash_mla", lambda: ("plan", None)),
 }
 
@@ -195,6 +202,43 @@ def test_flash_mla(heads: int, fp8: bool, installed: Installed) -> None:
     name, args, _ = installed.calls[-1]
     assert name == ("flash_mla_with_kvcache" if fp8 else "flash_mla_sparse_fwd")
     assert args[0].shape[-2] == (64 if heads == 20 else 128)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_both_benchmarks_time_the_padding_of_heads(fp8: bool, installed: Installed) -> None:
+    """SGLang pads in every call: what is called twice is padded twice, from the query as it is."""
+    work = Workload("mla_decode", 2, 128, 20, topk=64, fp8=fp8)
+    tensors = workloads.attention_tensors(work, CPU)
+    engine = load_ops("engine", "cpu", REAL_WIDTHS, fp8_kv=fp8)
+    timed = {
+        "kernels": anchors.mla_anchors(work, tensors)["flash_mla"](),
+        "stack": lambda: engine.attend(tensors.q, tensors.cache, tensors.slots, 0.05, 512),
+    }
+    for name, call in timed.items():
+        for value in (1.0, 2.0):
+            tensors.q.fill_(value)
+            call()
+            padded = installed.calls[-1][1][0]
+            assert padded.shape[-2] == 64, name
+            assert (padded[..., :20, :] == value).all(), name
+            assert not padded[..., 20:, :].any(), name
+
+
+@pytest.mark.parametrize("requests", [1, 3], ids=["prefill", "decode"])
+def test_the_stacks_engine_runs_the_default_topk(requests: int, installed: Installed) -> None:
+    """Not the legacy one of sgl_kernel; and what it plans once a forward, it plans once."""
+    geometry = Geometry(requests, 5 if requests == 1 else 1, 130, 192, "cpu")
+    engine = load_ops("engine", "cpu", REAL_WIDTHS)
+    cache = engine.index_cache(3 * 192, 128, torch.bfloat16)
+    rows = requests * geometry.queries
+    q, gates = torch.randn(rows, 8, 128).bfloat16(), torch.randn(rows, 8)
+    for _ in range(2):
+        engine.select(q, gates, cache, geometry, 64)
+    ran = "topk_transform_ragged_v2" if requests == 1 else "topk_transform_paged_v2"
+    assert installed.count(ran) == 2
+    assert installed.count("fast_topk_v2") == 0
+    assert installed.count("plan_topk_v2") == (0 if requests == 1 else 1)
+    assert anchors.ENGINE_TOPK in engine.name
 
 
 def test_what_cannot_be_loaded_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

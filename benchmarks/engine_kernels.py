@@ -1,0 +1,326 @@
+"""The kernels of others: those that SGLang 0.5.23 runs on Hopper, and more top-ks beside its own.
+
+One adapter for both benchmarks, so that "the engine" means the same in each. What is timed is what
+SGLang does in every layer:
+
+* DeepGEMM's logits, in slices within a memory budget.
+* The top-k. "sglang v2" is SGLang's default (``SGLANG_OPT_USE_TOPK_V2``); ``sgl_kernel``'s is its
+  legacy one. In prefill SGLang takes v2 only with an FP8 cache and ``flashmla_sparse``, and the
+  legacy kernel otherwise: the v2 that is measured here is at least as fast.
+* FlashMLA. It takes 64 or 128 heads; SGLang allocates and fills a padded query in every call, so
+  padding is inside the time. (For 20 heads only its ``flashmla_kv`` does that: ``flashmla_sparse``
+  refuses them.)
+
+Schedules and plans are made once a forward for all layers and are not timed. A package is imported
+when it is first asked for. Whatever goes wrong then (not installed, built for another torch) is the
+reason that is reported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_indexcache.kernels.contract import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
+
+if TYPE_CHECKING:
+    from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
+
+Call = Callable[[], Any]
+TopK = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""From float32 logits, the tokens that each row sees and k: ``[rows, k]`` positions, or slots."""
+SLICE_BYTES = 4 << 30
+"""Logits held at once; SGLang's own budget on an 80 GB card is of this order."""
+TOPKS = ("torch.topk", "flashinfer.top_k_ragged_transform", "sgl_kernel.fast_topk_v2", "sglang v2")
+"""Selections from given logits; all but torch's compile, or follow a DeepGEMM that does."""
+ENGINE_TOPK = TOPKS[-1]
+"""What SGLang runs unless told otherwise."""
+_SGLANG_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
+ENGINE_MODULES = ("deep_gemm", _SGLANG_TOPK, "flash_mla")
+"""What the engine's own kernels are imported from."""
+
+
+def load_module(name: str) -> Any:
+    """A package of kernels; without a GPU it is of no use, and its import slow or a failure.
+
+    Raises:
+        ImportError: not installed, or no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ImportError(f"{name} needs a GPU")
+    return importlib.import_module(name)
+
+
+class DeepGemm:
+    """FP8 indexer logits, and a selection from them."""
+
+    def __init__(self) -> None:
+        self._module = load_module("deep_gemm")
+
+    def select_prefill(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        visible: torch.Tensor,
+        topk: TopK,
+        k: int,
+    ) -> torch.Tensor:
+        """The rows of one request, as many at once as :data:`SLICE_BYTES` holds logits of.
+
+        Args:
+            q: ``[T, H, 128]`` e4m3.
+            weights: ``[T, H]`` float32, the scales of ``q`` in them.
+            keys: ``[S, 128]`` e4m3 and their ``[S]`` float32 scales.
+            visible: ``[T]`` int32, the tokens that each row sees.
+            topk: selects.
+            k: tokens to select.
+        """
+        starts = torch.zeros_like(visible)
+        at_once = max(1, SLICE_BYTES // (4 * len(keys[0])))
+        found = []
+        for low in range(0, len(q), at_once):
+            rows = slice(low, low + at_once)
+            logits = self._module.fp8_mqa_logits(
+                q[rows], keys, weights[rows], starts[rows], visible[rows], clean_logits=False
+            )
+            found.append(topk(logits, visible[rows], k))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def schedule(self, visible: torch.Tensor) -> torch.Tensor:
+        """What a decode step of requests that see ``visible`` tokens plans once, for all layers."""
+        sms = torch.cuda.get_device_properties(visible.device).multi_processor_count
+        make = self._module.get_paged_mqa_logits_metadata
+        made: torch.Tensor = make(visible.view(-1, 1), PAGE_TOKENS, sms)
+        return made
+
+    def select_decode(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        pages: torch.Tensor,
+        block_table: torch.Tensor,
+        visible: torch.Tensor,
+        schedule: torch.Tensor,
+        longest: int,
+        topk: TopK,
+        k: int,
+    ) -> torch.Tensor:
+        """One row of each of B requests.
+
+        Args:
+            q: ``[B, H, 128]`` e4m3.
+            weights: ``[B, H]`` float32.
+            pages: ``[P, PAGE_BYTES]`` uint8, the index-K cache.
+            block_table: ``[B, pages a request]`` int32.
+            visible: ``[B]`` int32.
+            schedule: see :meth:`schedule`.
+            longest: tokens of the longest request.
+            topk: selects.
+            k: tokens to select.
+        """
+        logits = self._module.fp8_paged_mqa_logits(
+            q.unsqueeze(1),
+            pages.view(-1, PAGE_TOKENS, 1, PAGE_BYTES // PAGE_TOKENS),
+            weights,
+            visible.view(-1, 1),
+            block_table,
+            schedule,
+            longest,
+            clean_logits=False,
+        )
+        return topk(logits, visible, k)
+
+
+def gathered_keys(pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous e4m3 keys ``[tokens, 128]`` and float32 scales ``[tokens]`` of some pages.
+
+    Args:
+        pages: ``[P, PAGE_BYTES]`` uint8, those of one request.
+        tokens: of the request.
+    """
+    at = PAGE_TOKENS * INDEX_DIM
+    keys = pages[:, :at].reshape(-1, INDEX_DIM)[:tokens].view(torch.float8_e4m3fn)
+    scales = pages[:, at:].contiguous().view(torch.float32).flatten()[:tokens]
+    return keys, scales
+
+
+def make_topk(name: str, visible: torch.Tensor, *, decode: bool) -> TopK:
+    """One of :data:`TOPKS`, selecting positions.
+
+    Args:
+        name: which.
+        visible: of all rows, of which a call may get a part.
+        decode: one row of each request.
+    """
+    if name == "torch.topk":
+        return _torch_topk
+    if name == "sgl_kernel.fast_topk_v2":
+        fast_topk: TopK = load_module("sgl_kernel").fast_topk_v2  # k is 2048 only
+        return lambda logits, seen, k: fast_topk(logits, seen, k)
+    if name == ENGINE_TOPK:
+        return engine_topk_decode(visible, None) if decode else engine_topk_prefill(visible)
+    return _flashinfer_topk(visible)
+
+
+def _torch_topk(logits: torch.Tensor, _visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Cannot be told where a row ends and reads on; only its time is used."""
+    return logits.topk(k).indices
+
+
+def _flashinfer_topk(visible: torch.Tensor) -> TopK:
+    """As SGLang calls it with ``--dsa-topk-backend flashinfer``, with its contiguous copy."""
+    transform = load_module("flashinfer").top_k_ragged_transform
+    offsets = torch.zeros_like(visible)
+
+    def topk(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+        rows = offsets[: len(seen)]
+        found: torch.Tensor = transform(logits.contiguous(), rows, seen, k, dsa_graph_safe=True)
+        return found
+
+    return topk
+
+
+def engine_topk_prefill(visible: torch.Tensor, first_slot: int = 0) -> TopK:
+    """SGLang's default for the rows of one request.
+
+    Args:
+        visible: of all rows.
+        first_slot: added to every position, as SGLang adds a request's place among the keys.
+    """
+    v2 = load_module(_SGLANG_TOPK)
+    offsets = torch.full_like(visible, first_slot)
+
+    def topk(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+        out = seen.new_empty(len(seen), k)
+        rows = offsets[: len(seen)]
+        v2.topk_transform_ragged_v2(logits, seen, out_offsets=rows, out_indices=out)
+        return out
+
+    return topk
+
+
+def engine_topk_decode(visible: torch.Tensor, block_table: torch.Tensor | None) -> TopK:
+    """SGLang's default for one row of each request; makes the plan that a forward makes once.
+
+    Args:
+        visible: of all rows.
+        block_table: selects slots through it; None selects positions.
+    """
+    v2 = load_module(_SGLANG_TOPK)
+    plan = v2.plan_topk_v2(visible)
+
+    def topk(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+        out = seen.new_empty(len(seen), k)
+        v2.topk_transform_paged_v2(logits, seen, block_table, out, PAGE_TOKENS, plan)
+        return out
+
+    return topk
+
+
+class FlashMla:
+    """Sparse MLA, padding the heads in every call.
+
+    Args:
+        fp8: the cache's rows have 656 bytes; else they are bfloat16.
+    """
+
+    def __init__(self, *, fp8: bool) -> None:
+        self._module = load_module("flash_mla")
+        self._fp8 = fp8
+        self._plans: dict[int, tuple[Any, ...]] = {}
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """``[T, Hq, 512]`` for ``[T, Hq, 576]`` queries over the ``[T, k]`` slots of the cache."""
+        rows, heads, width = q.shape
+        padded = q
+        if heads not in (64, 128):
+            padded = q.new_zeros(rows, padded_heads(heads), width)
+            padded[:, :heads] = q
+        if self._fp8:
+            out = self._with_kvcache(padded, cache, slots, scale)
+        else:
+            out = self._module.flash_mla_sparse_fwd(
+                padded, cache.unsqueeze(1), slots.unsqueeze(1), scale
+            )[0]
+        return out[:, :heads]
+
+    def _with_kvcache(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows, pages = len(q), len(cache) // PAGE_TOKENS
+        if rows not in self._plans:
+            # The plan is empty, and filled by the first call; table and lengths are not read.
+            table = torch.empty(rows, 0, dtype=torch.int32, device=q.device)
+            lens = torch.full((rows,), slots.shape[1], dtype=torch.int32, device=q.device)
+            self._plans[rows] = (table, lens, VALUE_DIM, *self._module.get_mla_metadata())
+        whole = cache[: pages * PAGE_TOKENS].view(torch.float8_e4m3fn)
+        out: torch.Tensor = self._module.flash_mla_with_kvcache(
+            q.unsqueeze(1),
+            whole.view(pages, PAGE_TOKENS, 1, cache.shape[1]),
+            *self._plans[rows],
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=slots.unsqueeze(1),
+        )[0]
+        return out.squeeze(1)
+
+
+def padded_heads(heads: int) -> int:
+    """Heads that FlashMLA computes for ``heads``."""
+    return 64 if heads <= 64 else 128
+
+
+# -- makers of the calls that the kernel benchmark times -------------------------------------------
+
+
+def select_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
+    """Makers of calls that do what the select ops do."""
+
+    def maker(name: str) -> Callable[[], Call]:
+        return lambda: _select(work, tensors, name)
+
+    return {f"deep_gemm + {name}": maker(name) for name in TOPKS}
+
+
+def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
+    deep_gemm = DeepGemm()
+    q, weights, visible = tensors.q, tensors.weights, tensors.visible
+    topk = make_topk(name, visible, decode=not work.is_prefill)
+    if work.is_prefill:
+        keys = (tensors.keys, tensors.scales)
+        return lambda: deep_gemm.select_prefill(q, weights, keys, visible, topk, work.topk)
+    pages, table, schedule = tensors.pages, tensors.block_table, deep_gemm.schedule(visible)
+    return lambda: deep_gemm.select_decode(
+        q, weights, pages, table, visible, schedule, work.context, topk, work.topk
+    )
+
+
+def topk_anchors(
+    work: Workload, logits: torch.Tensor, visible: torch.Tensor
+) -> dict[str, Callable[[], Call]]:
+    """Makers of calls that select from given logits."""
+
+    def maker(name: str) -> Callable[[], Call]:
+        def make() -> Call:
+            topk = make_topk(name, visible, decode=False)
+            return lambda: topk(logits, visible, work.topk)
+
+        return make
+
+    return {name: maker(name) for name in TOPKS}
+
+
+def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
+    """Makers of calls that attend."""
+
+    def make() -> Call:
+        flash_mla = FlashMla(fp8=work.fp8)
+        return lambda: flash_mla.attend(tensors.q, tensors.cache, tensors.slots, tensors.scale)
+
+    return {"flash_mla": make}
