@@ -1,12 +1,7 @@
 """The lightning indexer in Triton, from Ampere to Blackwell.
 
 One program scores a tile of queries of one request against several blocks of its keys, read
-straight from the pages. Keys are the rows of the product and ``queries x heads`` its columns, so
-that the sum over the heads stays within few threads. Where the matrix unit knows e4m3 (compute
-capability 8.9 and up) it multiplies the stored bytes; before, both sides are widened to float16,
-which holds every e4m3 value times 2^-8 exactly.
-
-The heads are summed in the order of Triton's reduction, which depends on the number of heads only.
+straight from the pages.
 
 Selection is two passes over a bounded scratch: logits of as many rows as fit
 :data:`SCRATCH_BYTES`, then their top-k, until the rows are done.
@@ -145,6 +140,8 @@ def multiplies_e4m3(device: torch.device) -> bool:
 @triton.jit
 def _widen(values):
     """E4m3 bytes as float16, times 2^-8: the exponent field keeps its bits, not its bias."""
+    # e4m3 is s.eeee.mmm, float16 s.eeeee.mmmmmmmmmm: the sign moves up 8 bits, the rest 7.
+    # Biases of 7 and 15 make that the value times 2^-8, exactly, subnormals included.
     wide = values.to(tl.uint16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
@@ -174,23 +171,31 @@ def _logits(
     end = tl.load(tile_end + tile)
     table = block_table + tl.load(tile_request + tile).to(tl.int64) * table_stride
     rows = start + tl.arange(0, TILE)
+    # Rows of the tile beyond the request see nothing, so nothing is stored for them.
     limits = tl.load(visible + rows, mask=rows < end, other=0)
     longest = tl.max(limits, 0)
 
+    # Queries x heads are the columns of the product and keys its rows, so that the sum over the
+    # heads stays within few threads.
     columns = tl.arange(0, TILE * HEADS)
     inside = columns // HEADS < end - start
     dims = tl.arange(0, _DIM)
+    # 64 bits: T * H * 128 passes 2^31 at 262,144 rows of 64 heads.
     flat = start.to(tl.int64) * HEADS + columns
+    # Already transposed, [128, queries x heads]: loaded once, used for every block of keys.
     queries = tl.load(q + flat[None, :] * _DIM + dims[:, None], mask=inside[None, :], other=0)
     gates = tl.load(weights + flat, mask=inside, other=0.0)
 
+    # Every SPLITS-th block: the host does not know the lengths, and requests of any length balance.
     for block in range(tl.program_id(1), tl.cdiv(longest, BLOCK), SPLITS):
         tokens = block * BLOCK + tl.arange(0, BLOCK)
+        # Entries of the page table beyond the request are not initialised.
         known = tokens < longest
         page = tl.load(table + tokens // _PAGE, mask=known, other=0).to(tl.int64)
         offset = tokens % _PAGE
         at = page * _PAGE_BYTES + offset * _DIM
         keys = tl.load(pages + at[:, None] + dims[None, :], mask=known[:, None], other=0)
+        # The scales follow the 64 keys of a page; the pointer to them counts float32s.
         scale_at = page * (_PAGE_BYTES // 4) + _PAGE * _DIM // 4 + offset
         scales = tl.load(page_scales + scale_at, mask=known, other=0.0)
         if FP8_UNIT:
@@ -198,8 +203,12 @@ def _logits(
                 keys.to(tl.float8e4nv, bitcast=True), queries.to(tl.float8e4nv, bitcast=True)
             )
         else:
+            # Before 8.9 no matrix unit takes e4m3. Both sides are 2^-8 of their value: times 2^16.
             dots = tl.dot(_widen(keys), _widen(queries)) * 65536.0
         weighted = tl.maximum(dots, 0.0) * gates[None, :]
+        # Summed in the order of Triton's reduction, which depends on the number of heads only:
+        # a row's logits are the same bits in any tile and any batch.
         logits = tl.sum(tl.reshape(weighted, (BLOCK, TILE, HEADS)), 2) * scales[:, None]
         address = out + rows[None, :].to(tl.int64) * out_stride + tokens[:, None]
+        # Each row to its own length: what lies beyond may be another row's, or nobody's.
         tl.store(address, logits, mask=tokens[:, None] < limits[None, :])
