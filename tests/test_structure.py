@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "library": (BASE, SMALL),
     "client": ({"errors"}, {"httpx"}),
     "support": (BASE, TABLES | {"matplotlib"}),
-    "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
+    "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "search": (
         BASE | {"client", "demo.model", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
