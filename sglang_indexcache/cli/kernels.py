@@ -43,7 +43,7 @@ def list_command() -> None:
 def check_command(
     implementation: Annotated[
         str | None,
-        typer.Option(help="Check only this one: cuda, triton or reference. Default: all."),
+        typer.Option(help="Check only this one, by its name in the list. Default: all."),
     ] = None,
     sizes: Annotated[
         str | None,
