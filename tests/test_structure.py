@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "client": ({"errors"}, {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
-    "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD | TABLES),
+    "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "search": (
         BASE | {"client", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},

@@ -28,7 +28,7 @@ from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
 from sglang_indexcache.bench.roofline import gpu_of_driver
-from sglang_indexcache.kernels.contract import OPS as ALL_OPS
+from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES
 from sglang_indexcache.kernels.grid.runner import GROUPS
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.provenance import commit, package_version, said
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
 BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS, RESERVE_SECONDS = 150, 120, 100, 15
 MAX_RESTARTS = 6
+GRID = "sglang_indexcache.kernels.grid"
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 ENGINE_ANCHORS = (
     *(f"deep_gemm + {name}" for name in TOPKS),
@@ -63,12 +64,6 @@ PACKAGES = {
     "sglang": ("sglang",),
 }
 """Who installs what is timed."""
-GROUP_OPS = {
-    "topk": ("topk",),
-    "indexer_prefill": ("indexer_logits_prefill", "indexer_select_prefill"),
-    "indexer_decode": ("indexer_logits_decode", "indexer_select_decode"),
-    "sparse_mla": ("sparse_mla_prefill", "sparse_mla_decode"),
-}
 
 
 @dataclass
@@ -126,8 +121,8 @@ def run(command: list[str], seconds: float) -> Finished:
 
 
 def module(name: str, *options: str) -> list[str]:
-    """The command that runs a module of this package."""
-    return [sys.executable, "-m", f"benchmarks.kernels.{name}", *options]
+    """The command that runs a module."""
+    return [sys.executable, "-m", name, *options]
 
 
 def facts() -> dict[str, Any]:
@@ -162,13 +157,15 @@ def build(clock: Clock) -> dict[str, Any]:
     from sglang_indexcache.kernels.build import FOLDERS
 
     seconds = clock.left(BUILD_SECONDS)
+
+    def one(folder: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        done = run(module("sglang_indexcache.kernels.build", folder), seconds)
+        problem = f"{done.problem}: {done.output.strip()}" if done.problem else None
+        return {"seconds": time.perf_counter() - started, "problem": problem}
+
     with ThreadPoolExecutor() as pool:
-        children = pool.map(lambda folder: run(module("build", folder), seconds), FOLDERS)
-        results = dict(zip(FOLDERS, children, strict=True))
-    return {
-        folder: done.lines[-1] if done.lines else {"problem": done.problem, "output": done.output}
-        for folder, done in results.items()
-    }
+        return dict(zip(FOLDERS, pool.map(one, FOLDERS), strict=True))
 
 
 def warm(clock: Clock, tiny: bool) -> dict[str, Any]:
@@ -176,7 +173,9 @@ def warm(clock: Clock, tiny: bool) -> dict[str, Any]:
     seconds = clock.left(BUILD_SECONDS)
     options = ["--tiny"] if tiny else []
     with ThreadPoolExecutor() as pool:
-        children = pool.map(lambda name: run(module("warm", name, *options), seconds), TOPKS)
+        children = pool.map(
+            lambda name: run(module("benchmarks.kernels.warm", name, *options), seconds), TOPKS
+        )
         results = dict(zip(TOPKS, children, strict=True))
     return {
         name: done.lines[-1] if done.lines else {"problem": done.problem, "output": done.output}
@@ -192,7 +191,7 @@ def check(clock: Clock, implementations: list[str], large: bool) -> dict[str, An
     def one(job: tuple[str, str]) -> Finished:
         options = ["--implementation", job[0], "--group", job[1]]
         options += ["--sizes", "large" if large else "small"]
-        return run(module("check", *options), step.left())
+        return run(module(GRID, *options), step.left())
 
     with ThreadPoolExecutor(4 if large else 1) as pool:
         finished = list(pool.map(one, jobs))
@@ -217,8 +216,8 @@ def verdicts(checked: dict[str, Any]) -> dict[str, dict[str, bool]]:
             op: bool(groups[group]["passed"])
             and not groups[group]["failed"]
             and not groups[group]["problem"]
-            for group, ops in GROUP_OPS.items()
-            for op in ops
+            for group in GROUPS
+            for op in GROUPS[group].ops
         }
         for name, groups in checked.items()
     }
@@ -234,8 +233,8 @@ def sanitize(clock: Clock) -> dict[str, Any]:
 
     def one(job: tuple[str, str]) -> Finished:
         command = [tool, "--tool", job[0], "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
-        child = module("check", "--implementation", "cuda", "--group", job[1], "--sizes", "wide")
-        return run([*command, *child], step.left())
+        options = ["--implementation", "cuda", "--group", job[1], "--sizes", "wide"]
+        return run([*command, *module(GRID, *options)], step.left())
 
     with ThreadPoolExecutor(6) as pool:
         finished = list(pool.map(one, jobs))
@@ -260,7 +259,7 @@ def time_all(clock: Clock, tiny: bool) -> dict[str, Any]:
         options = ["--seconds", str(max(1.0, seconds - 15)), "--from", str(first)]
         options += ["--tiny"] if tiny else []
         options += ["--skip", *fatal] if fatal else []
-        done = run(module("speed", *options), seconds)
+        done = run(module("benchmarks.kernels.speed", *options), seconds)
         results += [line["result"] for line in done.lines if "result" in line]
         numbers = [line["number"] for line in done.lines if "number" in line]
         first = max(numbers, default=first - 1) + 1
@@ -300,9 +299,9 @@ def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
 def faster(timed: dict[str, Any]) -> dict[str, dict[str, bool | None]]:
     """Whether ours beat every engine anchor wherever the engine's default ran; None if nowhere."""
     found: dict[str, dict[str, bool | None]] = {}
-    for name in ("cuda", "triton"):
-        found[name] = dict.fromkeys(ALL_OPS)
-        for family, op in OPS.items():
+    for name in (one.name for one in IMPLEMENTATIONS if not one.is_reference):
+        found[name] = {}
+        for family in OPS:
             wins: list[bool] = []
             for result in timed["results"]:
                 times = result.get("times", {})
@@ -310,7 +309,7 @@ def faster(timed: dict[str, Any]) -> dict[str, dict[str, bool | None]]:
                 raced = {name, ENGINE_DEFAULTS[family]} <= set(times)
                 if result.get("family") == family and raced:
                     wins.append(times[name]["median_us"] < min(rivals))
-            found[name][op] = all(wins) if wins else None
+            found[name][family] = all(wins) if wins else None
     return found
 
 
@@ -372,7 +371,7 @@ def main() -> int:
     if options is None:
         return 2
     clock = Clock(options.seconds)
-    implementations = ["reference"] if options.dry else ["cuda", "triton", "reference"]
+    implementations = ["reference"] if options.dry else list(NAMES)
     report: dict[str, Any] = {"dry": options.dry, "machine": facts()}
     skipped = "skipped: no GPU"
     with ThreadPoolExecutor() as pool:

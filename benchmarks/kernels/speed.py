@@ -29,11 +29,11 @@ from sglang_indexcache.kernels.contract import OpName
 
 SECONDS_EACH = 1.5
 OPS: dict[str, OpName] = {
-    "select_prefill": "indexer_select_prefill",
-    "select_decode": "indexer_select_decode",
+    "select_prefill": "select",
+    "select_decode": "select",
     "topk": "topk",
-    "mla_prefill": "sparse_mla_prefill",
-    "mla_decode": "sparse_mla_decode",
+    "mla_prefill": "sparse_mla",
+    "mla_decode": "sparse_mla",
 }
 """The op of ours that a family times."""
 Maker = Callable[[], Callable[[], Any]]
@@ -42,38 +42,32 @@ Maker = Callable[[], Callable[[], Any]]
 def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) -> dict[str, Maker]:
     """Makers of the calls that do ``work``, by name; ours are named by implementation."""
     others: dict[str, Maker]
+    arguments: tuple[Any, ...]
     if work.family.startswith("select"):
         tensors = indexer_tensors(work, device)
         others = dict(anchors.select_anchors(work, tensors))
-        shared = (tensors.q, tensors.weights, tensors.pages, tensors.block_table)
-        arguments: tuple[Any, ...] = (*shared, tensors.query_starts, tensors.visible, work.topk)
-        if not work.is_prefill:
-            q, weights, visible = (
-                x.unsqueeze(1) for x in (tensors.q, tensors.weights, tensors.visible)
-            )
-            arguments = (q, weights, tensors.pages, tensors.block_table, visible, work.topk)
-        shape = dispatch.Shape(heads=work.heads, topk=work.topk, next_n=1)
+        arguments = tensors, work.topk
     elif work.family == "topk":
         logits, visible = logits_tensors(work, device)
         others = dict(anchors.topk_anchors(work, logits, visible))
-        arguments, shape = (logits, visible, work.topk), dispatch.Shape(topk=work.topk)
+        arguments = logits, visible, work.topk
     else:
         attention = attention_tensors(work, device)
         others = dict(anchors.mla_anchors(work, attention))
-        arguments = (attention.q, attention.cache, attention.slots, attention.scale)
-        shape = dispatch.Shape(heads=work.heads, cache=attention.cache.dtype)
+        arguments = attention.q, attention.cache, attention.slots, attention.scale
     op = OPS[work.family]
 
-    def maker(name: dispatch.Implementation) -> Maker:
+    def maker(implementation: dispatch.Implementation) -> Maker:
         def make() -> Callable[[], Any]:
-            function = dispatch.require(op, name, machine, shape)
+            function = implementation.check(op, machine).load(op)
             return lambda: function(*arguments)
 
         return make
 
     # The reference loops over rows; on a GPU timing it would only take the others' time.
-    names = dispatch.ORDER if machine.capability is None else ("cuda", "triton")
-    return {name: maker(name) for name in names} | others
+    on_gpu = machine.capability is not None
+    ours = (one for one in dispatch.IMPLEMENTATIONS if not (on_gpu and one.is_reference))
+    return {one.name: maker(one) for one in ours} | others
 
 
 def measure(
@@ -122,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     started = time.perf_counter()
     machine = dispatch.Machine.here()
-    device = torch.device("cpu" if machine.capability is None else "cuda")
+    device = machine.device
     torch.manual_seed(0)
     todo = list(tiny_workloads() if options.tiny else workloads())
     for number, work in enumerate(todo):

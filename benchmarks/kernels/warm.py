@@ -30,7 +30,7 @@ WORKLOADS = (
 def warm(name: str, tiny: bool) -> dict[str, str]:
     """Run every anchor that ends in top-k ``name``; what failed, and why."""
     machine = dispatch.Machine.here()
-    device = torch.device("cpu" if machine.capability is None else "cuda")
+    device = machine.device
     missing: dict[str, str] = {}
     for work in tiny_workloads() if tiny else WORKLOADS:
         for anchor, make in contenders(work, machine, device).items():

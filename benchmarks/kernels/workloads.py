@@ -18,7 +18,9 @@ from sglang_indexcache.kernels.contract import (
     LATENT_DIM,
     PAGE_BYTES,
     PAGE_TOKENS,
+    SCALE_BYTES,
     VALUE_DIM,
+    IndexerBatch,
 )
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
@@ -79,8 +81,8 @@ class Workload:
             return 4 * self.pairs + written
         if self.family.startswith("select"):
             requests = 1 if self.is_prefill else self.rows
-            queries = self.rows * self.heads * (INDEX_DIM + 4)
-            return requests * self.context * (INDEX_DIM + 4) + queries + written
+            queries = self.rows * self.heads * (INDEX_DIM + SCALE_BYTES)
+            return requests * self.context * (INDEX_DIM + SCALE_BYTES) + queries + written
         row = FP8_ROW_BYTES if self.fp8 else 2 * LATENT_DIM
         gathered = self.rows * self.topk * row
         pool = self.context * row * (1 if self.is_prefill else self.rows)
@@ -120,16 +122,10 @@ def tiny_workloads() -> Iterator[Workload]:
     yield Workload("mla_decode", 2, 90, 20, topk=32, fp8=True)
 
 
-@dataclass(frozen=True)
-class IndexerTensors:
-    """Arguments of the select ops, and the same keys gathered for kernels that need them so."""
+@dataclass(frozen=True, kw_only=True)
+class IndexerTensors(IndexerBatch):
+    """A batch, and the keys of its request gathered for kernels that need them so (prefill)."""
 
-    q: torch.Tensor
-    weights: torch.Tensor
-    pages: torch.Tensor
-    block_table: torch.Tensor
-    query_starts: torch.Tensor
-    visible: torch.Tensor
     keys: torch.Tensor
     scales: torch.Tensor
 
@@ -142,28 +138,30 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
     pages = torch.empty(count, PAGE_BYTES, dtype=torch.uint8, device=device)
     for low in range(0, count, 4096):
         part = pages[low : low + 4096]
-        values, scales = quantize_e4m3(torch.randn(len(part), 64, INDEX_DIM, device=device))
+        values, scales = quantize_e4m3(
+            torch.randn(len(part), PAGE_TOKENS, INDEX_DIM, device=device)
+        )
         part[:, : PAGE_TOKENS * INDEX_DIM] = values.view(torch.uint8).flatten(1)
         part[:, PAGE_TOKENS * INDEX_DIM :] = scales.view(torch.uint8)
     table = torch.randperm(count, device=device).view(requests, per_request).to(torch.int32)
     q = quantize_e4m3(torch.randn(work.rows, work.heads, INDEX_DIM, device=device))[0]
     weights = torch.randn(work.rows, work.heads, device=device)
-    starts = torch.tensor([0, work.rows], dtype=torch.int32, device=device)
     visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
     if work.is_prefill:
         visible = visible - torch.arange(work.rows - 1, -1, -1, dtype=torch.int32, device=device)
     own = pages[table[0].long()] if work.is_prefill else pages[:0]
     keys = own[:, : PAGE_TOKENS * INDEX_DIM].reshape(-1, INDEX_DIM)[: work.context]
     gathered = own[:, PAGE_TOKENS * INDEX_DIM :].contiguous().view(torch.float32)
+    starts = torch.tensor([0, work.rows], dtype=torch.int32, device=device)
     return IndexerTensors(
-        q,
-        weights,
-        pages,
-        table,
-        starts,
-        visible,
-        keys.contiguous().view(torch.float8_e4m3fn),
-        gathered.flatten()[: work.context],
+        q=q,
+        weights=weights,
+        pages=pages,
+        block_table=table,
+        visible=visible,
+        query_starts=starts if work.is_prefill else None,
+        keys=keys.contiguous().view(torch.float8_e4m3fn),
+        scales=gathered.flatten()[: work.context],
     )
 
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,17 +18,17 @@ from benchmarks import engine_kernels
 from sglang_indexcache.bench.shapes import ModelShape
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.batch import PagedBatch
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     INDEX_DIM,
     LATENT_DIM,
     PAGE_BYTES,
+    PAGE_TOKENS,
+    IndexerBatch,
     OpName,
 )
-from sglang_indexcache.kernels.indexer.cpu import select_topk
+from sglang_indexcache.kernels.indexer.cpu import HostBatch, select_topk
 from sglang_indexcache.kernels.indexer.quantization import (
-    PAGE_TOKENS,
     quantize_e4m3,
     quantize_queries,
     write_pages,
@@ -36,7 +36,7 @@ from sglang_indexcache.kernels.indexer.quantization import (
 from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
 
-NAMES = ("cpu", "auto", "engine", *dispatch.ORDER)
+NAMES = ("cpu", "auto", "engine", *dispatch.NAMES)
 """What ``--kernels`` may be."""
 
 
@@ -134,7 +134,7 @@ class CpuOps:
         topk: int,
     ) -> torch.Tensor:
         """See :class:`Ops`."""
-        batch = PagedBatch(
+        batch = HostBatch(
             (geometry.queries,) * geometry.requests,
             (geometry.keys,) * geometry.requests,
             geometry.slots,
@@ -218,22 +218,16 @@ class DispatchedOps(PagedCaches):
     def __init__(self, name: str, device: str, shape: ModelShape, *, fp8_kv: bool = False) -> None:
         super().__init__(device, fp8_kv=fp8_kv)
         machine = dispatch.Machine.here()
-        index = dispatch.Shape(heads=shape.index_heads, topk=shape.topk, next_n=1)
-        mla = dispatch.Shape(heads=shape.heads, topk=shape.topk, cache=self.latent_dtype)
+        used = []
 
-        def required(op: OpName, call: dispatch.Shape) -> tuple[str, Callable[..., Any]]:
-            best = dispatch.decide(op, machine, call).opt_in
-            chosen = best if name == "auto" else cast("dispatch.Implementation", name)
-            return chosen, dispatch.require(op, chosen, machine, call)
+        def load(op: OpName) -> Callable[..., Any]:
+            best = dispatch.running(op, machine)[0]
+            chosen = best if name == "auto" else dispatch.named(name).check(op, machine)
+            used.append(chosen.name)
+            return chosen.load(op)
 
-        chosen = {
-            "prefill": required("indexer_select_prefill", index),
-            "decode": required("indexer_select_decode", index),
-            "attend": required("sparse_mla_prefill", mla),
-        }
-        self._prefill, self._decode, self._attend = (run for _, run in chosen.values())
-        used = sorted({implementation for implementation, _ in chosen.values()})
-        self.name = f"auto: {', '.join(used)}" if name == "auto" else name
+        self._select, self._attend = load("select"), load("sparse_mla")
+        self.name = f"auto: {', '.join(sorted(set(used)))}" if name == "auto" else name
 
     def select(
         self,
@@ -245,20 +239,15 @@ class DispatchedOps(PagedCaches):
     ) -> torch.Tensor:
         """See :class:`Ops`."""
         values, weights = quantize_queries(q, gates)
-        table, visible = geometry.block_table, geometry.visible
-        found: torch.Tensor
-        if geometry.queries == 1:
-            q, weights, visible = values[:, None], weights[:, None], visible[:, None]
-            found = self._decode(q, weights, cache, table, visible, topk, as_slots=True)
-            return found[:, 0]
-        starts = geometry.query_starts
-        found = self._prefill(values, weights, cache, table, starts, visible, topk, as_slots=True)
+        starts = None if geometry.queries == 1 else geometry.query_starts
+        batch = IndexerBatch(values, weights, cache, geometry.block_table, geometry.visible, starts)
+        found: torch.Tensor = self._select(batch, topk, as_slots=True)
         return found
 
     def attend(
         self, q: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, scale: float, values: int
     ) -> torch.Tensor:
-        """See :class:`Ops`; ``values`` is 512 by contract. Prefill and decode are one function."""
+        """See :class:`Ops`; ``values`` is 512 by contract."""
         out: torch.Tensor = self._attend(q, latent, slots, scale)[0]
         assert out.shape[-1] == values
         return out

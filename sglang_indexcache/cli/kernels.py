@@ -1,32 +1,123 @@
-"""``indexcache kernels list``: which ones run here, and compiling them ahead."""
+"""``indexcache kernels``: which of our GPU kernels run here, are they right, and building them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import group, out
+from sglang_indexcache.cli.common import SeedOption, group, out
+from sglang_indexcache.errors import KernelError
 
-app = group("Our GPU kernels.")
+if TYPE_CHECKING:
+    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.kernels.grid.runner import Runner
+
+app = group("List, check and build our GPU kernels.")
 
 
 @app.command("list")
-def kernels_command() -> None:
-    """Say which implementation of every kernel would run on this machine, and why."""
-    from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.kernels.report import print_table
+def list_command() -> None:
+    """Say which implementation of every operation can run on this machine, and why not."""
+    from rich.box import SIMPLE
+    from rich.table import Table
 
-    print_table(Machine.here(), out)
+    from sglang_indexcache.kernels.contract import OPS
+    from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, MEASURED, Machine
+
+    machine = Machine.here()
+    _say_machine(machine)
+    table = Table("operation", *(one.name for one in IMPLEMENTATIONS), box=SIMPLE)
+    for op in OPS:
+        found = (one.obstacle(op, machine) for one in IMPLEMENTATIONS)
+        table.add_row(op, *(obstacle or "can run" for obstacle in found))
+    out.print(table)
+    measured = [op for op in OPS if (op, machine.capability) in MEASURED]
+    out.print(
+        "A server runs the engine's own kernels unless --indexcache-kernels asks for these. "
+        f"Measured to be faster here: {', '.join(measured) or 'none'}."
+    )
+
+
+@app.command("check")
+def check_command(
+    implementation: Annotated[
+        str | None,
+        typer.Option(help="Check only this one, by its name in the list. Default: all."),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Which cases: small, wide (also many short rows) or large (also up to a million "
+            "tokens). Default: large on a GPU, small without one."
+        ),
+    ] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Check on this machine that our kernels do what their contract says."""
+    from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES, Machine, named
+    from sglang_indexcache.kernels.grid.runner import GROUPS, SIZES, Runner
+
+    machine = Machine.here()
+    sizes = sizes or ("small" if machine.capability is None else "large")
+    if sizes not in SIZES:
+        raise KernelError(f"--sizes may be {', '.join(SIZES)}, got {sizes!r}")
+    if implementation is not None and implementation not in NAMES:
+        raise KernelError(f"--implementation may be {', '.join(NAMES)}, got {implementation!r}")
+    _say_machine(machine)
+    chosen = IMPLEMENTATIONS if implementation is None else (named(implementation),)
+    runners = [Runner(one, machine, machine.device, sizes, seed) for one in chosen]
+    results = [_check(runner, name) for runner in runners for name in GROUPS]
+    passed, failed = (sum(counts) for counts in zip(*results, strict=True))
+    if failed or not passed:
+        raise KernelError(f"{failed} cases failed, {passed} passed")
+    out.print(f"all {passed} cases passed")
+
+
+def _check(runner: Runner, group_name: str) -> tuple[int, int]:
+    """Run one group, say what came of it; how many cases passed and failed."""
+    passed, failed, reason = 0, 0, ""
+    for outcome in runner.run(group_name):
+        if outcome.skipped:
+            reason = outcome.skipped
+            continue
+        passed, failed = passed + (not outcome.complaints), failed + bool(outcome.complaints)
+        for complaint in outcome.complaints:
+            out.print(f"  {outcome.case}: {complaint}", markup=False, soft_wrap=True)
+    counts = f"{passed} passed, {failed} failed" if passed or failed else f"not run: {reason}"
+    out.print(f"{runner.implementation.name}, {group_name}: {counts}", markup=False, soft_wrap=True)
+    return passed, failed
 
 
 @app.command("build")
-def build_kernels_command(
+def build_command(
     show: Annotated[
         bool, typer.Option("--show", help="Print the registers and spills of every kernel.")
     ] = False,
 ) -> None:
     """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
-    from sglang_indexcache.kernels.command import build_kernels
+    from time import monotonic
 
-    build_kernels(out, show=show)
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from sglang_indexcache.kernels.build import FOLDERS, build
+    from sglang_indexcache.kernels.disassembly import usage
+
+    table = Table("kernel", "registers", "stack bytes", "spilled bytes", box=SIMPLE)
+    for folder in FOLDERS:
+        started = monotonic()
+        library = build(folder, say=out.print)
+        took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
+        out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
+        for kernel in usage(library.log.read_text()):
+            numbers = kernel.registers, kernel.stack, kernel.spills
+            table.add_row(kernel.kernel, *map(str, numbers))
+    if show:
+        out.print(table)
+
+
+def _say_machine(machine: Machine) -> None:
+    capability = machine.capability
+    card = "" if capability is None else f", compute capability {capability[0]}.{capability[1]}"
+    out.print(f"{machine.name}{card}")

@@ -2,7 +2,8 @@
 
 A library is built on first use, or ahead of time by ``indexcache kernels build``; what was built
 ahead serves on machines without nvcc. Nothing here needs a GPU; torch is not involved either: the
-libraries speak the apache-tvm-ffi ABI.
+libraries speak the apache-tvm-ffi ABI. ``python -m sglang_indexcache.kernels.build FOLDER`` builds
+one, where a process of its own is wanted.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -259,3 +261,10 @@ def _fingerprint(folder: str) -> str:
     for path in sorted([*headers, *sources_of(folder)]):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    try:
+        build(sys.argv[1])
+    except KernelError as problem:
+        sys.exit(str(problem))

@@ -17,6 +17,7 @@ from sglang_indexcache.kernels.contract import (
     MAX_NEXT_N,
     MAX_TOPK,
     PAGE_BYTES,
+    IndexerBatch,
 )
 
 
@@ -73,29 +74,26 @@ class Arguments:
         raise KernelError(f"{self._op}: {message}")
 
 
-def check_indexer(
-    op: str,
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    visible: torch.Tensor,
-    query_starts: torch.Tensor | None = None,
-) -> None:
-    """Arguments that every indexer op has; prefill where ``query_starts`` is given."""
-    arguments = Arguments(op, q.device)
-    rows: list[int | str] = ["B", "next_n"] if query_starts is None else ["T"]
-    arguments.check("q", q, torch.float8_e4m3fn, [*rows, "H", INDEX_DIM])
-    arguments.check("weights", weights, torch.float32, [*rows, "H"])
-    arguments.check("visible", visible, torch.int32, rows)
-    arguments.check("pages", pages, torch.uint8, ["P", PAGE_BYTES])
-    arguments.check("block_table", block_table, torch.int32, ["B", "W"], strided_rows=True)
-    if query_starts is not None:
-        arguments.check("query_starts", query_starts, torch.int32, [block_table.shape[0] + 1])
-    heads, next_n = arguments.sizes["H"], arguments.sizes.get("next_n", 1)
+def check_indexer(op: str, batch: IndexerBatch) -> None:
+    """A batch, as every indexer op takes it."""
+    arguments = Arguments(op, batch.q.device)
+    arguments.check("q", batch.q, torch.float8_e4m3fn, ["T", "H", INDEX_DIM])
+    arguments.check("weights", batch.weights, torch.float32, ["T", "H"])
+    arguments.check("visible", batch.visible, torch.int32, ["T"])
+    arguments.check("pages", batch.pages, torch.uint8, ["P", PAGE_BYTES])
+    arguments.check("block_table", batch.block_table, torch.int32, ["B", "W"], strided_rows=True)
+    heads, rows, requests = (arguments.sizes[letter] for letter in "HTB")
+    arguments.check("query_starts", batch.query_starts, torch.int32, [requests + 1])
     arguments.require(heads in INDEXER_HEADS, f"{heads} heads; there are {INDEXER_HEADS}")
-    arguments.require(1 <= next_n <= MAX_NEXT_N, f"next_n is {next_n}; 1 to {MAX_NEXT_N} are known")
-    arguments.require(pages.data_ptr() % 16 == 0, "pages must begin at a multiple of 16 bytes")
+    if batch.query_starts is None:
+        each = batch.rows_per_request
+        arguments.require(
+            rows == each * requests and 1 <= each <= MAX_NEXT_N,
+            f"{rows} rows of {requests} requests; without query_starts each has as many, 1 to "
+            f"{MAX_NEXT_N}",
+        )
+    aligned = batch.pages.data_ptr() % 16 == 0
+    arguments.require(aligned, "pages must begin at a multiple of 16 bytes")
 
 
 def check_topk(topk: int, op: str = "topk") -> None:

@@ -1,7 +1,8 @@
 """What every implementation of an op must do: signatures, layouts, order of arithmetic, ties.
 
-The reference, the Triton and the CUDA implementation of an op are functions with one signature,
-the ``__call__`` of a protocol below, and pass one test grid. Nothing here runs on a device.
+There are four ops: ``logits``, ``select``, ``topk`` and ``sparse_mla``. The reference, the Triton
+and the CUDA implementation of an op are functions of its name with one signature, the ``__call__``
+of a protocol below, and pass one test grid. Nothing here runs on a device.
 
 **Names.** T query rows, B requests, H indexer heads, D = 128 their width, Hq MLA heads, k top-k.
 
@@ -14,11 +15,13 @@ positive and finite, and usually but not necessarily a power of two.
 ``b`` may see are not initialised and must not be followed.
 
 **Query rows.** ``visible[row]`` int32 in ``[0, 64 * W]`` is how many tokens of its request, counted
-from the first, a row may see; 0 for a row of padding. In prefill the rows of request ``b`` are
+from the first, a row may see; 0 for a row of padding. The rows of request ``b`` are
 ``query_starts[b]`` up to ``query_starts[b + 1]`` (``[B + 1]`` int32, from 0, never decreasing,
 equal for an empty request); rows from ``query_starts[B]`` to T are padding whatever ``visible``
-says (dp_attention pads batches). In decode request ``b`` has ``next_n`` rows, 1 to 4 (MTP). Within
-a request ``visible`` usually rises by one a row; a kernel may rely on that for speed only.
+says (dp_attention pads batches). Decode is a batch in which every request has the same number of
+rows, 1 to 4 (MTP): then ``query_starts`` is left out and the host knows whose row is whose, for
+which an implementation may choose another schedule. Within a request ``visible`` usually rises by
+one a row; a kernel may rely on that for speed only.
 
 **No host synchronisation.** Lengths live on the device and no op may read them back, so that every
 op can be captured in a CUDA graph. Shapes, ``topk`` and ``width`` are all the host knows.
@@ -40,11 +43,11 @@ Against float64 every logit is within :func:`logits_tolerance`.
 **Selection.** Of the first ``visible[row]`` logits the ``min(k, visible[row])`` largest, equal
 values to the smaller position, output ascending by position, padded with -1. ``-0.0`` equals
 ``+0.0``; ``-inf`` and ``+inf`` are values like any other; NaN never occurs in valid input (an
-implementation must then still end, in bounds). The fused ops select exactly, bit for bit, what
+implementation must then still end, in bounds). ``select`` selects exactly, bit for bit, what
 :class:`TopK` selects from the logits of **the same implementation**. Across implementations sets
 may differ only where logits are within the tolerance of the k-th.
 
-**Slots.** With ``as_slots`` the fused ops map each selected position ``s`` to the physical token
+**Slots.** With ``as_slots`` ``select`` maps each selected position ``s`` to the physical token
 ``block_table[b, s // 64] * 64 + s % 64``, in the same (position) order; -1 stays -1.
 
 **Latent cache** of sparse MLA, one row a physical slot, contiguous, 16-byte aligned:
@@ -64,13 +67,21 @@ adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
 INDEX_DIM = 128
 PAGE_TOKENS = 64
-PAGE_BYTES = PAGE_TOKENS * (INDEX_DIM + 4)
+SCALE_BYTES = 4
+
+
+def page_bytes(head_dim: int) -> int:
+    """Bytes of one page of index keys that are ``head_dim`` wide."""
+    return PAGE_TOKENS * (head_dim + SCALE_BYTES)
+
+
+PAGE_BYTES = page_bytes(INDEX_DIM)
 LATENT_DIM, VALUE_DIM, ROPE_DIM = 576, 512, 64
 FP8_ROW_BYTES = 656
 FP8_GROUP = 128
@@ -78,45 +89,72 @@ PADDING = -1
 
 MAX_TOPK = 2048
 MAX_NEXT_N = 4
+"""Rows of every request of a batch without ``query_starts``."""
 MAX_TOKENS = 1 << 20
 """Tokens of one request that a row may see."""
 MAX_MLA_HEADS = 128
 INDEXER_HEADS = (8, 16, 32, 64)
 WORKSPACE_BYTES = 512 << 20
-"""What an op may allocate besides its output (the logits ops' output is what they are for)."""
+"""What an op may allocate besides its output (that of ``logits`` is what it is for)."""
 
-OpName: TypeAlias = Literal[
-    "indexer_logits_prefill",
-    "indexer_logits_decode",
-    "indexer_select_prefill",
-    "indexer_select_decode",
-    "topk",
-    "sparse_mla_prefill",
-    "sparse_mla_decode",
-]
-OPS: tuple[OpName, ...] = get_args(OpName)
+OpName: TypeAlias = Literal["logits", "select", "topk", "sparse_mla"]
+OPS: dict[OpName, str] = {
+    "logits": "indexer",
+    "select": "indexer",
+    "topk": "topk",
+    "sparse_mla": "sparse_mla",
+}
+"""Every op and its folder: ``kernels/<folder>/<implementation>.py`` has a function of its name."""
 
 
-class IndexerLogitsPrefill(Protocol):
-    """Logits of a ragged batch, a matrix for tests and for the unfused path."""
+@dataclass(frozen=True)
+class IndexerBatch:
+    """Queries, and the paged keys that each may see; the module says how they belong together.
+
+    Attributes:
+        q: ``[T, H, 128]`` float8_e4m3fn, contiguous.
+        weights: ``[T, H]`` float32, contiguous: gate * scale of q * softmax scale; any sign.
+        pages: ``[P, 8448]`` uint8.
+        block_table: ``[B, W]`` int32.
+        visible: ``[T]`` int32.
+        query_starts: ``[B + 1]`` int32; None where every request has as many rows (decode).
+    """
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    pages: torch.Tensor
+    block_table: torch.Tensor
+    visible: torch.Tensor
+    query_starts: torch.Tensor | None = None
+
+    @property
+    def rows_per_request(self) -> int:
+        """Rows of every request, where ``query_starts`` is left out."""
+        requests = len(self.block_table)
+        return len(self.visible) // requests if requests else 1
+
+    def part(self, low: int, high: int) -> "IndexerBatch":
+        """Rows ``low`` up to ``high``; without ``query_starts`` those of whole requests."""
+        table, starts = self.block_table, self.query_starts
+        if starts is None:
+            table = table[low // self.rows_per_request : high // self.rows_per_request]
+        else:
+            starts = (starts - low).clamp(0, high - low)
+        rows = slice(low, high)
+        return IndexerBatch(
+            self.q[rows], self.weights[rows], self.pages, table, self.visible[rows], starts
+        )
+
+
+class Logits(Protocol):
+    """Logits as a matrix, for tests and for the unfused path."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        pages: torch.Tensor,
-        block_table: torch.Tensor,
-        query_starts: torch.Tensor,
-        visible: torch.Tensor,
-        width: int,
-        *,
-        out: torch.Tensor | None = None,
+        self, batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run the op; the module says what every argument means.
 
         Args:
-            q: ``[T, H, 128]`` float8_e4m3fn, contiguous.
-            weights: ``[T, H]`` float32, contiguous: gate * scale of q * softmax scale; any sign.
             width: columns of the result, at least ``max(visible)``.
             out: where to write; rows may be any stride apart.
 
@@ -127,76 +165,21 @@ class IndexerLogitsPrefill(Protocol):
         ...
 
 
-class IndexerLogitsDecode(Protocol):
-    """Logits of ``next_n`` rows of every request."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        pages: torch.Tensor,
-        block_table: torch.Tensor,
-        visible: torch.Tensor,
-        width: int,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run the op; the module says what every argument means.
-
-        Args:
-            q: ``[B, next_n, H, 128]`` float8_e4m3fn, contiguous.
-            weights: ``[B, next_n, H]`` float32, contiguous.
-            visible: ``[B, next_n]`` int32.
-
-        Returns:
-            ``[B, next_n, width]`` float32, valid where :class:`IndexerLogitsPrefill`'s is.
-        """
-        ...
-
-
-class IndexerSelectPrefill(Protocol):
+class Select(Protocol):
     """Logits and selection in one; the matrix of logits never reaches memory as a whole."""
 
     def __call__(
         self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        pages: torch.Tensor,
-        block_table: torch.Tensor,
-        query_starts: torch.Tensor,
-        visible: torch.Tensor,
+        batch: IndexerBatch,
         topk: int,
         *,
         as_slots: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Arguments as :class:`IndexerLogitsPrefill`.
+        """Run the op; the module says what every argument means.
 
         Returns:
             ``[T, topk]`` int32, contiguous, every element written.
-        """
-        ...
-
-
-class IndexerSelectDecode(Protocol):
-    """:class:`IndexerSelectPrefill` for ``next_n`` rows of every request."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        pages: torch.Tensor,
-        block_table: torch.Tensor,
-        visible: torch.Tensor,
-        topk: int,
-        *,
-        as_slots: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Arguments as :class:`IndexerLogitsDecode`.
-
-        Returns:
-            ``[B, next_n, topk]`` int32, contiguous, every element written.
         """
         ...
 
@@ -250,27 +233,6 @@ class SparseMLA(Protocol):
             ``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where one implementation of one op can run; ``kernels/limits.py`` states CUDA's.
-
-    Attributes:
-        architectures: compute capabilities, for example ``(9, 0)``; empty means any.
-        oldest: the least compute capability; None means that no GPU is needed.
-        heads: head counts; empty means every one of the contract's.
-        topk: largest k.
-        next_n: query rows per request in decode.
-        caches: latent cache dtypes.
-    """
-
-    architectures: frozenset[tuple[int, int]] = frozenset()
-    oldest: tuple[int, int] | None = None
-    heads: frozenset[int] = frozenset()
-    topk: int = MAX_TOPK
-    next_n: frozenset[int] = frozenset(range(1, MAX_NEXT_N + 1))
-    caches: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.uint8})
 
 
 FLOAT32_BITS = 23

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.kernels.dispatch import NAMES
 from sglang_indexcache.library import Library, names
 from sglang_indexcache.pattern import Pattern
 
@@ -22,7 +23,6 @@ BACKEND_NAME = "indexcache"
 
 Mode = Literal["static", "live"]
 IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
-Kernels = Literal["engine", "auto", "cuda", "triton", "reference"]
 
 CONFIG_KEY = "indexcache"
 """Attribute of the HF config that carries the plan."""
@@ -75,7 +75,7 @@ KERNELS = Option(
     "can run here, else the engine's; the log says which and why. cuda, triton, reference: that "
     "implementation of ours for all of them, or an error. None has been measured on a GPU yet "
     "(see: indexcache kernels list).",
-    choices=get_args(Kernels),
+    choices=("engine", "auto", *NAMES),
 )
 OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS)
 
@@ -159,7 +159,7 @@ class Plan:
     layer_ids: tuple[int, ...]
     architecture: str
     index_k_dtype: IndexKDtype = "auto"
-    kernels: Kernels = "engine"
+    kernels: str = "engine"
     advice: str = ""
 
     def describe(self) -> str:
@@ -249,7 +249,7 @@ def make_plan(
         layer_ids=checkpoint.layer_ids,
         architecture=checkpoint.architecture,
         index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
-        kernels=kernels.value if kernels else "engine",  # type: ignore[arg-type]
+        kernels=kernels.value if kernels else "engine",
         advice="" if chosen or upstream else _advice(checkpoint, library),
     )
 

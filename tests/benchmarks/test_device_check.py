@@ -29,16 +29,17 @@ def test_dry_run(tmp_path: Path) -> None:
     assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
     assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
     assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
-    expected = len(cases.TOPK), len(cases.PREFILL), len(cases.DECODE), len(cases.ATTENTION)
+    indexer = len(cases.PREFILL) + len(cases.DECODE)
+    expected = {"topk": len(cases.TOPK), "indexer": indexer, "sparse_mla": len(cases.ATTENTION)}
     groups = report["checks"]["reference"]
-    assert tuple(groups[g]["passed"] for g in device_check.GROUP_OPS) == expected
+    assert {group: found["passed"] for group, found in groups.items()} == expected
     results = report["speed"]["results"]
     assert [r["workload"] for r in results] == [str(w) for w in workloads.tiny_workloads()]
     for result in results:
         assert result["times"]["reference"]["repetitions"] >= 3
         assert "needs an NVIDIA GPU" in result["missing"]["cuda"]
         assert result["bound"] is None
-    assert report["faster"]["cuda"] == dict.fromkeys(OPS)
+    assert report["faster"]["cuda"] == dict.fromkeys(speed.OPS)
     assert report["speed"]["not_measured"] == []
 
 
@@ -154,12 +155,12 @@ def test_faster_means_everywhere() -> None:
         timed("select_prefill", cuda=3, triton=1, other=2, default=4),
     ]
     found = device_check.faster({"results": results})
-    assert found["cuda"]["sparse_mla_prefill"] is True
-    assert found["triton"]["sparse_mla_prefill"] is False
+    assert found["cuda"]["mla_prefill"] is True
+    assert found["triton"]["mla_prefill"] is False
     assert found["cuda"]["topk"] is None  # torch.topk is not what the engine runs
-    assert found["cuda"]["indexer_select_decode"] is None  # the engine's own top-k did not run
-    assert found["cuda"]["indexer_select_prefill"] is False
-    assert found["triton"]["indexer_select_prefill"] is True
+    assert found["cuda"]["select_decode"] is None  # the engine's own top-k did not run
+    assert found["cuda"]["select_prefill"] is False
+    assert found["triton"]["select_prefill"] is True
 
 
 def test_the_engine_s_defaults_are_anchors() -> None:

@@ -12,21 +12,21 @@ from sglang_indexcache.kernels.checks import (
     check_sparse_mla,
     check_topk,
 )
+from sglang_indexcache.kernels.contract import IndexerBatch
 
 FP8 = torch.float8_e4m3fn
 
 
 def indexer(decode: bool = False, **changes: Any) -> None:
-    rows = (2, 2) if decode else (4,)
     arguments: dict[str, Any] = {
-        "q": torch.zeros(*rows, 32, 128, dtype=FP8),
-        "weights": torch.zeros(*rows, 32),
+        "q": torch.zeros(4, 32, 128, dtype=FP8),
+        "weights": torch.zeros(4, 32),
         "pages": torch.zeros(3, 8448, dtype=torch.uint8),
         "block_table": torch.zeros(2, 5, dtype=torch.int32),
-        "visible": torch.zeros(rows, dtype=torch.int32),
+        "visible": torch.zeros(4, dtype=torch.int32),
         "query_starts": None if decode else torch.zeros(3, dtype=torch.int32),
     }
-    check_indexer("op", **(arguments | changes))
+    check_indexer("op", IndexerBatch(**(arguments | changes)))
 
 
 def attention(**changes: Any) -> None:
@@ -70,13 +70,17 @@ def test_indexer(changes: dict[str, Any], says: str) -> None:
         indexer(**changes)
 
 
-def test_decode_rows() -> None:
-    with pytest.raises(KernelError, match="next_n is 5; 1 to 4"):
+@pytest.mark.parametrize("rows", [3, 10])
+def test_decode_rows(rows: int) -> None:
+    """More than four of each request; or one request has more than another."""
+    with pytest.raises(
+        KernelError, match=f"{rows} rows of 2 requests; .* each has as many, 1 to 4"
+    ):
         indexer(
             decode=True,
-            q=torch.zeros(2, 5, 32, 128, dtype=FP8),
-            weights=torch.zeros(2, 5, 32),
-            visible=torch.zeros(2, 5, dtype=torch.int32),
+            q=torch.zeros(rows, 32, 128, dtype=FP8),
+            weights=torch.zeros(rows, 32),
+            visible=torch.zeros(rows, dtype=torch.int32),
         )
 
 

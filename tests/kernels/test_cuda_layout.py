@@ -174,7 +174,7 @@ def fma(a: NDArray, b: NDArray, c: NDArray) -> NDArray:
 def test_sums_are_in_the_contracts_order(
     heads: int, rows: int, random: np.random.Generator
 ) -> None:
-    """Bit for bit the order that contracts.py states, each sum made by one lane."""
+    """Bit for bit the order that contract.py states, each sum made by one lane."""
     products = random.standard_normal((64, rows * heads)).astype(np.float32)
     gates = random.standard_normal(rows * heads).astype(np.float32)
     sums = np.full((64, rows), np.nan, dtype=np.float32)

@@ -6,12 +6,12 @@ references. The "GPU" has two multiprocessors, and a workspace that forces sever
 
 import ctypes
 from ctypes import byref, c_bool, c_float, c_int64, c_uint64
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import cuda as indexer
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
@@ -81,7 +81,7 @@ class Emulated:
                 if request == len(starts) - 1:
                     seen = 0
             one = logits[row : row + 1, :seen]
-            chosen = topk_reference.topk_ascending(one, torch.tensor([seen]), out.shape[1])[0]
+            chosen = topk_reference.topk(one, torch.tensor([seen]), out.shape[1])[0]
             if table is not None and seen > 0:
                 slots = table[request][chosen.clamp_min(0) // 64] * 64 + chosen % 64
                 chosen = torch.where(chosen < 0, chosen, slots)
@@ -119,14 +119,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     return library
 
 
-def tensors(batch: Batch) -> SimpleNamespace:
-    return SimpleNamespace(
-        q=torch.from_numpy(batch.q_bytes).view(torch.float8_e4m3fn),
-        weights=torch.from_numpy(batch.weights),
-        pages=torch.from_numpy(batch.pages),
-        table=torch.from_numpy(batch.table),
-        starts=torch.from_numpy(batch.starts),
-        visible=torch.from_numpy(batch.visible),
+def on_torch(batch: Batch, *, decode: bool = False) -> IndexerBatch:
+    return IndexerBatch(
+        torch.from_numpy(batch.q_bytes).view(torch.float8_e4m3fn),
+        torch.from_numpy(batch.weights),
+        torch.from_numpy(batch.pages),
+        torch.from_numpy(batch.table),
+        torch.from_numpy(batch.visible),
+        None if decode else torch.from_numpy(batch.starts),
     )
 
 
@@ -147,9 +147,7 @@ def test_select_prefill(
 ) -> None:
     """Fused where every multiprocessor gets a tile, in two launches below that."""
     batch = Batch(random, 32, lens, [130, 9, 200, 70], padding=2)
-    t = tensors(batch)
-    inputs = t.q, t.weights, t.pages, t.table, t.starts, t.visible
-    chosen = indexer.indexer_select_prefill(*inputs, 40, as_slots=as_slots)
+    chosen = indexer.select(on_torch(batch), 40, as_slots=as_slots)
     assert emulated.calls == launches
     np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=as_slots))
 
@@ -166,19 +164,10 @@ def test_select_decode_in_parts(
     batch = Batch(random, 32, [next_n] * 5, [next_n, 65, 190, 64, 128], decode=next_n)
     width = batch.table.shape[1] * 64
     monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * next_n * width * 4 + 3)
-    t = tensors(batch)
-    chosen = indexer.indexer_select_decode(
-        t.q.unflatten(0, (5, next_n)),
-        t.weights.unflatten(0, (5, next_n)),
-        t.pages,
-        t.table,
-        t.visible.unflatten(0, (5, next_n)),
-        30,
-        as_slots=as_slots,
-    )
+    chosen = indexer.select(on_torch(batch, decode=True), 30, as_slots=as_slots)
     assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 3
     wanted = batch.selected(30, as_slots=as_slots)
-    np.testing.assert_array_equal(chosen.flatten(0, 1).numpy(), wanted)
+    np.testing.assert_array_equal(chosen.numpy(), wanted)
 
 
 @pytest.mark.parametrize("gap", [0, 8])
@@ -186,31 +175,25 @@ def test_decode_logits_into_strided_rows(
     gap: int, emulated: Emulated, random: np.random.Generator
 ) -> None:
     batch = Batch(random, 32, [2, 2, 2], [100, 64, 2], decode=2)
-    t = tensors(batch)
-    store = torch.full((3, 2 + gap, 128 + gap), 1234.5)
-    out = store[:, :2, :128]
-    pairs = [x.unflatten(0, (3, 2)) for x in (t.q, t.weights, t.visible)]
-    inputs = pairs[0], pairs[1], t.pages, t.table, pairs[2], 128
-    assert indexer.indexer_logits_decode(*inputs, out=out) is out
+    store = torch.full((6, 128 + gap), 1234.5)
+    out = store[:, :128]
+    assert indexer.logits(on_torch(batch, decode=True), 128, out=out) is out
     for row, logits in enumerate(batch.logits):
-        np.testing.assert_array_equal(out[row // 2, row % 2, : len(logits)].numpy(), logits)
-    assert (store[:, 2:] == 1234.5).all()
-    assert (store[:, :, 128:] == 1234.5).all()
+        np.testing.assert_array_equal(out[row, : len(logits)].numpy(), logits)
+    assert (store[:, 128:] == 1234.5).all()
 
 
 def test_prefill_logits(emulated: Emulated, random: np.random.Generator) -> None:
     batch = Batch(random, 64, [2, 5], [100, 64], padding=1)
-    t = tensors(batch)
-    out = indexer.indexer_logits_prefill(t.q, t.weights, t.pages, t.table, t.starts, t.visible, 128)
+    out = indexer.logits(on_torch(batch), 128)
     for row, logits in enumerate(batch.logits):
         np.testing.assert_array_equal(out[row, : len(logits)].numpy(), logits)
 
 
 def test_nothing_to_do(emulated: Emulated, random: np.random.Generator) -> None:
-    t = tensors(Batch(random, 32, [0], [5]))
-    inputs = t.q, t.weights, t.pages, t.table, t.starts, t.visible
-    assert indexer.indexer_select_prefill(*inputs, 7).shape == (0, 7)
-    assert indexer.indexer_logits_prefill(*inputs, 64).shape == (0, 64)
+    batch = on_torch(Batch(random, 32, [0], [5]))
+    assert indexer.select(batch, 7).shape == (0, 7)
+    assert indexer.logits(batch, 64).shape == (0, 64)
     assert topk.topk(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int32), 7).shape == (0, 7)
     q, cache = torch.zeros(0, 20, 576).bfloat16(), torch.zeros(3, 576).bfloat16()
     out, lse = sparse_mla.sparse_mla(q, cache, torch.zeros(0, 9, dtype=torch.int32), 1.0)
@@ -276,18 +259,16 @@ def test_suite_prefill(
 ) -> None:
     """With one multiprocessor there is always a tile for each."""
     monkeypatch.setattr(indexer, "multiprocessors", lambda device: sms)
-    ops = indexer.indexer_logits_prefill, indexer.indexer_select_prefill
-    inputs = cases.indexer_inputs(case, generator, CPU)
-    assert suite.check_indexer_prefill(*ops, case, inputs) == []
+    batch = cases.indexer_inputs(case, generator, CPU)
+    assert suite.check_indexer(indexer.logits, indexer.select, case, batch) == []
 
 
 @pytest.mark.parametrize("case", cases.DECODE, ids=str)
 def test_suite_decode(
     case: cases.IndexerCase, emulated: Emulated, generator: torch.Generator
 ) -> None:
-    ops = indexer.indexer_logits_decode, indexer.indexer_select_decode
-    inputs = cases.indexer_inputs(case, generator, CPU)
-    assert suite.check_indexer_decode(*ops, case, inputs) == []
+    batch = cases.indexer_inputs(case, generator, CPU)
+    assert suite.check_indexer(indexer.logits, indexer.select, case, batch) == []
 
 
 @pytest.mark.parametrize("sms", [1, 100], ids=["packed", "split"])

@@ -1,146 +1,200 @@
 """The dispatch table: what runs where, why, and that no default is without evidence."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.kernels import speed
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.contract import OPS, Limits, OpName
+from sglang_indexcache.kernels.contract import OPS, OpName
+from sglang_indexcache.kernels.dispatch import Limits
 from sglang_indexcache.kernels.grid import cases, runner
-from sglang_indexcache.kernels.report import print_table
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = dispatch.Machine("CPU", None)
 AMPERE = dispatch.Machine("NVIDIA A100", (8, 0))
 HOPPER = dispatch.Machine("NVIDIA H100", (9, 0))
 VOLTA = dispatch.Machine("NVIDIA V100", (7, 0))
-ANY = dispatch.Shape()
+BLACKWELL = dispatch.Machine("NVIDIA B200", (10, 0))
 
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be imported and compiled here is another test's business."""
-    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: None)
-    monkeypatch.setattr(dispatch, "_missing_triton", lambda: None)
+    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
+
+
+def names(op: OpName, machine: dispatch.Machine) -> list[str]:
+    return [one.name for one in dispatch.running(op, machine)]
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("machine", "default", "opt_in"),
+    ("machine", "expected"),
     [
-        (CPU, "cpu", "reference"),
-        (VOLTA, "engine", "reference"),
-        (AMPERE, "engine", "triton"),
-        (HOPPER, "engine", "cuda"),
+        (CPU, ["reference"]),
+        (dispatch.Machine("CPU", None, interpreted=True), ["triton", "reference"]),
+        (VOLTA, ["reference"]),
+        (AMPERE, ["triton", "reference"]),
+        (HOPPER, ["cuda", "triton", "reference"]),
+        (BLACKWELL, ["triton", "reference"]),
     ],
-    ids=lambda value: getattr(value, "name", value),
+    ids=lambda value: getattr(value, "name", None),
 )
-def test_table(op: OpName, machine: dispatch.Machine, default: str, opt_in: str) -> None:
-    decision = dispatch.decide(op, machine)
-    assert (decision.default, decision.opt_in) == (default, opt_in)
-    assert decision.why
+def test_table(op: OpName, machine: dispatch.Machine, expected: list[str]) -> None:
+    assert names(op, machine) == expected
 
 
 @pytest.mark.parametrize(
-    ("limits", "shape", "says"),
+    ("limits", "says"),
     [
-        (Limits(heads=frozenset({32, 64})), dispatch.Shape(heads=8), "knows 32, 64 heads, not 8"),
-        (Limits(topk=1024), dispatch.Shape(topk=2048), "k up to 1024, not 2048"),
-        (Limits(next_n=frozenset({1, 2})), dispatch.Shape(next_n=3), "next_n 1, 2, not 3"),
-        (
-            Limits(caches=frozenset({torch.bfloat16})),
-            dispatch.Shape(cache=torch.uint8),
-            "cannot read a cache of uint8",
-        ),
-        (Limits(architectures=frozenset({(10, 0)})), ANY, "is for 10.0, this is 9.0"),
-        (Limits(oldest=(10, 0)), ANY, "needs compute capability 10.0, this is 9.0"),
+        (Limits((10, 0), exactly=True), "is for 10.0, this is 9.0"),
+        (Limits((8, 0), exactly=True), "is for 8.0, this is 9.0"),
+        (Limits((10, 0)), "needs compute capability 10.0, this is 9.0"),
     ],
 )
-def test_limits(
-    monkeypatch: pytest.MonkeyPatch, limits: Limits, shape: dispatch.Shape, says: str
-) -> None:
-    monkeypatch.setattr(dispatch, "_cuda_limits", lambda: {"topk": limits})
-    verdict = dispatch.judge("topk", "cuda", HOPPER, shape)
-    assert not verdict.runs
-    assert says in verdict.why
-    assert dispatch.decide("topk", HOPPER, shape).opt_in == "triton"
+def test_limits(monkeypatch: pytest.MonkeyPatch, limits: Limits, says: str) -> None:
+    cuda, *others = dispatch.IMPLEMENTATIONS
+    cuda = replace(cuda, limits=limits)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (cuda, *others))
+    assert cuda.obstacle("topk", HOPPER) == says
+    assert cuda.obstacle("topk", CPU) == "needs an NVIDIA GPU"
+    assert names("topk", HOPPER) == ["triton", "reference"]
     with pytest.raises(KernelError, match=r"cuda cannot run on NVIDIA H100: .*; these can: triton"):
-        dispatch.require("topk", "cuda", HOPPER, shape)
+        cuda.check("topk", HOPPER)
 
 
-def test_a_missing_compiler_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: "there is no nvcc")
-    assert dispatch.judge("topk", "cuda", HOPPER, ANY).why == "there is no nvcc"
+def test_a_missing_compiler_is_the_reason() -> None:
+    cuda = replace(dispatch.named("cuda"), missing=lambda: "there is no nvcc")
+    assert cuda.obstacle("topk", HOPPER) == "there is no nvcc"
 
 
-def test_evidence_makes_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    evidence = dispatch.Evidence("cuda", "kernels/h100.json")
-    monkeypatch.setitem(dispatch.DEFAULTS, ("topk", (9, 0)), evidence)
-    decision = dispatch.decide("topk", HOPPER)
-    assert decision.default == "cuda"
-    assert "h100.json" in decision.why
-    assert dispatch.decide("topk", AMPERE).default == "engine"
-    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: "there is no nvcc")
-    assert dispatch.decide("topk", HOPPER).default == "engine"
+def test_what_is_not_written_cannot_run() -> None:
+    planned = dispatch.Implementation("rocm", Limits(), lambda: None)
+    assert planned.obstacle("topk", HOPPER) == "not written"
+    with pytest.raises(KernelError, match="topk: rocm cannot be loaded"):
+        planned.load("topk")
+
+
+def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch.MEASURED, ("topk", (9, 0)), ("triton", "kernels/h100.json"))
+    assert names("topk", HOPPER) == ["triton", "cuda", "reference"]
+    assert names("select", HOPPER) == ["cuda", "triton", "reference"]
+    monkeypatch.setitem(dispatch.MEASURED, ("topk", (8, 0)), ("cuda", "kernels/a100.json"))
+    assert names("topk", AMPERE) == ["triton", "reference"]
 
 
 def test_every_default_has_its_evidence() -> None:
     """A default names a committed result, of that card, in which the op was right and faster."""
-    for (op, capability), evidence in dispatch.DEFAULTS.items():
-        result = json.loads((ROOT / "benchmarks" / "results" / evidence.result).read_text())
+    for (op, capability), (implementation, path) in dispatch.MEASURED.items():
+        result = json.loads((ROOT / "benchmarks" / "results" / path).read_text())
         assert tuple(result["machine"]["capability"]) == capability
-        assert result["correct"][evidence.implementation][op] is True
-        assert result["faster"][evidence.implementation][op] is True
+        assert result["correct"][implementation][op] is True
+        families = [family for family, timed in speed.OPS.items() if timed == op]
+        assert families
+        assert all(result["faster"][implementation][family] is True for family in families)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", ["triton", "reference"])
-def test_load(op: OpName, name: dispatch.Implementation) -> None:
-    function = dispatch.load(op, name)
+def test_load(op: OpName, name: str) -> None:
+    function = dispatch.named(name).load(op)
     assert function.__module__.endswith(name)
+    assert function.__name__ == op
 
 
-def test_load_says_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.HOMES, "topk", ("nowhere", "topk"))
-    with pytest.raises(KernelError, match="topk: the triton implementation cannot be loaded"):
-        dispatch.load("topk", "triton")
+@pytest.mark.parametrize(
+    ("op", "libraries"),
+    [("select", ["indexer", "topk"]), ("topk", ["topk"]), ("sparse_mla", ["sparse_mla"])],
+)
+def test_loading_compiles(
+    monkeypatch: pytest.MonkeyPatch, op: OpName, libraries: list[str]
+) -> None:
+    """The first call may be the capture of a graph."""
+    from sglang_indexcache.kernels.indexer import cuda as indexer
+    from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
+    from sglang_indexcache.kernels.topk import cuda as topk
+
+    built: list[str] = []
+    for module in (indexer, topk, sparse_mla):
+        monkeypatch.setattr(module, "library", built.append)
+    dispatch.named("cuda").load(op)
+    assert built == libraries
 
 
-def test_report_names_everything() -> None:
-    console = Console(width=160)
-    with console.capture() as captured:
-        print_table(HOPPER, console)
-    text = captured.get()
-    for word in (*OPS, "NVIDIA H100", "9.0", "engine", "cuda", "no committed measurement"):
-        assert word in text
-    with console.capture() as captured:
-        print_table(CPU, console)
-    assert "triton: needs an NVIDIA GPU" in captured.get()
+def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, says in (
+        (HOPPER, ["NVIDIA H100, compute capability 9.0", "can run"]),
+        (AMPERE, ["is for 9.0, this is 8.0"]),
+        (CPU, ["needs an NVIDIA GPU"]),
+    ):
+        monkeypatch.setattr(dispatch.Machine, "here", lambda machine=machine: machine)
+        result = CliRunner().invoke(app, ["kernels", "list"], env={"COLUMNS": "160"})
+        assert result.exit_code == 0, result.output
+        for word in (*OPS, *dispatch.NAMES, "the engine's own kernels", *says):
+            assert word in result.output
 
 
-def test_command() -> None:
-    result = CliRunner().invoke(app, ["kernels", "list"], env={"COLUMNS": "160"})
+def test_check_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch.Machine, "here", lambda: AMPERE)
+    monkeypatch.setattr(dispatch.Machine, "device", torch.device("cpu"))
+    arguments = ["kernels", "check", "--implementation", "reference", "--sizes", "small"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "sparse_mla_decode" in result.output
+    cases_of = (len(cases.PREFILL + cases.DECODE), len(cases.ATTENTION), len(cases.TOPK))
+    assert f"reference, indexer: {cases_of[0]} passed, 0 failed" in result.output
+    assert f"all {sum(cases_of)} cases passed" in result.output
+
+
+def test_check_command_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_indexcache.kernels.topk import reference
+
+    right = reference.topk
+
+    def descending(*arguments: object, **options: object) -> torch.Tensor:
+        found = right(*arguments, **options)  # type: ignore[arg-type]
+        return found.copy_(found.flip(1))
+
+    monkeypatch.setattr(dispatch.Machine, "here", lambda: CPU)
+    crash = replace(dispatch.named("reference"), name="wrong")
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (crash,))
+    monkeypatch.setattr(dispatch, "NAMES", ("wrong",))
+    monkeypatch.setattr(dispatch.Implementation, "obstacle", lambda *_: None)
+    monkeypatch.setattr(dispatch.Implementation, "load", lambda *_: descending)
+    result = CliRunner().invoke(app, ["kernels", "check"])
+    assert result.exit_code == 1
+    assert "64-of-700: topk: rows" in result.output
+    assert "cases failed" in result.output
+
+
+def test_check_command_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was checked: that is no success."""
+    monkeypatch.setattr(dispatch.Machine, "here", lambda: CPU)
+    result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "cuda"])
+    assert result.exit_code == 1
+    assert "cuda, topk: not run: needs an NVIDIA GPU" in result.output
+    result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "fast"])
+    assert "may be cuda, triton, reference, got 'fast'" in result.output
 
 
 def test_runner_reports_each_case() -> None:
-    machine = dataclasses.replace(CPU)
-    one = runner.Runner("reference", machine, torch.device("cpu"), sizes="small", seed=3)
+    one = runner.Runner(
+        dispatch.named("reference"), CPU, torch.device("cpu"), sizes="small", seed=3
+    )
     outcomes = list(one.run("topk"))
     assert [outcome.case for outcome in outcomes] == [str(case) for case in cases.TOPK]
     assert not any(outcome.complaints or outcome.skipped for outcome in outcomes)
 
 
 def test_runner_skips_what_cannot_run() -> None:
-    one = runner.Runner("cuda", AMPERE, torch.device("cpu"), sizes="small", seed=3)
+    one = runner.Runner(dispatch.named("cuda"), AMPERE, torch.device("cpu"), sizes="small", seed=3)
     for group in runner.GROUPS:
         for outcome in one.run(group):
             assert outcome.skipped == "is for 9.0, this is 8.0"
@@ -150,8 +204,10 @@ def test_runner_survives_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*arguments: object, **options: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(dispatch, "load", lambda *_: crash)
-    one = runner.Runner("triton", AMPERE, torch.device("cpu"), sizes="small", seed=3)
+    monkeypatch.setattr(dispatch.Implementation, "load", lambda *_: crash)
+    one = runner.Runner(
+        dispatch.named("triton"), AMPERE, torch.device("cpu"), sizes="small", seed=3
+    )
     for group in runner.GROUPS:
         for outcome in one.run(group):
             assert "illegal memory access" in outcome.complaints[0]

@@ -18,24 +18,25 @@ from sglang_indexcache.kernels.grid import cases, suite
 
 MACHINE = dispatch.Machine.here()
 RUNNING = [
-    name
-    for name in dispatch.ORDER
-    if any(dispatch.judge(op, name, MACHINE, dispatch.Shape()).runs for op in OPS)
+    one.name
+    for one in dispatch.IMPLEMENTATIONS
+    if any(one.obstacle(op, MACHINE) is None for op in OPS)
 ]
 ON_GPU = torch.cuda.is_available() and not MACHINE.interpreted
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 Op = Callable[..., Any]
 
 
-def op(name: dispatch.Implementation, which: OpName, shape: dispatch.Shape) -> Op:
+def op(name: str, which: OpName) -> Op:
     """One implementation of an op, or skip where it says that it cannot."""
-    verdict = dispatch.judge(which, name, MACHINE, shape)
-    if not verdict.runs:
-        pytest.skip(f"{which}, {name}: {verdict.why}")
-    return dispatch.load(which, name)
+    implementation = dispatch.named(name)
+    obstacle = implementation.obstacle(which, MACHINE)
+    if obstacle:
+        pytest.skip(f"{which}, {name}: {obstacle}")
+    return implementation.load(which)
 
 
-def bits(name: dispatch.Implementation) -> int:
+def bits(name: str) -> int:
     return HOPPER_FP8_BITS if ON_GPU and name != "reference" else FLOAT32_BITS
 
 
@@ -44,43 +45,23 @@ running = pytest.mark.parametrize("name", RUNNING)
 
 @running
 @pytest.mark.parametrize("case", cases.TOPK + cases.LARGE_TOPK if ON_GPU else cases.TOPK, ids=str)
-def test_topk(
-    name: dispatch.Implementation, case: cases.TopKCase, generator: torch.Generator
-) -> None:
-    topk = op(name, "topk", dispatch.Shape(topk=case.topk))
+def test_topk(name: str, case: cases.TopKCase, generator: torch.Generator) -> None:
     logits, visible = cases.topk_inputs(case, generator, DEVICE)
-    assert suite.check_topk(topk, logits, visible, case.topk) == []
+    assert suite.check_topk(op(name, "topk"), logits, visible, case.topk) == []
+
+
+SMALL_INDEXER = cases.PREFILL + cases.DECODE
+LARGE_INDEXER = cases.WIDE_PREFILL + cases.LARGE_PREFILL + cases.LARGE_DECODE
 
 
 @running
 @pytest.mark.parametrize(
-    "case",
-    cases.PREFILL + cases.WIDE_PREFILL + cases.LARGE_PREFILL if ON_GPU else cases.PREFILL,
-    ids=str,
+    "case", SMALL_INDEXER + LARGE_INDEXER if ON_GPU else SMALL_INDEXER, ids=str
 )
-def test_indexer_prefill(
-    name: dispatch.Implementation, case: cases.IndexerCase, generator: torch.Generator
-) -> None:
-    shape = dispatch.Shape(heads=case.heads, topk=case.topk)
-    logits = op(name, "indexer_logits_prefill", shape)
-    select = op(name, "indexer_select_prefill", shape)
-    inputs = cases.indexer_inputs(case, generator, DEVICE)
-    assert suite.check_indexer_prefill(logits, select, case, inputs, bits(name)) == []
-
-
-@running
-@pytest.mark.parametrize(
-    "case", cases.DECODE + cases.LARGE_DECODE if ON_GPU else cases.DECODE, ids=str
-)
-def test_indexer_decode(
-    name: dispatch.Implementation, case: cases.IndexerCase, generator: torch.Generator
-) -> None:
-    next_n = case.lens[0][0] if case.lens else 1
-    shape = dispatch.Shape(heads=case.heads, topk=case.topk, next_n=next_n)
-    logits = op(name, "indexer_logits_decode", shape)
-    select = op(name, "indexer_select_decode", shape)
-    inputs = cases.indexer_inputs(case, generator, DEVICE)
-    assert suite.check_indexer_decode(logits, select, case, inputs, bits(name)) == []
+def test_indexer(name: str, case: cases.IndexerCase, generator: torch.Generator) -> None:
+    logits, select = op(name, "logits"), op(name, "select")
+    batch = cases.indexer_inputs(case, generator, DEVICE)
+    assert suite.check_indexer(logits, select, case, batch, bits(name)) == []
 
 
 @running
@@ -89,18 +70,9 @@ def test_indexer_decode(
     cases.ATTENTION + cases.WIDE_ATTENTION + cases.LARGE_ATTENTION if ON_GPU else cases.ATTENTION,
     ids=str,
 )
-def test_sparse_mla(
-    name: dispatch.Implementation, case: cases.AttentionCase, generator: torch.Generator
-) -> None:
+def test_sparse_mla(name: str, case: cases.AttentionCase, generator: torch.Generator) -> None:
     inputs = cases.attention_inputs(case, generator, DEVICE)
-    shape = dispatch.Shape(heads=case.heads, cache=inputs.cache.dtype)
-    attend = op(name, "sparse_mla_prefill", shape)
-    assert suite.check_sparse_mla(attend, inputs) == []
-
-
-def test_prefill_and_decode_attend_with_one_function() -> None:
-    """Else the test above would have to run both."""
-    assert dispatch.HOMES["sparse_mla_prefill"] == dispatch.HOMES["sparse_mla_decode"]
+    assert suite.check_sparse_mla(op(name, "sparse_mla"), inputs) == []
 
 
 # Few distinct values make ties, also at the threshold and at infinity.
@@ -124,11 +96,9 @@ def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(problem=matrices())
-def test_topk_of_anything(
-    name: dispatch.Implementation, problem: tuple[torch.Tensor, torch.Tensor, int]
-) -> None:
+def test_topk_of_anything(name: str, problem: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     logits, visible, k = problem
-    topk = op(name, "topk", dispatch.Shape(topk=k))
+    topk = op(name, "topk")
     assert suite.check_topk(topk, logits.to(DEVICE), visible.to(DEVICE), k) == []
 
 
@@ -148,11 +118,7 @@ def batches(draw: st.DrawFn) -> cases.IndexerCase:
 @running
 @settings(max_examples=6, deadline=None)
 @given(case=batches(), seed=st.integers(0, 2**31))
-def test_select_of_anything(
-    name: dispatch.Implementation, case: cases.IndexerCase, seed: int
-) -> None:
-    shape = dispatch.Shape(heads=case.heads, topk=case.topk)
-    logits = op(name, "indexer_logits_prefill", shape)
-    select = op(name, "indexer_select_prefill", shape)
-    inputs = cases.indexer_inputs(case, torch.Generator().manual_seed(seed), DEVICE)
-    assert suite.check_indexer_prefill(logits, select, case, inputs, bits(name)) == []
+def test_select_of_anything(name: str, case: cases.IndexerCase, seed: int) -> None:
+    logits, select = op(name, "logits"), op(name, "select")
+    batch = cases.indexer_inputs(case, torch.Generator().manual_seed(seed), DEVICE)
+    assert suite.check_indexer(logits, select, case, batch, bits(name)) == []

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.kernels.batch import PagedBatch
 from sglang_indexcache.kernels.indexer import cpu
 from sglang_indexcache.kernels.indexer.reference import indexer_logits
-from sglang_indexcache.kernels.topk.reference import topk_ascending
+from sglang_indexcache.kernels.topk.reference import topk as reference_topk
 
 SLOTS = 4096
 
@@ -32,7 +31,7 @@ class Problem:
     def __init__(self, lens: list[tuple[int, int]], heads: int, generator: torch.Generator) -> None:
         longest = max((keys for _, keys in lens), default=0)
         slots = [torch.randperm(SLOTS, generator=generator)[:longest] for _ in lens]
-        self.batch = PagedBatch(
+        self.batch = cpu.HostBatch(
             tuple(q for q, _ in lens),
             tuple(k for _, k in lens),
             torch.stack(slots) if slots else torch.empty(0, 0, dtype=torch.int64),
@@ -55,7 +54,7 @@ class Problem:
                 self.keys[self.batch.slots[request, :keys]],
                 self.weights[start:end],
             )
-            parts.append(topk_ascending(logits, visible, topk))
+            parts.append(reference_topk(logits, visible, topk))
             start = end
         return torch.cat(parts) if parts else torch.empty(0, topk, dtype=torch.int32)
 
@@ -143,7 +142,7 @@ def test_padded_rows_select_nothing(generator: torch.Generator) -> None:
 
 def test_batch_refuses_more_queries_than_keys() -> None:
     with pytest.raises(ValueError, match="2 tokens cannot have 3 query rows"):
-        PagedBatch((3,), (2,), torch.zeros(1, 2))
+        cpu.HostBatch((3,), (2,), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("lens", [[(1, 9), (1, 4)], [(3, 9), (0, 4), (1, 4)]])

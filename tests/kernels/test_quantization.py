@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_indexcache.kernels.contract import page_bytes
 from sglang_indexcache.kernels.indexer import quantization as q
 
 
@@ -49,7 +50,7 @@ def test_hadamard_is_the_sylvester_matrix() -> None:
 
 
 def test_pages_hold_keys_then_scales(generator: torch.Generator) -> None:
-    assert q.page_bytes(128) == 8448
+    assert page_bytes(128) == 8448
     pages = torch.full((4, 8448), 0xEE, dtype=torch.uint8)
     slots = torch.tensor([0, 63, 64, 200])
     values, scales = q.quantize_e4m3(torch.randn(4, 128, generator=generator))

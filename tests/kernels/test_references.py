@@ -7,6 +7,7 @@ import torch
 from transformers import GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
+from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.indexer.quantization import (
     quantize_e4m3,
@@ -76,13 +77,13 @@ def test_the_whole_indexer_is_transformers(
     q, weights = quantize_queries(theirs.q, theirs.gates)
     starts = torch.tensor([0, TOKENS], dtype=torch.int32)
     visible = torch.arange(1, TOKENS + 1, dtype=torch.int32)
-    arguments = (q, weights, pages, table, starts, visible)
-    logits = indexer.indexer_logits_prefill(*arguments, TOKENS)
+    batch = IndexerBatch(q, weights, pages, table, visible, starts)
+    logits = indexer.logits(batch, TOKENS)
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     magnitude = float(theirs.scores[seen].abs().max())
     error = (logits.double() - theirs.scores)[seen].abs().max()
     assert float(error) <= magnitude * 2.0**-20
-    chosen = indexer.indexer_select_prefill(*arguments, TOPK)
+    chosen = indexer.select(batch, TOPK)
     for row in range(TOKENS):
         kept = chosen[row][chosen[row] >= 0].long()
         best = theirs.scores[row].topk(min(TOPK, row + 1)).values

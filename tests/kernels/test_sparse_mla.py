@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sglang_indexcache.kernels.sparse_mla import sparse_mla
+from sglang_indexcache.kernels.grid import cases
+from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla as reference
 
 
@@ -80,3 +81,21 @@ def test_no_tokens() -> None:
     )
     assert output.shape == (0, 2, 8)
     assert lse.shape == (0, 2)
+
+
+@pytest.mark.parametrize("case", cases.ATTENTION, ids=str)
+def test_the_contract_s_arguments(case: cases.AttentionCase, generator: torch.Generator) -> None:
+    """Sinks, outputs that the caller owns, FP8 rows, rows without any slot: as the reference."""
+    inputs = cases.attention_inputs(case, generator, torch.device("cpu"))
+    arguments = (inputs.q, inputs.cache, inputs.slots, inputs.scale)
+    out = torch.full((*inputs.q.shape[:2], 512), 7.0).bfloat16()
+    lse = torch.full(inputs.q.shape[:2], 7.0)
+    returned = sparse_mla(*arguments, sinks=inputs.sinks, out=out, lse=lse)
+    assert returned[0] is out
+    assert returned[1] is lse
+    expected_out, expected_lse = reference(*arguments, sinks=inputs.sinks)
+    # A bfloat16 score errs by 2^-9 of its size, which some rows make large: that is e^error.
+    error = 2**-8 * float(expected_lse[expected_lse.isfinite()].abs().max()) if out.any() else 0.0
+    bound = (2**-6 + 2 * error) * max(float(expected_out.abs().max()), 1.0) if out.numel() else 0.0
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=bound)
+    torch.testing.assert_close(lse, expected_lse, rtol=2**-7, atol=2**-6)

@@ -1,12 +1,13 @@
 """The shared suite finds what real kernels get wrong: each mutant of the reference is caught."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_indexcache.kernels.contract import FLOAT32_BITS
+from sglang_indexcache.kernels.contract import FLOAT32_BITS, IndexerBatch
 from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
@@ -81,27 +82,27 @@ def test_what_is_not_written_is_seen(generator: torch.Generator) -> None:
     assert suite.check_topk(forgets, logits, visible, 64)
 
 
-def mutated(change: Callable[[list[torch.Tensor]], None], function: Any) -> Any:
-    """``function`` on changed arguments."""
+def mutated(change: Callable[[IndexerBatch], None], function: Any) -> Any:
+    """``function`` on a changed batch."""
 
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        changed = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    def wrapped(batch: IndexerBatch, *arguments: Any, **options: Any) -> Any:
+        changed = deepcopy(batch)
         change(changed)
-        return function(*changed, **options)
+        return function(changed, *arguments, **options)
 
     return wrapped
 
 
-def drop_a_head(arguments: list[torch.Tensor]) -> None:
-    arguments[1][:, -1] = 0
+def drop_a_head(batch: IndexerBatch) -> None:
+    batch.weights[:, -1] = 0
 
 
-def forget_a_scale(arguments: list[torch.Tensor]) -> None:
-    arguments[2].view(torch.float32)[:, -64:] = 1.0
+def forget_a_scale(batch: IndexerBatch) -> None:
+    batch.pages.view(torch.float32)[:, -64:] = 1.0
 
 
-def see_one_more(arguments: list[torch.Tensor]) -> None:
-    arguments[5].add_((arguments[5] < arguments[5].max()).int())
+def see_one_more(batch: IndexerBatch) -> None:
+    batch.visible.add_((batch.visible < batch.visible.max()).int())
 
 
 INDEXER_MUTANTS = [drop_a_head, forget_a_scale]
@@ -113,9 +114,9 @@ def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> N
     """Wrong consistently: the selection is the top-k of the wrong logits, only they betray it."""
     case = cases.PREFILL[number]
     inputs = cases.indexer_inputs(case, generator, CPU)
-    logits = mutated(change, indexer.indexer_logits_prefill)
-    select = mutated(change, indexer.indexer_select_prefill)
-    complaints = suite.check_indexer_prefill(logits, select, case, inputs, FLOAT32_BITS)
+    logits = mutated(change, indexer.logits)
+    select = mutated(change, indexer.select)
+    complaints = suite.check_indexer(logits, select, case, inputs, FLOAT32_BITS)
     assert any(complaint.startswith("logits") for complaint in complaints)
 
 
@@ -126,10 +127,8 @@ def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> N
 def test_wrong_selection(change: Any, number: int, generator: torch.Generator) -> None:
     case = cases.PREFILL[number]
     inputs = cases.indexer_inputs(case, generator, CPU)
-    select = mutated(change, indexer.indexer_select_prefill)
-    complaints = suite.check_indexer_prefill(
-        indexer.indexer_logits_prefill, select, case, inputs, FLOAT32_BITS
-    )
+    select = mutated(change, indexer.select)
+    complaints = suite.check_indexer(indexer.logits, select, case, inputs, FLOAT32_BITS)
     assert any(complaint.startswith("select") for complaint in complaints)
 
 
@@ -137,10 +136,10 @@ def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
     """What bfloat16 logits would be is beyond the tolerance even of Hopper's FP8 unit."""
 
     def rounded(*arguments: Any, **options: Any) -> torch.Tensor:
-        return options["out"].copy_(indexer.indexer_logits_prefill(*arguments).bfloat16())
+        return options["out"].copy_(indexer.logits(*arguments).bfloat16())
 
     def select(*arguments: Any, **options: Any) -> torch.Tensor:
-        return indexer.indexer_select_prefill(*arguments, **options)
+        return indexer.select(*arguments, **options)
 
     case = cases.PREFILL[10]
     inputs = cases.indexer_inputs(case, generator, CPU)
@@ -150,7 +149,7 @@ def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
             out = torch.empty(len(inputs.visible), arguments[-1])
         return rounded(*arguments, out=out)
 
-    complaints = suite.check_indexer_prefill(logits, select, case, inputs, FLOAT32_BITS)
+    complaints = suite.check_indexer(logits, select, case, inputs, FLOAT32_BITS)
     assert any("tolerance" in complaint for complaint in complaints)
 
 

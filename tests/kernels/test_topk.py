@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.kernels.topk import topk_ascending
-from sglang_indexcache.kernels.topk.reference import topk_ascending as reference
+from sglang_indexcache.kernels.topk.cpu import topk_overwriting
+from sglang_indexcache.kernels.topk.reference import topk as reference
 
 # Few distinct values make ties, also at the threshold and with -inf.
 values = st.sampled_from([float("-inf"), -1.0, 0.0, 0.0, 1.0, 2.5, 1e30])
@@ -43,7 +43,7 @@ def test_reference_selects_torchs_values(
 def test_fast_path_equals_reference(problem: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     logits, visible, topk = problem
     assert torch.equal(
-        topk_ascending(logits.clone(), visible, topk), reference(logits, visible, topk)
+        topk_overwriting(logits.clone(), visible, topk), reference(logits, visible, topk)
     )
 
 
@@ -55,12 +55,12 @@ def test_random_rows(generator: torch.Generator, width: int, topk: int) -> None:
     logits[4] = logits[4].relu()  # many zeros
     visible = torch.randint(0, width + 1, (9,), generator=generator)
     expected = reference(logits, visible, topk)
-    got = topk_ascending(logits.clone(), visible, topk)
+    got = topk_overwriting(logits.clone(), visible, topk)
     assert torch.equal(got, expected)
-    assert torch.equal(topk_ascending(logits.clone(), visible, topk), got)
+    assert torch.equal(topk_overwriting(logits.clone(), visible, topk), got)
 
 
 def test_no_rows() -> None:
     empty = torch.empty(0, 5)
-    assert topk_ascending(empty, torch.empty(0, dtype=torch.int64), 3).shape == (0, 3)
+    assert topk_overwriting(empty, torch.empty(0, dtype=torch.int64), 3).shape == (0, 3)
     assert reference(empty, torch.empty(0, dtype=torch.int64), 3).shape == (0, 3)

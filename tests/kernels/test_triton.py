@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from sglang_indexcache.kernels.contract import VALUE_DIM
+from sglang_indexcache.kernels.contract import VALUE_DIM, IndexerBatch
 from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference
 from sglang_indexcache.kernels.indexer import triton as indexer
@@ -28,10 +28,8 @@ def test_bounded_scratch_changes_nothing(
 ) -> None:
     """A row, a few rows and all rows at a time; what is allocated respects the bound."""
     case = cases.IndexerCase("ragged", 32, ((2, 140), (0, 3), (3, 70), (1, 1)), padding=1)
-    inputs = cases.indexer_inputs(case, generator, DEVICE)
-    arguments = (inputs.q, inputs.weights, inputs.pages, inputs.block_table)
-    geometry = (inputs.query_starts, inputs.visible, case.topk)
-    expected = indexer.indexer_select_prefill(*arguments, *geometry)
+    batch = cases.indexer_inputs(case, generator, DEVICE)
+    expected = indexer.select(batch, case.topk)
     allocated = []
     original = torch.empty
 
@@ -41,20 +39,18 @@ def test_bounded_scratch_changes_nothing(
         return made
 
     monkeypatch.setattr(indexer.torch, "empty", watched)
-    got = indexer.indexer_select_prefill(*arguments, *geometry, scratch_bytes=scratch_bytes)
-    one_row = 4 * inputs.block_table.shape[1] * 64
+    got = indexer.select(batch, case.topk, scratch_bytes=scratch_bytes)
+    one_row = 4 * batch.block_table.shape[1] * 64
     assert max(allocated) <= max(scratch_bytes, one_row)
     assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 3000])
 def test_bounded_scratch_in_decode(generator: torch.Generator, scratch_bytes: int) -> None:
-    case = cases.IndexerCase("ragged", 64, ((2, 140), (2, 3), (2, 70)))
-    inputs = cases.indexer_inputs(case, generator, DEVICE)
-    batch = [tensor.unflatten(0, (3, 2)) for tensor in (inputs.q, inputs.weights)]
-    arguments = (*batch, inputs.pages, inputs.block_table, inputs.visible.view(3, 2), case.topk)
-    expected = indexer.indexer_select_decode(*arguments, as_slots=True)
-    got = indexer.indexer_select_decode(*arguments, as_slots=True, scratch_bytes=scratch_bytes)
+    case = cases.IndexerCase("ragged", 64, ((2, 140), (2, 3), (2, 70)), decode=True)
+    batch = cases.indexer_inputs(case, generator, DEVICE)
+    expected = indexer.select(batch, case.topk, as_slots=True)
+    got = indexer.select(batch, case.topk, as_slots=True, scratch_bytes=scratch_bytes)
     assert torch.equal(got, expected)
 
 
@@ -86,15 +82,11 @@ def test_both_matrix_units_agree(
 ) -> None:
     """E4m3 as stored, and widened to float16: the products are the same, and so is their sum."""
     case = cases.IndexerCase("two", 16, ((3, 150),), fill=fill)
-    inputs = cases.indexer_inputs(case, generator, DEVICE)
-    arguments = (inputs.q, inputs.weights, inputs.pages, inputs.block_table)
+    batch = cases.indexer_inputs(case, generator, DEVICE)
     results = []
     for stored in (False, True):
         monkeypatch.setattr(indexer, "multiplies_e4m3", lambda _, answer=stored: answer)
-        logits = indexer.indexer_logits_prefill(
-            *arguments, inputs.query_starts, inputs.visible, 150
-        )
-        results.append(logits[-1])
+        results.append(indexer.logits(batch, 150)[-1])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-3)
 
 
@@ -113,12 +105,11 @@ def test_every_e4m3_value_is_widened_exactly() -> None:
     table = torch.arange(4, dtype=torch.int32)[None]
     starts = torch.tensor([0, 1], dtype=torch.int32)
     visible = torch.tensor([len(finite)], dtype=torch.int32)
-    arguments = (q, weights, pages, table, starts, visible)
-    logits = indexer.indexer_logits_prefill(
-        *(tensor.to(DEVICE) for tensor in arguments), len(finite)
-    )
+    tensors = (q, weights, pages, table, visible, starts)
+    batch = IndexerBatch(*(tensor.to(DEVICE) for tensor in tensors))
+    logits = indexer.logits(batch, len(finite))
     assert torch.equal(logits[0].cpu(), finite.float() + 0.0)
-    assert torch.equal(logits.cpu(), reference.indexer_logits_prefill(*arguments, len(finite)))
+    assert torch.equal(logits.cpu(), reference.logits(IndexerBatch(*tensors), len(finite)))
 
 
 def test_values_are_512_wide(generator: torch.Generator) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,8 +329,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     card = dispatch.Machine("NVIDIA H100", (9, 0))
     monkeypatch.setattr(dispatch.Machine, "here", classmethod(lambda cls: card))
-    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: None)
-    monkeypatch.setattr(dispatch, "_missing_triton", lambda: None)
+    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
     monkeypatch.setattr(platform_cpu, "check_plan", lambda *_: None)
 
 
@@ -351,12 +352,12 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     assert plan is not None
     assert plan.kernels == "auto"
     said = capfd.readouterr().err
-    for op in ("indexer_select_prefill", "indexer_select_decode", "sparse_mla_decode"):
+    for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
         assert said.count(f"IndexCache kernels: {op}: cuda (opted in)") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
     routes = choose("auto", resolving_view(worker), shape, Machine.here())
-    assert [route.implementation for route in routes] == ["cuda"] * 4
+    assert [route.implementation.name for route in routes if route.implementation] == ["cuda"] * 4
     rows = doctor._kernels(plan, resolving_view(worker), shape)
     assert rows == [("kernel", str(route)) for route in routes]
 
@@ -369,7 +370,7 @@ def test_kernels_are_checked_on_what_sglang_resolved(
         (
             {},
             ["--indexcache-kernels", "cuda", "--dsa-decode-backend", "tilelang"],
-            "sparse_mla_decode: it stands in for .*, not for tilelang",
+            "sparse_mla in decode: it stands in for .*, not for tilelang",
         ),
     ],
     ids=str,

@@ -5,12 +5,19 @@ pool, unused tokens of a page hold NaN, latent rows that nobody selected hold Na
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 
-from sglang_indexcache.kernels.contract import INDEX_DIM, LATENT_DIM, PADDING, PAGE_TOKENS
+from sglang_indexcache.kernels.contract import (
+    INDEX_DIM,
+    LATENT_DIM,
+    PADDING,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    IndexerBatch,
+)
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
 
@@ -26,11 +33,12 @@ class IndexerCase:
     Attributes:
         name: what is special about it.
         heads: H.
-        lens: of every request, query rows and tokens in prefill; in decode ``next_n`` is the
-            number of rows, and the tokens may be fewer (padding rows see nothing).
+        lens: of every request, query rows and tokens; in decode the tokens may be fewer (rows of
+            padding see nothing).
         topk: k.
         fill: the kind of values, see :func:`_keys`.
         padding: rows behind the last request.
+        decode: every request has as many rows, and the batch says so (no ``query_starts``).
     """
 
     name: str
@@ -39,31 +47,10 @@ class IndexerCase:
     topk: int = 64
     fill: Fill = "random"
     padding: int = 0
+    decode: bool = False
 
     def __str__(self) -> str:
-        return self.name.replace(" ", "-")
-
-
-@dataclass(frozen=True)
-class IndexerInputs:
-    """Arguments of the prefill ops; :meth:`decode` cuts them for the decode ops."""
-
-    q: torch.Tensor
-    weights: torch.Tensor
-    pages: torch.Tensor
-    block_table: torch.Tensor
-    query_starts: torch.Tensor
-    visible: torch.Tensor
-
-    @property
-    def width(self) -> int:
-        """Columns that every logits matrix needs at least."""
-        return int(self.visible.max()) if len(self.visible) else 0
-
-    @property
-    def rows(self) -> int:
-        """Rows that belong to a request."""
-        return int(self.query_starts[-1])
+        return f"{'decode ' * self.decode}{self.name}".replace(" ", "-")
 
 
 PREFILL: tuple[IndexerCase, ...] = (
@@ -82,15 +69,18 @@ PREFILL: tuple[IndexerCase, ...] = (
     IndexerCase("no request", 32, (), padding=2),
     IndexerCase("no row", 32, ((0, 64),)),
 )
-DECODE: tuple[IndexerCase, ...] = (
-    IndexerCase("one token", 64, ((1, 1),)),
-    IndexerCase("ragged", 32, ((1, 300), (1, 0), (1, 64), (1, 65), (1, 63))),
-    IndexerCase("two rows", 64, ((2, 66), (2, 2), (2, 0), (2, 200)), fill="integers"),
-    IndexerCase("three rows", 16, ((3, 129), (3, 3))),
-    IndexerCase("four rows", 8, ((4, 257), (4, 64)), fill="integers"),
-    IndexerCase("zeros of the ReLU", 32, ((1, 150),), fill="zeros"),
-    IndexerCase("huge scales", 64, ((1, 129),), fill="huge"),
-    IndexerCase("no request", 32, ()),
+DECODE: tuple[IndexerCase, ...] = tuple(
+    replace(case, decode=True)
+    for case in (
+        IndexerCase("one token", 64, ((1, 1),)),
+        IndexerCase("ragged", 32, ((1, 300), (1, 0), (1, 64), (1, 65), (1, 63))),
+        IndexerCase("two rows", 64, ((2, 66), (2, 2), (2, 0), (2, 200)), fill="integers"),
+        IndexerCase("three rows", 16, ((3, 129), (3, 3))),
+        IndexerCase("four rows", 8, ((4, 257), (4, 64)), fill="integers"),
+        IndexerCase("zeros of the ReLU", 32, ((1, 150),), fill="zeros"),
+        IndexerCase("huge scales", 64, ((1, 129),), fill="huge"),
+        IndexerCase("no request", 32, ()),
+    )
 )
 
 _RAGGED = ((37, 90), (0, 0), (300, 300), (500, 700), (263, 263), (1, 64))
@@ -113,26 +103,29 @@ LARGE_PREFILL: tuple[IndexerCase, ...] = (
     IndexerCase("long equal", 32, ((8, 30_000),), topk=2048, fill="equal"),
     IndexerCase("very long", 32, ((4, 200_003),), topk=2048),
 )
-LARGE_DECODE: tuple[IndexerCase, ...] = (
-    IndexerCase("batch of 64", 32, tuple((1, 37 + 313 * b) for b in range(64)), topk=2048),
-    IndexerCase("MTP", 64, tuple((4, 4 + 997 * b) for b in range(12)), topk=2048),
-    IndexerCase("long", 64, ((2, 200_003),), topk=2048),
-    IndexerCase("long ties", 32, ((1, 100_001), (1, 2049)), topk=2048, fill="integers"),
-    IndexerCase("a million tokens", 8, ((1, 1 << 20),), topk=2048),
+LARGE_DECODE: tuple[IndexerCase, ...] = tuple(
+    replace(case, decode=True)
+    for case in (
+        IndexerCase("batch of 64", 32, tuple((1, 37 + 313 * b) for b in range(64)), topk=2048),
+        IndexerCase("MTP", 64, tuple((4, 4 + 997 * b) for b in range(12)), topk=2048),
+        IndexerCase("long", 64, ((2, 200_003),), topk=2048),
+        IndexerCase("long ties", 32, ((1, 100_001), (1, 2049)), topk=2048, fill="integers"),
+        IndexerCase("a million tokens", 8, ((1, 1 << 20),), topk=2048),
+    )
 )
 """For a GPU only."""
 
 
 def indexer_inputs(
     case: IndexerCase, generator: torch.Generator, device: torch.device
-) -> IndexerInputs:
+) -> IndexerBatch:
     """Draw the inputs of ``case``; ``generator`` is a CPU one, so that every device sees the same.
 
     Each request's pages lie in random order, and none is shared.
     """
     pages_of = [-(-keys // PAGE_TOKENS) for _, keys in case.lens]
     order = torch.randperm(sum(pages_of) + 3, generator=generator)
-    pages = torch.full((len(order), PAGE_TOKENS * (INDEX_DIM + 4)), 0x7F, dtype=torch.uint8)
+    pages = torch.full((len(order), PAGE_BYTES), 0x7F, dtype=torch.uint8)
     pages.view(torch.float32)[:, -PAGE_TOKENS:] = float("nan")
     # One column more than any request has: rows are not packed the way a kernel may guess.
     table = torch.full((len(case.lens), max(pages_of, default=0) + 1), UNMAPPED, dtype=torch.int32)
@@ -150,8 +143,10 @@ def indexer_inputs(
     rows = sum(queries for queries, _ in case.lens) + case.padding
     q, weights = _queries(case.fill, rows, case.heads, generator)
     starts = torch.tensor([0, *(queries for queries, _ in case.lens)]).cumsum(0)
-    drawn = (q, weights, pages, table, starts.to(torch.int32), _visible(case))
-    return IndexerInputs(*(tensor.to(device) for tensor in drawn))
+    drawn = [q, weights, pages, table, _visible(case)] + [starts.to(torch.int32)] * (
+        not case.decode
+    )
+    return IndexerBatch(*(tensor.to(device) for tensor in drawn))
 
 
 def _visible(case: IndexerCase) -> torch.Tensor:

@@ -7,7 +7,6 @@ must give the same bits. A check returns its complaints, so that one run can rep
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,14 +14,11 @@ import torch
 from sglang_indexcache.kernels.contract import (
     HOPPER_FP8_BITS,
     VALUE_DIM,
+    IndexerBatch,
     logits_tolerance,
     mla_tolerance,
 )
-from sglang_indexcache.kernels.grid.cases import (
-    AttentionInputs,
-    IndexerCase,
-    IndexerInputs,
-)
+from sglang_indexcache.kernels.grid.cases import AttentionInputs, IndexerCase
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
@@ -80,108 +76,64 @@ def check_topk(topk: Op, logits: torch.Tensor, visible: torch.Tensor, k: int) ->
     return complaints
 
 
-def check_indexer_prefill(
-    logits: Op, select: Op, case: IndexerCase, inputs: IndexerInputs, bits: int = HOPPER_FP8_BITS
+def check_indexer(
+    logits: Op, select: Op, case: IndexerCase, batch: IndexerBatch, bits: int = HOPPER_FP8_BITS
 ) -> list[str]:
-    """Both prefill ops of one implementation.
+    """Logits within tolerance; the selection exactly the top-k of those very logits.
 
     Args:
-        bits: of its matrix unit, see ``logits_tolerance``.
+        bits: of the implementation's matrix unit, see ``logits_tolerance``.
     """
-    arguments = (
-        inputs.q,
-        inputs.weights,
-        inputs.pages,
-        inputs.block_table,
-        inputs.query_starts,
-        inputs.visible,
-    )
-    owners = _owners(inputs.query_starts, len(inputs.visible))
-    visible = torch.where(owners < len(inputs.block_table), inputs.visible, 0).to(torch.int32)
-    complaints = _check_indexer("prefill", logits, select, case, inputs, arguments, visible, bits)
-    return complaints + _alone(select, case, inputs)
-
-
-def check_indexer_decode(
-    logits: Op, select: Op, case: IndexerCase, inputs: IndexerInputs, bits: int = HOPPER_FP8_BITS
-) -> list[str]:
-    """Both decode ops of one implementation."""
-    batch = len(case.lens)
-    next_n = case.lens[0][0] if batch else 1
-    cut = [
-        tensor.view(batch, next_n, *tensor.shape[1:])
-        for tensor in (inputs.q, inputs.weights, inputs.visible)
-    ]
-    arguments = (cut[0], cut[1], inputs.pages, inputs.block_table, cut[2])
-    return _check_indexer("decode", logits, select, case, inputs, arguments, inputs.visible, bits)
-
-
-def _check_indexer(
-    phase: str,
-    logits: Op,
-    select: Op,
-    case: IndexerCase,
-    inputs: IndexerInputs,
-    arguments: tuple[torch.Tensor, ...],
-    visible: torch.Tensor,
-    bits: int,
-) -> list[str]:
-    """Logits within tolerance; the selection exactly the top-k of those very logits."""
-    rows = tuple(arguments[-1].shape)
-    width = inputs.width + 3
-    scores, complaints = _twice(
-        f"logits {phase}", logits, *arguments, width, shape=(*rows, width), compare=False
-    )
-    scores = scores.view(len(visible), width)
+    visible = torch.zeros_like(batch.visible)  # whatever it says, a row of padding sees nothing
+    for _, rows in indexer_reference.requests(batch):
+        visible[rows] = batch.visible[rows]
+    width = (int(batch.visible.max()) if len(visible) else 0) + 3
+    shape = (len(visible), width)
+    scores, complaints = _twice("logits", logits, batch, width, shape=shape, compare=False)
     shown = torch.arange(width, device=scores.device) < visible[:, None]
-    again = logits(*arguments, width).view_as(scores)
-    if not torch.equal(scores[shown], again[shown]):
-        complaints.append(f"logits {phase}: another run gave other bits")
-    complaints += _close_logits(phase, case, inputs, scores, bits)
-    masked = scores.masked_fill(~shown, float("nan"))
-    own = topk_reference.topk(masked, visible, case.topk)
+    if not torch.equal(scores[shown], logits(batch, width)[shown]):
+        complaints.append("logits: another run gave other bits")
+    complaints += _close_logits(case, batch, scores, bits)
+    own = topk_reference.topk(scores.masked_fill(~shown, float("nan")), visible, case.topk)
     for as_slots in (False, True):
-        name = f"select {phase}{' as slots' * as_slots}"
+        name = f"select{' as slots' * as_slots}"
         run = partial(select, as_slots=as_slots)
-        shape = (*rows, case.topk)
-        found, more = _twice(name, run, *arguments, case.topk, shape=shape)
-        expected = _mapped(own, inputs) if as_slots else own
-        complaints += more + _same_rows(name, found.view(-1, case.topk), expected)
-    return complaints
+        found, more = _twice(name, run, batch, case.topk, shape=(len(visible), case.topk))
+        complaints += more + _same_rows(name, found, _mapped(own, batch) if as_slots else own)
+    return complaints + _alone(select, case, batch)
 
 
 def _close_logits(
-    phase: str, case: IndexerCase, inputs: IndexerInputs, scores: torch.Tensor, bits: int
+    case: IndexerCase, batch: IndexerBatch, scores: torch.Tensor, bits: int
 ) -> list[str]:
     """Every visible logit against exact arithmetic; bit for bit where all arithmetic is exact."""
     complaints = []
-    for request, (start, end) in enumerate(_spans(inputs)):
-        for low in range(start, end, _ROWS_AT_ONCE):
-            rows = slice(low, min(low + _ROWS_AT_ONCE, end))
-            wrong = _wrong_logits(case, inputs, scores, request, rows, bits)
+    for request, rows_of in indexer_reference.requests(batch):
+        for low in range(rows_of.start, rows_of.stop, _ROWS_AT_ONCE):
+            rows = slice(low, min(low + _ROWS_AT_ONCE, rows_of.stop))
+            wrong = _wrong_logits(case, batch, scores, request, rows, bits)
             if wrong:
                 how = "exact" if case.fill in _EXACT_FILLS else "within the tolerance"
                 complaints.append(
-                    f"logits {phase}: {wrong} of rows {rows.start} to {rows.stop - 1} (request "
-                    f"{request}) are not {how}"
+                    f"logits: {wrong} of rows {rows.start} to {rows.stop - 1} (request {request}) "
+                    f"are not {how}"
                 )
     return complaints
 
 
 def _wrong_logits(
     case: IndexerCase,
-    inputs: IndexerInputs,
+    batch: IndexerBatch,
     scores: torch.Tensor,
     request: int,
     rows: slice,
     bits: int,
 ) -> int:
     """How many visible logits of ``rows`` of one request are wrong."""
-    longest = int(inputs.visible[rows].max())
-    block_row = inputs.block_table[request]
-    keys, scales = indexer_reference.request_keys(inputs.pages, block_row, longest)
-    q, weights = inputs.q[rows], inputs.weights[rows]
-    shown = torch.arange(longest, device=q.device) < inputs.visible[rows, None]
+    longest = int(batch.visible[rows].max())
+    keys, scales = indexer_reference.request_keys(batch.pages, batch.block_table[request], longest)
+    q, weights = batch.q[rows], batch.weights[rows]
+    shown = torch.arange(longest, device=q.device) < batch.visible[rows, None]
     got = scores[rows, :longest][shown].double()
     per_head = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()
     wanted = (torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double())[shown]
@@ -193,25 +145,25 @@ def _wrong_logits(
     return int((~(((got - wanted).abs() <= bound) | overflowed)).sum())
 
 
-def _alone(select: Op, case: IndexerCase, inputs: IndexerInputs) -> list[str]:
+def _alone(select: Op, case: IndexerCase, batch: IndexerBatch) -> list[str]:
     """The longest request selects the same without its neighbours."""
-    spans = _spans(inputs)
-    if len(spans) < 2:
+    spans = list(indexer_reference.requests(batch))
+    if len(batch.block_table) < 2 or not spans:
         return []
-    request = max(range(len(spans)), key=lambda b: (spans[b][1] > spans[b][0]) * case.lens[b][1])
-    start, end = spans[request]
-    shared = (inputs.pages, inputs.block_table, inputs.query_starts, inputs.visible, case.topk)
-    together = select(inputs.q, inputs.weights, *shared)[start:end]
-    alone = select(
-        inputs.q[start:end].clone(),
-        inputs.weights[start:end].clone(),
-        inputs.pages,
-        inputs.block_table[request : request + 1],
-        torch.tensor([0, end - start], dtype=torch.int32, device=inputs.q.device),
-        inputs.visible[start:end].clone(),
-        case.topk,
+    request, rows = max(spans, key=lambda span: case.lens[span[0]][1])
+    starts = batch.query_starts
+    if starts is not None:
+        starts = starts.new_tensor([0, rows.stop - rows.start])
+    alone = IndexerBatch(
+        batch.q[rows].clone(),
+        batch.weights[rows].clone(),
+        batch.pages,
+        batch.block_table[request : request + 1],
+        batch.visible[rows].clone(),
+        starts,
     )
-    return _same_rows("select prefill, a request alone", alone, together)
+    together = select(batch, case.topk)[rows]
+    return _same_rows("select, a request alone", select(alone, case.topk), together)
 
 
 def check_sparse_mla(attend: Op, inputs: AttentionInputs) -> list[str]:
@@ -257,10 +209,12 @@ def _twice(
 ) -> tuple[torch.Tensor, list[str]]:
     """Run into guarded memory, twice where the whole output is defined; the first result."""
     dtype = torch.int32 if compare else torch.float32
+    first = arguments[0]
+    device = first.q.device if isinstance(first, IndexerBatch) else first.device
     complaints: list[str] = []
     results = []
     for _ in range(2 if compare else 1):
-        out = Guarded(shape, dtype, arguments[0].device)
+        out = Guarded(shape, dtype, device)
         returned = op(*arguments, out=out.tensor)
         complaints += out.complaints(name)
         if returned.data_ptr() != out.tensor.data_ptr():
@@ -276,21 +230,10 @@ def _same_rows(name: str, got: torch.Tensor, expected: torch.Tensor) -> list[str
     return [f"{name}: rows {wrong[:8]} differ, {len(wrong)} of {len(got)}"] if wrong else []
 
 
-def _spans(inputs: IndexerInputs) -> list[tuple[int, int]]:
-    starts = inputs.query_starts.tolist()
-    return list(pairwise(starts))
-
-
-def _owners(query_starts: torch.Tensor, rows: int) -> torch.Tensor:
-    """The request of every row; the number of requests for padding."""
-    numbers = torch.arange(rows, device=query_starts.device, dtype=torch.int32)
-    return torch.searchsorted(query_starts[1:].contiguous(), numbers, right=True)
-
-
-def _mapped(positions: torch.Tensor, inputs: IndexerInputs) -> torch.Tensor:
+def _mapped(positions: torch.Tensor, batch: IndexerBatch) -> torch.Tensor:
     """Positions of every row as slots."""
     slots = positions.clone()
-    for request, (start, end) in enumerate(_spans(inputs)):
-        block_row = inputs.block_table[request]
-        slots[start:end] = indexer_reference.slots_of(positions[start:end], block_row).int()
+    for request, rows in indexer_reference.requests(batch):
+        block_row = batch.block_table[request]
+        slots[rows] = indexer_reference.slots_of(positions[rows], block_row).int()
     return slots

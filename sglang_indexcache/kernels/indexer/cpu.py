@@ -5,13 +5,14 @@ The cost is two matrix products per block: ``[rows * heads, D] x [D, keys]`` in 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 
-from sglang_indexcache.kernels.batch import PagedBatch
-from sglang_indexcache.kernels.topk import topk_ascending
-from sglang_indexcache.kernels.topk.reference import PADDING
+from sglang_indexcache.kernels.contract import PADDING
+from sglang_indexcache.kernels.topk.cpu import topk_overwriting
 
 KEY_BLOCK = 1024
 """Keys scored at a time; with ROW_BLOCK it keeps one block's scores inside the cache."""
@@ -23,11 +24,86 @@ GatherKeys = Callable[[torch.Tensor], torch.Tensor]
 """``slots [N] -> keys [N, D]`` from the index-K pool, in the dtype to compute in."""
 
 
+@dataclass(frozen=True)
+class HostBatch:
+    """Several requests, their query rows laid end to end, their keys in a pool; all on the host.
+
+    Unlike the contract's ``IndexerBatch`` it says nothing of how keys are stored, and the lengths
+    are Python's, so that no work is done for rows that need none.
+
+    The last ``query_lens[b]`` of a request's ``key_lens[b]`` tokens are its queries: all of them
+    in a first prefill, the newest chunk in a chunked one, one in decode.
+
+    Attributes:
+        query_lens: query rows of each request, may be 0.
+        key_lens: tokens of each request that are in the pool, queries included.
+        slots: ``[B, >= max(key_lens)]`` physical slot of every token; row ``b`` is valid up to
+            ``key_lens[b]``.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    slots: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for queries, keys in zip(self.query_lens, self.key_lens, strict=True):
+            if queries > keys:
+                raise ValueError(f"a request with {keys} tokens cannot have {queries} query rows")
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows in all, T."""
+        return sum(self.query_lens)
+
+    @cached_property
+    def request_of_row(self) -> torch.Tensor:
+        """``[T]`` int64: the request of each query row."""
+        lens = torch.tensor(self.query_lens, dtype=torch.int64, device=self.slots.device)
+        requests = torch.arange(len(self.query_lens), device=self.slots.device)
+        return requests.repeat_interleave(lens)
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """``[T]`` int64: how many tokens of its request each query row may attend to."""
+        spans = [
+            torch.arange(keys - queries + 1, keys + 1, device=self.slots.device)
+            for queries, keys in zip(self.query_lens, self.key_lens, strict=True)
+        ]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+    def physical_slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Turn request-local positions into pool slots.
+
+        Args:
+            positions: ``[>= T, k]`` integers, -1 for padding; rows beyond T belong to no request
+                (dp_attention pads batches to a common size).
+
+        Returns:
+            int32 of the same shape, -1 where there is no token.
+        """
+        result = torch.full_like(positions, PADDING, dtype=torch.int32)
+        if all(queries == 1 for queries in self.query_lens):  # decode: no loop over requests
+            own = positions[: self.num_rows]
+            found = self.slots.gather(1, own.clamp_min(0).long()).to(torch.int32)
+            result[: self.num_rows] = found.masked_fill_(own < 0, PADDING)
+            return result
+        start = 0
+        for request, queries in enumerate(self.query_lens):
+            end = start + queries
+            if queries:
+                own = positions[start:end]
+                slots = self.slots[request].to(torch.int32)
+                found = slots.index_select(0, own.clamp_min(0).reshape(-1)).view_as(own)
+                result[start:end] = found.masked_fill_(own < 0, PADDING)
+            start = end
+        return result
+
+
 def select_topk(
     q: torch.Tensor,
     weights: torch.Tensor,
     gather_keys: GatherKeys,
-    batch: PagedBatch,
+    batch: HostBatch,
     topk: int,
     *,
     logits_bytes: int = LOGITS_BYTES,
@@ -55,7 +131,7 @@ def select_topk(
     return result
 
 
-def _fill_all_visible(result: torch.Tensor, batch: PagedBatch, topk: int) -> None:
+def _fill_all_visible(result: torch.Tensor, batch: HostBatch, topk: int) -> None:
     """Rows that see at most k tokens select them all: no logits needed."""
     columns = torch.arange(topk, dtype=torch.int32, device=result.device)
     visible = batch.visible[:, None]
@@ -63,7 +139,7 @@ def _fill_all_visible(result: torch.Tensor, batch: PagedBatch, topk: int) -> Non
     result[: batch.num_rows] = everything
 
 
-def _split_by_query_len(batch: PagedBatch, topk: int) -> tuple[list[int], list[int]]:
+def _split_by_query_len(batch: HostBatch, topk: int) -> tuple[list[int], list[int]]:
     """Requests with more than k tokens: those with one query row, and those with several."""
     long_enough = [b for b, keys in enumerate(batch.key_lens) if keys > topk]
     single = [b for b in long_enough if batch.query_lens[b] == 1]
@@ -72,7 +148,7 @@ def _split_by_query_len(batch: PagedBatch, topk: int) -> tuple[list[int], list[i
 
 
 def _decode_groups(
-    batch: PagedBatch, requests: list[int], heads: int, logits_bytes: int
+    batch: HostBatch, requests: list[int], heads: int, logits_bytes: int
 ) -> Iterator[list[int]]:
     """Group requests of similar length, so that padding to the longest wastes at most half."""
     remaining = sorted(requests, key=lambda b: batch.key_lens[b], reverse=True)
@@ -84,7 +160,7 @@ def _decode_groups(
         remaining = remaining[len(group) :]
 
 
-def _row_starts(batch: PagedBatch) -> list[int]:
+def _row_starts(batch: HostBatch) -> list[int]:
     return [0, *accumulate(batch.query_lens)]
 
 
@@ -93,7 +169,7 @@ def _select_single(
     q: torch.Tensor,
     weights: torch.Tensor,
     gather_keys: GatherKeys,
-    batch: PagedBatch,
+    batch: HostBatch,
     requests: list[int],
     topk: int,
 ) -> None:
@@ -105,7 +181,7 @@ def _select_single(
     keys = gather_keys(slots.reshape(-1)).view(len(requests), longest, -1)
     per_head = torch.bmm(q[rows], keys.transpose(1, 2)).float().relu_()
     logits = torch.bmm(weights[rows].unsqueeze(1), per_head).squeeze(1)
-    result[rows] = topk_ascending(logits, batch.visible[rows], topk)
+    result[rows] = topk_overwriting(logits, batch.visible[rows], topk)
 
 
 def _select_several(
@@ -113,7 +189,7 @@ def _select_several(
     q: torch.Tensor,
     weights: torch.Tensor,
     gather_keys: GatherKeys,
-    batch: PagedBatch,
+    batch: HostBatch,
     request: int,
     topk: int,
     logits_bytes: int,
@@ -128,7 +204,7 @@ def _select_several(
     for low in range(start + first, end, block):
         high = min(low + block, end)
         logits = scores.logits(q[low:high], weights[low:high], keys, total - (end - high))
-        result[low:high] = topk_ascending(logits, batch.visible[low:high], topk)
+        result[low:high] = topk_overwriting(logits, batch.visible[low:high], topk)
 
 
 class _ScoreBlock:

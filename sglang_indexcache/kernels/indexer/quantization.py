@@ -8,8 +8,8 @@ import math
 
 import torch
 
-PAGE_TOKENS = 64
-SCALE_BYTES = 4
+from sglang_indexcache.kernels.contract import PAGE_TOKENS
+
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 """Below this a row counts as zero; SGLang's ``act_quant`` uses the same floor."""
@@ -67,18 +67,13 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return (y / math.sqrt(width)).to(x.dtype)
 
 
-def page_bytes(head_dim: int) -> int:
-    """Bytes of one 64-token page."""
-    return PAGE_TOKENS * (head_dim + SCALE_BYTES)
-
-
 def write_pages(
     pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
 ) -> None:
     """Store quantised keys at physical token slots.
 
     Args:
-        pages: ``[P, page_bytes(D)]`` uint8, written in place.
+        pages: ``[P, contract.page_bytes(D)]`` uint8, written in place.
         slots: ``[T]`` integers, ``page * 64 + offset``.
         values: ``[T, D]`` float8_e4m3fn.
         scales: ``[T]`` float32.

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import torch
 
-from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, PAGE_TOKENS
+from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, PAGE_TOKENS, IndexerBatch
 from sglang_indexcache.kernels.indexer.quantization import read_pages
-from sglang_indexcache.kernels.topk.reference import topk_ascending
+from sglang_indexcache.kernels.topk import reference as topk_reference
 
 
 def indexer_logits(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def indexer_logits(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -
 def logits_in_order(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """The same in the order of float32 arithmetic that ``contracts.py`` states.
+    """The same in the order of float32 arithmetic that ``contract.py`` states.
 
     A dot product of e4m3 vectors is a sum of 128 integers times ``2^-18`` below ``2^44``: exact in
     float64 in any order, so every bit of the result is a function of its row and its key alone.
@@ -69,103 +69,45 @@ def slots_of(positions: torch.Tensor, block_row: torch.Tensor) -> torch.Tensor:
     return torch.where(positions < 0, PADDING, page * PAGE_TOKENS + positions % PAGE_TOKENS)
 
 
-def indexer_logits_prefill(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    visible: torch.Tensor,
-    width: int,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contract.IndexerLogitsPrefill`."""
+def logits(batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """:class:`~sglang_indexcache.kernels.contract.Logits`."""
     if out is None:
-        out = torch.full((q.shape[0], width), float("nan"), device=q.device)
-    for request, start, end in _requests(query_starts):
-        longest = int(visible[start:end].max())
-        keys, scales = request_keys(pages, block_table[request], longest)
-        out[start:end, :longest] = logits_in_order(q[start:end], keys, weights[start:end], scales)
+        out = torch.full((len(batch.q), width), float("nan"), device=batch.q.device)
+    for request, rows in requests(batch):
+        scores = _scores(batch, request, rows)
+        out[rows, : scores.shape[1]] = scores
     return out
 
 
-def indexer_logits_decode(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    visible: torch.Tensor,
-    width: int,
-    *,
-    out: torch.Tensor | None = None,
+def select(
+    batch: IndexerBatch, topk: int, *, as_slots: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contract.IndexerLogitsDecode`."""
+    """:class:`~sglang_indexcache.kernels.contract.Select`."""
     if out is None:
-        out = torch.full((*visible.shape, width), float("nan"), device=q.device)
-    for request, lens in enumerate(visible):
-        longest = int(lens.max())
-        keys, scales = request_keys(pages, block_table[request], longest)
-        out[request, :, :longest] = logits_in_order(q[request], keys, weights[request], scales)
-    return out
-
-
-def indexer_select_prefill(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    visible: torch.Tensor,
-    topk: int,
-    *,
-    as_slots: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contract.IndexerSelectPrefill`."""
-    if out is None:
-        out = torch.empty(q.shape[0], topk, dtype=torch.int32, device=q.device)
+        out = torch.empty(len(batch.q), topk, dtype=torch.int32, device=batch.q.device)
     out.fill_(PADDING)
-    for request, start, end in _requests(query_starts):
-        block_row, rows = block_table[request], slice(start, end)
-        keys, scales = request_keys(pages, block_row, int(visible[rows].max()))
-        logits = logits_in_order(q[rows], keys, weights[rows], scales)
-        chosen = topk_ascending(logits, visible[rows], topk)
-        out[rows] = slots_of(chosen, block_row).to(torch.int32) if as_slots else chosen
+    for request, rows in requests(batch):
+        scores = _scores(batch, request, rows)
+        chosen = topk_reference.topk(scores, batch.visible[rows], topk)
+        if as_slots:
+            chosen = slots_of(chosen, batch.block_table[request]).to(torch.int32)
+        out[rows] = chosen
     return out
 
 
-def indexer_select_decode(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    visible: torch.Tensor,
-    topk: int,
-    *,
-    as_slots: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contract.IndexerSelectDecode`."""
-    batch, next_n = visible.shape
-    starts = torch.arange(0, (batch + 1) * next_n, next_n, dtype=torch.int32, device=q.device)
-    chosen = indexer_select_prefill(
-        q.flatten(0, 1),
-        weights.flatten(0, 1),
-        pages,
-        block_table,
-        starts,
-        visible.flatten(),
-        topk,
-        as_slots=as_slots,
-        out=None if out is None else out.flatten(0, 1),
-    )
-    return chosen.view(batch, next_n, topk)
-
-
-def _requests(query_starts: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Number, first row and end of every request that has rows."""
-    starts = query_starts.tolist()
+def requests(batch: IndexerBatch) -> Iterator[tuple[int, slice]]:
+    """Number and rows of every request that has rows; reads lengths, as no kernel may."""
+    if batch.query_starts is not None:
+        starts = batch.query_starts.tolist()
+    else:
+        starts = [b * batch.rows_per_request for b in range(len(batch.block_table) + 1)]
     for request, (start, end) in enumerate(pairwise(starts)):
         if end > start:
-            yield request, start, end
+            yield request, slice(start, end)
+
+
+def _scores(batch: IndexerBatch, request: int, rows: slice) -> torch.Tensor:
+    """``[rows, the most that one of them sees]`` logits."""
+    longest = int(batch.visible[rows].max())
+    keys, scales = request_keys(batch.pages, batch.block_table[request], longest)
+    return logits_in_order(batch.q[rows], keys, batch.weights[rows], scales)

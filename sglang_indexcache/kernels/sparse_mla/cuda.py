@@ -27,6 +27,11 @@ MAX_PACKED_SLOTS = 8192
 """``kRows``, ``kKeys``, ``kMaxCluster`` of csrc/sparse_mla/config.h, the rest of pack.h."""
 
 
+def prepare() -> None:
+    """Compile and load what the op below calls."""
+    library("sparse_mla")
+
+
 def sparse_mla(
     q: torch.Tensor,
     cache: torch.Tensor,

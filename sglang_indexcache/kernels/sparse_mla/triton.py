@@ -1,9 +1,7 @@
 """Sparse MLA in Triton, from Ampere to Blackwell: any number of heads, bfloat16 and FP8 rows.
 
-One program attends with up to 32 heads of one query (padded to a power of two, 20 to 32) over a
-part of its list: gather rows, scores, online softmax, weighted sum. With few queries the list is
-split between programs so that every multiprocessor has work, and a second kernel combines the
-parts in order. How many parts is a function of the shapes and the card, so runs repeat bit by bit.
+One program attends with up to 32 heads of one query over a part of its list: gather rows, scores,
+online softmax, weighted sum. A second kernel combines the parts of a list, if there are several.
 """
 
 import torch
@@ -56,6 +54,7 @@ def sparse_mla(
         lse = torch.empty(rows, heads, device=q.device)
     if rows == 0:
         return out, lse
+    # A product has at least 16 rows, and a power of two: 20 heads are padded to 32, not to 64.
     block_heads = min(max(triton.next_power_of_2(heads), 16), MAX_BLOCK_HEADS)
     head_blocks = triton.cdiv(heads, block_heads)
     if splits is None:
@@ -109,6 +108,7 @@ def _splits(programs: int, listed: int, device: torch.device) -> int:
     """Parts of a list: two programs for every multiprocessor, at least two blocks of rows each."""
     if device.type != "cuda":
         return 1
+    # Of shapes and card only, not of lengths: runs repeat bit by bit, and a graph can capture it.
     busy = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     useful = max(1, listed // (2 * BLOCK_ROWS))
     wanted = max(1, min(busy // programs, useful, MAX_SPLITS))
@@ -128,6 +128,7 @@ def _views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def _e4m3(values):
     """E4m3 bytes as float32."""
     wide = values.to(tl.uint16)
+    # float16 with e4m3's bits is the value times 2^-8, exactly; 2^8 undoes it in float32.
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 256.0
 
@@ -141,6 +142,7 @@ def _bfloat16(values, INTERPRETED: tl.constexpr):
     """
     if INTERPRETED:
         bits = values.to(tl.uint32, bitcast=True)
+        # To the nearest, ties to even: half an ulp less one, plus one if the last kept bit is 1.
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return bits.to(tl.float32, bitcast=True)
     return values.to(tl.bfloat16)
@@ -186,16 +188,19 @@ def _attend(
         query = query.to(tl.float32)
         turned = turned.to(tl.float32)
 
+    # Padding stands at the end only, so its count says how far to read.
     count = 0
     for start in range(0, listed, BLOCK_ROWS):
         slot = tl.load(chosen + start + steps, mask=start + steps < listed, other=-1)
         count += tl.sum((slot >= 0).to(tl.int32), 0)
+    # Whole blocks of what this query really lists, so that parts of short lists stay even.
     part = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), SPLITS) * BLOCK_ROWS
 
     peak = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     sums = tl.zeros((BLOCK_HEADS, _VALUE), tl.float32)
     for start in range(split * part, tl.minimum((split + 1) * part, count), BLOCK_ROWS):
+        # Rows that are not there are zeros: 0 x NaN from an unlisted row would be NaN.
         present = start + steps < count
         slot = tl.load(chosen + start + steps, mask=present, other=0).to(tl.int64)
         if FP8:
@@ -209,6 +214,7 @@ def _attend(
                 mask=present[:, None],
                 other=0.0,
             )
+            # One scale for 128 values. Rounded to bfloat16, because that is what an FP8 row means.
             grouped = tl.reshape(_e4m3(stored), (BLOCK_ROWS, _GROUPS, _VALUE // _GROUPS))
             latent = tl.reshape(grouped * unit[:, :, None], (BLOCK_ROWS, _VALUE))
             latent = _bfloat16(latent, INTERPRETED)
@@ -227,10 +233,14 @@ def _attend(
         )
         if INTERPRETED:
             rotary = rotary.to(tl.float32)
+        # Rows were gathered for the second product, [rows, 512]; the first wants them transposed:
+        # a view of shared memory and no second gather.
         scores = tl.dot(query, tl.trans(latent))
         scores = tl.dot(turned, tl.trans(rotary), scores)
+        # Base 2: exp2 is an instruction, exp is exp2 and a multiplication.
         scores = tl.where(present[None, :], scores * (scale * _LOG2E), float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
+        # Every block has a row, so ``higher`` is finite; the first peak is -inf, and shrinks to 0.
         shrink = tl.exp2(peak - higher)
         weight = tl.exp2(scores - higher[:, None])
         total = total * shrink + tl.sum(weight, 1)
@@ -240,6 +250,7 @@ def _attend(
     some = tl.where(total > 0.0, total, 1.0)
     log_total = tl.where(total > 0.0, peak * _LN2 + tl.log(some), float("-inf"))
     result = sums / some[:, None]
+    # A sink joins once, after the parts are combined, and never the LSE.
     if SINKS and SPLITS == 1:
         sink = tl.load(sinks + heads, mask=is_head, other=float("-inf"))
         result = result * _beside_sink(log_total, sink)[:, None]
@@ -275,6 +286,7 @@ def _combine(
     head = tl.program_id(1)
     place = row * num_heads + head
     dims = tl.arange(0, _VALUE)
+    # All parts at once, in one order: whoever finished first does not show in the bits.
     parts = place + tl.arange(0, SPLITS).to(tl.int64) * num_rows * num_heads
     logs = tl.load(part_lse + parts)
     peak = tl.max(logs, 0)

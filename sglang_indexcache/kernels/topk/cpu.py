@@ -2,15 +2,15 @@
 
 import torch
 
-from sglang_indexcache.kernels.topk.reference import PADDING
+from sglang_indexcache.kernels.contract import PADDING
 
 
-def topk_ascending(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Same contract as :func:`sglang_indexcache.kernels.topk.reference.topk_ascending`.
+def topk_overwriting(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """What :func:`sglang_indexcache.kernels.topk.reference.topk` selects; destroys ``logits``.
 
     ``torch.topk`` breaks ties arbitrarily. Asking it for one more than k tells which rows have a
     tie at the boundary; only those take a second look. ``logits`` is overwritten with -inf
-    outside the visible range.
+    outside the visible range, so that no copy of the matrix is made.
     """
     width = logits.shape[1]
     columns = torch.arange(width, device=logits.device)

@@ -6,6 +6,11 @@ from sglang_indexcache.kernels.checks import check_logits
 from sglang_indexcache.kernels.cuda import library, output, require_hopper
 
 
+def prepare() -> None:
+    """Compile and load what the op below calls."""
+    library("topk")
+
+
 def topk(
     logits: torch.Tensor,
     visible: torch.Tensor,

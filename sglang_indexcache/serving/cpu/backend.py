@@ -13,8 +13,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
-from sglang_indexcache.kernels.batch import PagedBatch
-from sglang_indexcache.kernels.sparse_mla import sparse_mla
+from sglang_indexcache.kernels.indexer.cpu import HostBatch
+from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 
@@ -41,7 +41,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         self.index_keys = runner.token_to_kv_pool.index_key_cache
         self.active = active
         self.index_buffer = IndexBuffer(active)
-        self.batch = PagedBatch((), (), torch.empty(0, 0, dtype=torch.int64))
+        self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
         self._slots_of: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -55,7 +55,7 @@ class CpuIndexCacheBackend(AttentionBackend):
             query_lens = tuple(forward_batch.extend_seq_lens.tolist())
         longest = max(key_lens, default=0)
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest]
-        self.batch = PagedBatch(query_lens, key_lens, slots)
+        self.batch = HostBatch(query_lens, key_lens, slots)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Prefill; see :meth:`_attend`."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
+from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.kernels.indexer.cpu import select_topk
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
-from sglang_indexcache.kernels.topk.reference import PADDING
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer

@@ -6,6 +6,7 @@ import torch
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
+from sglang_indexcache.kernels.contract import page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.serving.active import published_plan
 
@@ -20,7 +21,7 @@ class CpuIndexKeyCache(IndexKeyCache):
     def _buffer_shape(self, num_pages: int) -> tuple[int, int]:
         pool = self.pool
         if self.stores_fp8:
-            return num_pages, quantization.page_bytes(pool.index_head_dim)
+            return num_pages, page_bytes(pool.index_head_dim)
         return num_pages, pool.page_size * pool.index_head_dim
 
     @property

@@ -6,12 +6,14 @@ one clear error before weights are loaded, and in every worker that runs the ker
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from sglang_indexcache.errors import KernelError, SettingsError
+from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import (
     INDEX_DIM,
     INDEXER_HEADS,
@@ -21,19 +23,15 @@ from sglang_indexcache.kernels.contract import (
     VALUE_DIM,
     OpName,
 )
-from sglang_indexcache.kernels.dispatch import (
-    ORDER,
-    Implementation,
-    Machine,
-    Shape,
-    decide,
-    require,
+from sglang_indexcache.serving.settings import KERNELS
+
+Phase: TypeAlias = Literal["prefill", "decode"]
+ROUTED: tuple[tuple[OpName, Phase], ...] = (
+    ("select", "prefill"),
+    ("select", "decode"),
+    ("sparse_mla", "prefill"),
+    ("sparse_mla", "decode"),
 )
-from sglang_indexcache.serving.settings import KERNELS, Kernels
-
-SELECTIONS: tuple[OpName, ...] = ("indexer_select_prefill", "indexer_select_decode")
-ATTENTIONS: tuple[OpName, ...] = ("sparse_mla_prefill", "sparse_mla_decode")
-
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
 RAW_FP8 = ("tilelang", "trtllm")
@@ -42,27 +40,23 @@ RAW_FP8 = ("tilelang", "trtllm")
 
 @dataclass(frozen=True)
 class Route:
-    """What runs one operation of a server.
-
-    Attributes:
-        op: the operation.
-        implementation: which of ours, or None for the engine's kernel.
-        why: in a few words.
-    """
+    """What runs one operation of a server, and why: ours, or None for the engine's kernel."""
 
     op: OpName
-    implementation: Implementation | None
+    phase: Phase
+    implementation: dispatch.Implementation | None
     why: str
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.implementation or 'engine'} ({self.why})"
+        name = self.implementation.name if self.implementation else "engine"
+        return f"{self.op} in {self.phase}: {name} ({self.why})"
 
 
-def choose(asked: Kernels, cfg: Any, model: Any, machine: Machine) -> tuple[Route, ...]:
+def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
     """Decide every operation that can be routed.
 
     Args:
-        asked: what the user wants.
+        asked: "engine", "auto" or an implementation's name.
         cfg: SGLang's resolved configuration.
         model: SGLang's ModelConfig.
         machine: where the server runs.
@@ -71,110 +65,94 @@ def choose(asked: Kernels, cfg: Any, model: Any, machine: Machine) -> tuple[Rout
         SettingsError: an implementation asked for by name cannot take over an operation.
     """
     if asked == "engine":
-        return tuple(Route(op, None, "the default") for op in (*SELECTIONS, *ATTENTIONS))
-    cache = torch.uint8 if cfg.kv_cache_dtype == "fp8_e4m3" else torch.bfloat16
-    select = Shape(heads=model.hf_config.index_n_heads, topk=model.hf_config.index_topk)
-    attend = Shape(cache=cache)
-    backends = {
-        "sparse_mla_prefill": cfg.dsa_prefill_backend,
-        "sparse_mla_decode": cfg.dsa_decode_backend,
-    }
-    obstacle = selection_obstacle(cfg, model)
-    routes = [_route(asked, op, obstacle, machine, select) for op in SELECTIONS]
-    for op in ATTENTIONS:
-        obstacle = attention_obstacle(cfg, model, backends[op])
-        routes.append(_route(asked, op, obstacle, machine, attend))
+        return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
+    routes = []
+    for op, phase in ROUTED:
+        obstacle = next(_obstacles(op, phase, cfg, model), None)
+        try:
+            if asked == "auto":
+                routes.append(Route(op, phase, *_automatic(op, machine, obstacle)))
+            elif obstacle:
+                raise KernelError(f"{op} in {phase}: {obstacle}")
+            else:
+                named = dispatch.named(asked).check(op, machine)
+                routes.append(Route(op, phase, named, "asked for"))
+        except KernelError as error:
+            raise SettingsError(
+                f"{KERNELS.flag} {asked}: {error}. {KERNELS.flag} auto leaves what ours cannot do "
+                "to SGLang's kernels."
+            ) from None
     return tuple(routes)
 
 
-def _route(
-    asked: Kernels, op: OpName, obstacle: str | None, machine: Machine, shape: Shape
-) -> Route:
-    if asked == "auto":
-        return Route(op, None, obstacle) if obstacle else _automatic(op, machine, shape)
-    assert asked != "engine"
-    try:
-        if obstacle:
-            raise KernelError(f"{op}: {obstacle}")
-        require(op, asked, machine, shape)
-    except KernelError as error:
-        raise SettingsError(
-            f"{KERNELS.flag} {asked}: {error}. {KERNELS.flag} auto leaves what ours cannot do to "
-            "SGLang's kernels."
-        ) from None
-    return Route(op, asked, "asked for")
+def _automatic(
+    op: OpName, machine: dispatch.Machine, obstacle: str | None
+) -> tuple[dispatch.Implementation | None, str]:
+    """The best of ours that is meant to serve."""
+    best = dispatch.running(op, machine)[0]
+    if obstacle or not best.is_reference:
+        return (None, obstacle) if obstacle else (best, "opted in")
+    ours = (one for one in dispatch.IMPLEMENTATIONS if not one.is_reference)
+    reasons = [f"{one.name}: {one.obstacle(op, machine)}" for one in ours]
+    return None, f"none of ours can run on {machine.name}: {', '.join(reasons)}"
 
 
-def _automatic(op: OpName, machine: Machine, shape: Shape) -> Route:
-    """What was measured to be faster here, else the best of ours that is meant to serve."""
-    decision = decide(op, machine, shape)
-    for name in ORDER:
-        if name == decision.default:
-            return Route(op, name, decision.why)
-    if decision.opt_in != "reference":
-        return Route(op, decision.opt_in, "opted in")
-    reasons = ", ".join(f"{v.implementation}: {v.why}" for v in decision.verdicts if not v.runs)
-    return Route(op, None, f"none of ours can run on {machine.name}: {reasons}")
+def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
+    """Every reason why ours cannot stand in for SGLang's kernel."""
+    if op == "select":
+        yield from _selection_obstacles(model)
+    else:
+        prefill, decode = cfg.dsa_prefill_backend, cfg.dsa_decode_backend
+        yield from _attention_obstacles(cfg, model, prefill if phase == "prefill" else decode)
+    # Ways to spread one request over GPUs that change where its rows or keys lie.
+    if cfg.enable_prefill_cp:
+        yield "--enable-prefill-cp gives every GPU some rows of a request"
+    if cfg.dcp_size > 1:
+        yield "--dcp-size gives every GPU some tokens of a request"
+    if cfg.enable_kv_cache_sharding:
+        yield "--enable-kv-cache-sharding moves pages"
 
 
-def selection_obstacle(cfg: Any, model: Any) -> str | None:
-    """Why our indexer cannot stand in for SGLang's, or None."""
+def _selection_obstacles(model: Any) -> Iterator[str]:
     config = model.hf_config
-    pooled, forced = _get(config, "index_kpool", 1), _get(config, "index_init_tokens", 0)
-    forced += _get(config, "index_local_tokens", 0)
-    return _first(
-        (
-            config.index_n_heads not in INDEXER_HEADS,
-            f"the indexer has {config.index_n_heads} heads, ours {_numbers(INDEXER_HEADS)}",
-        ),
-        (
-            config.index_head_dim != INDEX_DIM,
-            f"index keys are {config.index_head_dim} wide, ours {INDEX_DIM}",
-        ),
-        (
-            not 1 <= config.index_topk <= MAX_TOPK,
-            f"the model selects {config.index_topk}, ours up to {MAX_TOPK}",
-        ),
-        (pooled > 1, "the model pools its index keys"),
-        (forced > 0, "the model always selects some first or last tokens"),
-        (
-            model.context_len > MAX_TOKENS,
-            f"a context of {model.context_len} tokens, ours takes {MAX_TOKENS} (--context-length)",
-        ),
-        *_distribution(cfg),
-    )
+    heads = config.index_n_heads
+    if heads not in INDEXER_HEADS:
+        yield f"the indexer has {heads} heads, ours {', '.join(map(str, INDEXER_HEADS))}"
+    if config.index_head_dim != INDEX_DIM:
+        yield f"index keys are {config.index_head_dim} wide, ours {INDEX_DIM}"
+    if not 1 <= config.index_topk <= MAX_TOPK:
+        yield f"the model selects {config.index_topk}, ours up to {MAX_TOPK}"
+    if (getattr(config, "index_kpool", None) or 1) > 1:
+        yield "the model pools its index keys"
+    if any(getattr(config, name, None) for name in ("index_init_tokens", "index_local_tokens")):
+        yield "the model always selects some first or last tokens"
+    if model.context_len > MAX_TOKENS:
+        yield (
+            f"a context of {model.context_len} tokens, ours takes {MAX_TOKENS} (--context-length)"
+        )
 
 
-def attention_obstacle(cfg: Any, model: Any, backend: str) -> str | None:
-    """Why our sparse attention cannot stand in for ``backend``, or None."""
-    fp8 = cfg.kv_cache_dtype == "fp8_e4m3"
-    widths = (model.kv_lora_rank, model.qk_rope_head_dim)
-    raw = [name for name in RAW_FP8 if name in (cfg.dsa_prefill_backend, cfg.dsa_decode_backend)]
-    return _first(
-        (
-            backend not in REPLACED_ATTENTION,
+def _attention_obstacles(cfg: Any, model: Any, backend: str) -> Iterator[str]:
+    if backend not in REPLACED_ATTENTION:
+        yield (
             f"it stands in for {', '.join(REPLACED_ATTENTION)}, not for {backend} "
-            "(--dsa-prefill-backend, --dsa-decode-backend)",
-        ),
-        (
-            widths != (VALUE_DIM, ROPE_DIM),
-            f"latent rows are {widths[0]} + {widths[1]} wide, ours {VALUE_DIM} + {ROPE_DIM}",
-        ),
-        (model.dtype != torch.bfloat16, f"the model runs in {model.dtype}, ours in bfloat16"),
-        (
-            not fp8 and cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
-            f"it cannot read a {cfg.kv_cache_dtype} cache (--kv-cache-dtype)",
-        ),
-        (
-            fp8 and bool(raw),
-            f"with {''.join(raw[:1])} SGLang stores FP8 rows without scales, which it cannot read",
-        ),
-        (cfg.enable_hisparse, "--enable-hisparse moves the selected rows"),
-        *_distribution(cfg),
-    )
+            "(--dsa-prefill-backend, --dsa-decode-backend)"
+        )
+    latent, rope, dtype = model.kv_lora_rank, model.qk_rope_head_dim, cfg.kv_cache_dtype
+    if (latent, rope) != (VALUE_DIM, ROPE_DIM):
+        yield f"latent rows are {latent} + {rope} wide, ours {VALUE_DIM} + {ROPE_DIM}"
+    if model.dtype != torch.bfloat16:
+        yield f"the model runs in {model.dtype}, ours in bfloat16"
+    if dtype not in ("fp8_e4m3", "auto", "bfloat16", "bf16"):
+        yield f"it cannot read a {dtype} cache (--kv-cache-dtype)"
+    raw = [name for name in RAW_FP8 if name in (cfg.dsa_prefill_backend, cfg.dsa_decode_backend)]
+    if dtype == "fp8_e4m3" and raw:
+        yield f"with {raw[0]} SGLang stores FP8 rows without scales, which it cannot read"
+    if cfg.enable_hisparse:
+        yield "--enable-hisparse moves the selected rows"
 
 
-def check_reference(asked: Kernels, cfg: Any) -> None:
+def check_reference(asked: str, cfg: Any) -> None:
     """The references read lengths on the host, which a captured graph cannot do.
 
     Raises:
@@ -188,24 +166,3 @@ def check_reference(asked: Kernels, cfg: Any) -> None:
             f"{' and '.join(on)}. Add "
             f"{' '.join(f'--cuda-graph-backend-{phase} disabled' for phase in on)}."
         )
-
-
-def _distribution(cfg: Any) -> tuple[tuple[bool, str], ...]:
-    """Ways to spread one request over GPUs that change where its rows or keys lie."""
-    return (
-        (cfg.enable_prefill_cp, "--enable-prefill-cp gives every GPU some rows of a request"),
-        (cfg.dcp_size > 1, "--dcp-size gives every GPU some tokens of a request"),
-        (cfg.enable_kv_cache_sharding, "--enable-kv-cache-sharding moves pages"),
-    )
-
-
-def _first(*findings: tuple[bool, str]) -> str | None:
-    return next((why for found, why in findings if found), None)
-
-
-def _get(config: Any, name: str, default: int) -> int:
-    return getattr(config, name, None) or default
-
-
-def _numbers(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers))

@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
@@ -24,12 +24,11 @@ from sglang_indexcache.kernels.contract import (
     PADDING,
     PAGE_BYTES,
     PAGE_TOKENS,
-    IndexerSelectDecode,
-    IndexerSelectPrefill,
+    IndexerBatch,
+    Select,
     SparseMLA,
 )
-from sglang_indexcache.kernels.dispatch import load
-from sglang_indexcache.serving.cuda.choice import Route
+from sglang_indexcache.serving.cuda.choice import Phase, Route
 from sglang_indexcache.serving.hooks import around
 
 if TYPE_CHECKING:
@@ -39,17 +38,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Phase: TypeAlias = Literal["prefill", "decode"]
-
 
 @dataclass(frozen=True)
 class EngineKernels:
     """What runs each operation of one backend; None is SGLang's own kernel."""
 
-    select_prefill: IndexerSelectPrefill | None = None
-    select_decode: IndexerSelectDecode | None = None
-    attend_prefill: SparseMLA | None = None
-    attend_decode: SparseMLA | None = None
+    select_prefill: Select | None = None
+    select_decode: Select | None = None
+    sparse_mla_prefill: SparseMLA | None = None
+    sparse_mla_decode: SparseMLA | None = None
 
     @classmethod
     def load(cls, routes: tuple[Route, ...]) -> EngineKernels:
@@ -58,22 +55,12 @@ class EngineKernels:
         Raises:
             KernelError: it cannot be built or imported.
         """
-        found: dict[str, Callable[..., Any]] = {}
-        for route in routes:
-            if route.implementation is not None:
-                found[route.op] = load(route.op, route.implementation)
-            if route.implementation == "cuda":
-                _build(route)
-        return cls(
-            found.get("indexer_select_prefill"),
-            found.get("indexer_select_decode"),
-            found.get("sparse_mla_prefill"),
-            found.get("sparse_mla_decode"),
-        )
+        ours = [(route, route.implementation) for route in routes if route.implementation]
+        return cls(**{f"{route.op}_{route.phase}": one.load(route.op) for route, one in ours})
 
     def attention(self, mode: ForwardMode) -> SparseMLA | None:
         """Sparse attention of a forward; SGLang, too, counts MTP's forwards as decode."""
-        return self.attend_decode if is_decode(mode) else self.attend_prefill
+        return self.sparse_mla_decode if is_decode(mode) else self.sparse_mla_prefill
 
     @property
     def selects(self) -> bool:
@@ -84,14 +71,6 @@ class EngineKernels:
 def is_decode(mode: ForwardMode) -> bool:
     """Whether SGLang takes the decode kernels (``forward_cuda`` and ``forward_extend``)."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
-
-
-def _build(route: Route) -> None:
-    """Compile now: the first forward may be the capture of a graph."""
-    from sglang_indexcache.kernels.cuda import library
-
-    for folder in ("sparse_mla",) if route.op.startswith("sparse") else ("indexer", "topk"):
-        library(folder)
 
 
 # -- selection ---------------------------------------------------------------------------------
@@ -154,7 +133,7 @@ def _paged(
 
 
 def select_prefill(
-    kernel: IndexerSelectPrefill,
+    kernel: Select,
     q_fp8: torch.Tensor,
     weights: torch.Tensor,
     pages: torch.Tensor,
@@ -182,17 +161,15 @@ def select_prefill(
     if rows == 0:
         return result
     chosen = result[:rows]
-    kernel(
+    batch = IndexerBatch(
         q_fp8[:rows].contiguous(),
         weights[:rows].squeeze(-1).contiguous(),
         pages,
         metadata.get_page_table_64(),
-        metadata.attn_metadata.cu_seqlens_q,
         metadata.get_seqlens_expanded(),
-        topk,
-        as_slots=_wants_slots(metadata),
-        out=chosen,
+        metadata.attn_metadata.cu_seqlens_q,
     )
+    kernel(batch, topk, as_slots=_wants_slots(metadata), out=chosen)
     if _wants_offsets(metadata):
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
@@ -200,7 +177,7 @@ def select_prefill(
 
 
 def select_decode(
-    kernel: IndexerSelectDecode,
+    kernel: Select,
     q_fp8: torch.Tensor,
     weights: torch.Tensor,
     pages: torch.Tensor,
@@ -219,21 +196,15 @@ def select_decode(
     if rows == 0:
         return result
     requests = metadata.get_seqlens_int32().shape[0]
-    next_n = rows // requests
-    if rows % requests or next_n > MAX_NEXT_N:
-        requests, next_n = rows, 1
-    group = (requests, next_n)
-    chosen = result[:rows].view(*group, topk)
-    kernel(
-        q_fp8[:rows].contiguous().view(*group, *q_fp8.shape[1:]),
-        weights[:rows].squeeze(-1).contiguous().view(*group, weights.shape[1]),
+    shared = 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests
+    batch = IndexerBatch(
+        q_fp8[:rows].contiguous(),
+        weights[:rows].squeeze(-1).contiguous(),
         pages,
-        metadata.get_page_table_64()[::next_n],
-        metadata.get_seqlens_expanded().view(group),
-        topk,
-        as_slots=_wants_slots(metadata),
-        out=chosen,
+        metadata.get_page_table_64()[::shared],
+        metadata.get_seqlens_expanded(),
     )
+    kernel(batch, topk, as_slots=_wants_slots(metadata), out=result[:rows])
     return result
 
 

@@ -1,5 +1,6 @@
 """Which operations become ours: by flag, card, model and SGLang's own configuration."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,8 @@ from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving.cuda.choice import (
-    ATTENTIONS,
     REPLACED_ATTENTION,
-    SELECTIONS,
+    ROUTED,
     check_reference,
     choose,
 )
@@ -26,8 +26,8 @@ BLACKWELL = Machine("NVIDIA B200", (10, 0))
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_missing_cuda", lambda: None)
-    monkeypatch.setattr(dispatch, "_missing_triton", lambda: None)
+    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
 
 
 def server(**fields: Any) -> Any:
@@ -67,14 +67,22 @@ def glm5(**fields: Any) -> Any:
     return SimpleNamespace(hf_config=SimpleNamespace(**config), **shape)
 
 
-def names(asked: str, cfg: Any, model: Any, machine: Machine) -> dict[str, str | None]:
-    routes = choose(asked, cfg, model, machine)  # type: ignore[arg-type]
+Names = dict[tuple[str, str], str | None]
+SELECTIONS = [("select", "prefill"), ("select", "decode")]
+ATTENTIONS = [("sparse_mla", "prefill"), ("sparse_mla", "decode")]
+
+
+def names(asked: str, cfg: Any, model: Any, machine: Machine) -> Names:
+    routes = choose(asked, cfg, model, machine)
     assert all(route.why for route in routes)
-    return {route.op: route.implementation for route in routes}
+    return {
+        (route.op, route.phase): route.implementation.name if route.implementation else None
+        for route in routes
+    }
 
 
-def every(name: str | None) -> dict[str, str | None]:
-    return dict.fromkeys((*SELECTIONS, *ATTENTIONS), name)
+def every(name: str | None) -> Names:
+    return dict.fromkeys(ROUTED, name)
 
 
 @pytest.mark.parametrize("machine", [CPU, VOLTA, HOPPER], ids=lambda m: m.name)
@@ -96,9 +104,8 @@ def test_auto_takes_the_best_that_is_meant_to_serve(
 
 
 def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = dispatch.Evidence("triton", "kernels/h100.json")
-    monkeypatch.setitem(dispatch.DEFAULTS, ("indexer_select_prefill", (9, 0)), measured)
-    expected = every("cuda") | {"indexer_select_prefill": "triton"}
+    monkeypatch.setitem(dispatch.MEASURED, ("select", (9, 0)), ("triton", "kernels/h100.json"))
+    expected = every("cuda") | dict.fromkeys(SELECTIONS, "triton")
     assert names("auto", server(), glm5(), HOPPER) == expected
 
 
@@ -137,27 +144,12 @@ BAD_INDEXERS = [
 @pytest.mark.parametrize(("fields", "flags", "says"), BAD_INDEXERS)
 def test_what_our_indexer_cannot_do(fields: Any, flags: Any, says: str) -> None:
     model, cfg = glm5(**fields), server(**flags)
-    routes = {route.op: route for route in choose("auto", cfg, model, HOPPER)}
+    routes = {(route.op, route.phase): route for route in choose("auto", cfg, model, HOPPER)}
     for op in SELECTIONS:
         assert routes[op].implementation is None
         assert says in routes[op].why
-    with pytest.raises(SettingsError, match="--indexcache-kernels cuda: indexer_select_prefill:"):
+    with pytest.raises(SettingsError, match="--indexcache-kernels cuda: select in prefill:"):
         choose("cuda", cfg, model, HOPPER)
-
-
-def test_the_cuda_indexer_has_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dispatch knows of an implementation is asked with the model's shape."""
-    seen: list[dispatch.Shape] = []
-    judge = dispatch.judge
-
-    def spy(op: Any, name: Any, machine: Any, shape: dispatch.Shape) -> Any:
-        seen.append(shape)
-        return judge(op, name, machine, shape)
-
-    monkeypatch.setattr(dispatch, "judge", spy)
-    choose("cuda", server(**FP8), glm5(index_n_heads=64, index_topk=512), HOPPER)
-    assert dispatch.Shape(heads=64, topk=512) in seen
-    assert dispatch.Shape(cache=torch.uint8) in seen
 
 
 @pytest.mark.parametrize(
@@ -174,7 +166,7 @@ def test_the_cuda_indexer_has_its_own_limits(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> None:
     model, cfg = glm5(**fields), server(**flags)
-    with pytest.raises(SettingsError, match=f"(sparse_mla|indexer_select)_prefill: .*{says}"):
+    with pytest.raises(SettingsError, match=f"(sparse_mla|select) in prefill: .*{says}"):
         choose("triton", cfg, model, HOPPER)
     routes = names("auto", cfg, model, HOPPER)
     assert [routes[op] for op in ATTENTIONS] == [None, None]
@@ -182,7 +174,7 @@ def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> N
 
 def test_auto_leaves_only_the_phase_that_it_must() -> None:
     cfg = server(dsa_decode_backend="trtllm")
-    expected = every("triton") | {"sparse_mla_decode": None}
+    expected = every("triton") | {("sparse_mla", "decode"): None}
     assert names("auto", cfg, glm5(), BLACKWELL) == expected
     with pytest.raises(SettingsError, match=r"stands in for .*, not for trtllm"):
         choose("triton", cfg, glm5(), BLACKWELL)

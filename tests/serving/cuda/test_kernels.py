@@ -25,7 +25,8 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, T
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import UnsupportedEngineError
-from sglang_indexcache.kernels.dispatch import Machine, load
+from sglang_indexcache.kernels.contract import IndexerBatch
+from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
@@ -33,18 +34,14 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-from sglang_indexcache.serving.cuda.choice import Route
+from sglang_indexcache.serving.cuda.choice import ROUTED, Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
 from sglang_indexcache.serving.settings import Plan
 
 TOPK, HEADS, PAGES, CONTEXT = 96, 8, 24, 640
 SLOTS = PAGES * 64
-REFERENCE = EngineKernels(
-    load("indexer_select_prefill", "reference"),
-    load("indexer_select_decode", "reference"),
-    load("sparse_mla_prefill", "reference"),
-    load("sparse_mla_decode", "reference"),
-)
+SELECT, ATTEND = (named("reference").load(op) for op in ("select", "sparse_mla"))
+REFERENCE = EngineKernels(SELECT, SELECT, ATTEND, ATTEND)
 
 
 # -- SGLang's own objects, without a GPU -------------------------------------------------------
@@ -416,7 +413,7 @@ def test_a_replayed_graph_reads_the_new_lengths_and_pages(
 
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
         captured.append((args, kwargs))
-        return load("indexer_select_decode", "reference")(*args, **kwargs)
+        return SELECT(*args, **kwargs)
 
     backend.kernels = replace(REFERENCE, select_decode=kernel)
     extend = [per_request] * len(lengths)
@@ -431,7 +428,7 @@ def test_a_replayed_graph_reads_the_new_lengths_and_pages(
     expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)
     metadata = backend.get_indexer_metadata(0, batch)
     args, kwargs = captured[0]
-    got = load("indexer_select_decode", "reference")(*args, **kwargs).view(rows, TOPK)
+    got = SELECT(*args, **kwargs).view(rows, TOPK)
     table = page_table_of(backend, metadata, rows)
     assert as_sets(got) == as_sets(to_slots(expected, table))
 
@@ -447,13 +444,14 @@ def test_rows_of_a_request_share_one_reading_of_its_keys(
     q, weights = make_queries(backend, 3 * drafted)
     seen: list[Any] = []
 
-    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append((args[0].shape[:2], args[3].shape[0], args[4].shape))
-        return load("indexer_select_decode", "reference")(*args, **kwargs)
+    def kernel(batch: IndexerBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert batch.query_starts is None
+        seen.append((len(batch.q), len(batch.block_table), batch.rows_per_request))
+        return SELECT(batch, *args, **kwargs)
 
     backend.kernels = replace(REFERENCE, select_decode=kernel)
     select_with_ours(monkeypatch, backend, batch, q, weights)
-    assert seen == [((groups, 3 * drafted // groups), groups, (groups, 3 * drafted // groups))]
+    assert seen == [(3 * drafted, groups, 3 * drafted // groups)]
 
 
 @pytest.mark.parametrize(
@@ -640,8 +638,8 @@ def test_attention_that_is_not_routed_stays_sglangs(
     ours: Callable[..., Any] = lambda *_args, **_kw: ("ours", None)  # noqa: E731
     q, slots = torch.randn(4, 5, 576).bfloat16(), random_slots(4)
     for kernels, expected in (
-        (EngineKernels(attend_prefill=ours), ["ours", "SGLang's"]),
-        (EngineKernels(attend_decode=ours), ["SGLang's", "ours"]),
+        (EngineKernels(sparse_mla_prefill=ours), ["ours", "SGLang's"]),
+        (EngineKernels(sparse_mla_decode=ours), ["SGLang's", "ours"]),
     ):
         backend.kernels = kernels
         outputs = []
@@ -655,22 +653,25 @@ def test_attention_that_is_not_routed_stays_sglangs(
 
 
 def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_indexcache.kernels import cuda
+    from sglang_indexcache.kernels.indexer import cuda as indexer
+    from sglang_indexcache.kernels.indexer import triton as indexer_triton
+    from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 
     built: list[str] = []
-    monkeypatch.setattr(cuda, "library", built.append)
+    for module in (indexer, sparse_mla):
+        monkeypatch.setattr(module, "library", built.append)
     routes = (
-        Route("indexer_select_prefill", "cuda", "opted in"),
-        Route("indexer_select_decode", "triton", "measured"),
-        Route("sparse_mla_prefill", None, "it stands in for others"),
-        Route("sparse_mla_decode", "cuda", "opted in"),
+        Route("select", "prefill", named("cuda"), "opted in"),
+        Route("select", "decode", named("triton"), "measured"),
+        Route("sparse_mla", "prefill", None, "it stands in for others"),
+        Route("sparse_mla", "decode", named("cuda"), "opted in"),
     )
     kernels = EngineKernels.load(routes)
     assert built == ["indexer", "topk", "sparse_mla"]
-    assert kernels.select_prefill is load("indexer_select_prefill", "cuda")
-    assert kernels.select_decode is load("indexer_select_decode", "triton")
-    assert kernels.attend_prefill is None
-    assert kernels.attend_decode is load("sparse_mla_decode", "cuda")
+    assert kernels.select_prefill is indexer.select
+    assert kernels.select_decode is indexer_triton.select
+    assert kernels.sparse_mla_prefill is None
+    assert kernels.sparse_mla_decode is sparse_mla.sparse_mla
     assert kernels.selects
 
 
@@ -679,11 +680,7 @@ def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, asked
     installed: list[bool] = []
     monkeypatch.setattr(kernels_cuda, "install", lambda: installed.append(True))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls("NVIDIA H100", (9, 0))))
-    routes = tuple(
-        Route(op, "reference", "asked for")
-        for op in ("indexer_select_prefill", "indexer_select_decode", "sparse_mla_prefill",
-                   "sparse_mla_decode")
-    )  # fmt: skip
+    routes = tuple(Route(op, phase, named("reference"), "asked for") for op, phase in ROUTED)
     monkeypatch.setattr(backend_cuda, "choose", lambda *args: routes)
     plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "x", kernels=asked)  # type: ignore
     runner: Any = SimpleNamespace(server_args=SimpleNamespace(), model_config=None)
