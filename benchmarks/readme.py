@@ -1,7 +1,7 @@
-"""Fill the generated parts of README.md and docs/benchmarks.md from benchmarks/results.
+"""Fill the generated parts of the pages, from benchmarks/results and from tables in the code.
 
-A generated part lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; NAME is one of
-:data:`PARTS`. Run ``python -m benchmarks.readme`` after a measurement; with
+A generated part lies between ``<!-- generated:NAME -->`` and ``<!-- /generated:NAME -->``; NAME is
+one of :data:`PARTS`. Run ``python -m benchmarks.readme`` after a measurement; with
 ``--check`` it changes nothing and fails if something would change.
 """
 
@@ -22,14 +22,15 @@ from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
+from sglang_indexcache.serving.features import FEATURES
 from sglang_indexcache.support.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
-PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
+PAGES = (Path("README.md"), Path("docs/benchmarks.md"), Path("docs/serving.md"))
 RESULTS = Path("benchmarks/results")
 _PAPER_LENGTHS = (10_000, 60_000, 120_000, 200_000)
 
-_MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
 
 def _latency(folder: Path, path: str) -> str:
@@ -37,8 +38,33 @@ def _latency(folder: Path, path: str) -> str:
     return tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
 
 
-def _latency_only(folder: Path, path: str) -> str:
-    return tables.latency_grid(load(LatencyResult, folder / path)).to_markdown()
+def _latency_longest(folder: Path, path: str) -> str:
+    """Only the longest context: a row a metric, a column a pattern."""
+    result = load(LatencyResult, folder / path)
+    longest = result.lengths[-1]
+    grid = tables.latency_grid(result.model_copy(update={"lengths": (longest,)}))
+    by_metric: dict[str, dict[str, str]] = {}
+    metric = ""
+    for name, *cells in grid.rows:
+        if cells:
+            by_metric[metric][name] = cells[0]
+        else:
+            metric = name
+            by_metric[metric] = {}
+    names = tuple(next(iter(by_metric.values())))
+    rows = tuple((metric, *cells.values()) for metric, cells in by_metric.items())
+    title = f"{grid.title}, {format_length(longest)} tokens"
+    return Grid(title, ("", *names), rows).to_markdown()
+
+
+def _features(_folder: Path, _path: str) -> str:
+    """What combines with what, as ``serving/features.py`` has it."""
+    header = ("feature", "static", "live", "known by")
+    rows = tuple(
+        (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
+        for f in FEATURES
+    )
+    return Grid("", header, rows).to_markdown()
 
 
 def _amdahl(folder: Path, path: str) -> str:
@@ -86,7 +112,8 @@ def _plan(_folder: Path, _path: str) -> str:
 
 
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
-    "latency-cpu-table": (_latency_only, "latency/cpu/latency.json"),
+    "features": (_features, ""),
+    "latency-cpu-longest": (_latency_longest, "latency/cpu/latency.json"),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),

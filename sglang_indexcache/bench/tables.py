@@ -49,8 +49,9 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
     def to_markdown(self) -> str:
-        """GitHub's table syntax, the title as a bold line above."""
-        lines = [f"**{self.title}**", "", _line(self.header), _line(["---"] * len(self.header))]
+        """GitHub's table syntax, the title, if there is one, as a bold line above."""
+        lines = [f"**{self.title}**", ""] if self.title else []
+        lines += [_line(self.header), _line(["---"] * len(self.header))]
         blank = [""] * (len(self.header) - 1)
         lines += [_line([f"*{row[0]}*", *blank] if len(row) == 1 else row) for row in self.rows]
         return "\n".join(lines) + "\n"
