@@ -1,11 +1,11 @@
-"""The three operations of DSA attention; ``docs/kernels.md`` is the way in.
+"""The operations of DSA attention; ``docs/kernels.md`` is the way in.
 
-``indexer``     quantise and page the index keys, score them, select the top-k
+``indexer``     page the index keys, score them (``logits``), select the top-k (``select``)
 ``topk``        exact, deterministic top-k of a logits matrix
 ``sparse_mla``  attention over the selected latent rows
 
-Nothing here imports SGLang. ``contract.py`` says what every implementation must do. Each op has a
-``reference.py`` (obvious, slow, the truth the tests compare with), a ``triton.py`` (Ampere to
-Blackwell), a module in ``cuda/`` (Hopper), and a ``cpu.py`` (blocked and vectorised torch, what the
-CPU platform serves with). ``dispatch.py`` says which one runs, ``grid/`` checks them all.
+Nothing here imports SGLang. ``contract.py`` says what every implementation must do. Each folder has
+a ``reference.py`` (obvious, slow, the truth the tests compare with), a ``triton.py`` (Ampere to
+Blackwell), a ``cuda.py`` (Hopper), and a ``cpu.py`` (blocked and vectorised torch, what the CPU
+platform serves with). ``dispatch.py`` says which one runs, ``grid/`` checks them all.
 """
