@@ -13,7 +13,6 @@ from rich.table import Table
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import group, out
 from sglang_indexcache.errors import IndexCacheError, PatternError
-from sglang_indexcache.library import Library, load_entry
 from sglang_indexcache.pattern import Pattern
 
 app = group("The pattern library.")
@@ -26,6 +25,8 @@ def list_patterns(
     ] = None,
 ) -> None:
     """List the library's patterns."""
+    from sglang_indexcache.library import Library
+
     library = Library.default()
     entries = list(library.entries.values())
     if model is not None:
@@ -48,6 +49,8 @@ def show_pattern(
     name: Annotated[str, typer.Argument(help="A library name or a YAML file.")],
 ) -> None:
     """Show a pattern with its provenance and what is known of its quality."""
+    from sglang_indexcache.library import Library
+
     entry = Library.default().resolve(name).entry
     if entry is None:
         raise PatternError(
@@ -82,6 +85,8 @@ def validate_patterns(
     files: Annotated[list[Path], typer.Argument(help="Pattern files (YAML).")],
 ) -> None:
     """Check pattern files; exit code 1 if one is wrong."""
+    from sglang_indexcache.library import load_entry
+
     failures = 0
     for path in files:
         try:
@@ -108,6 +113,8 @@ def draw_patterns(
     ] = None,
 ) -> None:
     """Draw which layer serves which, in the terminal or as a picture."""
+    from sglang_indexcache.library import Library
+
     checkpoint = None if model is None else Checkpoint.read(model)
     library = Library.default()
     drawn = [(value, library.resolve(value, checkpoint).pattern) for value in values]

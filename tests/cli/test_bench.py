@@ -87,11 +87,6 @@ def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message
     assert message in text
 
 
-@pytest.mark.parametrize("command", ["plan", "latency", "replay"])
-def test_help_loads_nothing_heavy(command: str) -> None:
-    assert loaded("bench", command, "--help") == set()
-
-
 def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
     plan = ("bench", "plan", "--model", "30b", "--context", "200K", "--pattern", "1/4")

@@ -16,7 +16,6 @@ import torch
 from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
-from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
@@ -221,8 +220,7 @@ def _live_indexer_forward(
     use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
     """Live mode: every layer has an indexer, and on S layers it only stores its key."""
-    backend = get_attn_backend()
-    backend = getattr(backend, "full_attn_backend", backend)  # hybrid models wrap ours
+    backend = kernels_cuda.current_backend()
     ours = getattr(backend, "index_buffer", None)
     idle = forward_batch.forward_mode.is_idle()
     if ours is None or idle or not return_indices or ours.is_full(layer_id):

@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
@@ -269,11 +269,15 @@ def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:
     return pages.view(-1, PAGE_BYTES)
 
 
+def current_backend() -> Any:
+    """The attention backend of the forward in progress; hybrid models wrap ours in another."""
+    backend = get_attn_backend()
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def current() -> EngineKernels:
     """The kernels of the forward in progress; SGLang's where another backend runs it (drafts)."""
-    backend = get_attn_backend()
-    backend = getattr(backend, "full_attn_backend", backend)  # hybrid models wrap ours
-    kernels = getattr(backend, "kernels", None)
+    kernels = getattr(current_backend(), "kernels", None)
     return kernels if isinstance(kernels, EngineKernels) else EngineKernels()
 
 

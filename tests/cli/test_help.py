@@ -1,0 +1,52 @@
+"""The help of every command: quick to come, and in whole sentences."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from sglang_indexcache.cli import app
+
+LIGHT = {"typer", "rich", "pygments", "markdown_it", "mdurl", "shellingham", "sglang_indexcache"}
+"""What printing a help text may load beside the standard library."""
+
+
+def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}".strip(), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def test_no_command_is_heavy_to_import() -> None:
+    code = "import sys, sglang_indexcache.cli; print(*{m.split('.')[0] for m in sys.modules})"
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    bare = subprocess.check_output(
+        [sys.executable, "-c", code.replace("sglang_indexcache.cli", "os")], text=True
+    )  # what an installation loads at every start
+    foreign = set(printed.split()) - set(bare.split()) - set(sys.stdlib_module_names)
+    assert foreign <= LIGHT | {"annotated_doc"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_sentences(name: str) -> None:
+    command = COMMANDS[name]
+    texts = {"": (command.help or "").partition("\n\n")[0]} | {
+        parameter.name: getattr(parameter, "help", None) or "" for parameter in command.params
+    }
+    for parameter, text in texts.items():
+        if parameter == "help":
+            continue
+        assert text, f"{name}: {parameter} has no help"
+        assert text.rstrip().endswith((".", "?")), f"{name}: {parameter}: {text!r}"
+        assert not text.startswith("Of "), f"{name}: {parameter}: {text!r}"
+        assert text[0].isupper() or text[0] in "`'.", f"{name}: {parameter}: {text!r}"
