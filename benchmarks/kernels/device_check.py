@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
 BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS, RESERVE_SECONDS = 150, 120, 100, 15
 MAX_RESTARTS = 6
-GRID = "sglang_indexcache.kernels.grid"
+GRID = "sglang_indexcache.kernels.grid.runner"
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 ENGINE_ANCHORS = (
     *(f"deep_gemm + {name}" for name in TOPKS),

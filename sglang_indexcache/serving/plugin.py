@@ -26,7 +26,8 @@ from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsE
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
 from sglang_indexcache.models import BY_ARCHITECTURE
-from sglang_indexcache.serving import hooks, seams
+from sglang_indexcache.serving import hooks, live, seams
+from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
 from sglang_indexcache.serving.settings import (
@@ -73,8 +74,6 @@ def _register_backend() -> None:
     """Take over "dsa"; SGLang's own factory still serves whoever did not ask for IndexCache."""
     from sglang.srt.layers.attention import attention_registry
 
-    from sglang_indexcache.serving.backend import create_backend
-
     original = attention_registry.create_dsa_backend
 
     def create(runner: Any) -> Any:
@@ -82,6 +81,32 @@ def _register_backend() -> None:
 
     for name in ("dsa", BACKEND_NAME):
         attention_registry.register_attention_backend(name)(create)
+
+
+def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
+    """Create the attention backend of one model runner.
+
+    Args:
+        runner: SGLang's ModelRunner.
+        original: SGLang's own factory for "dsa". It serves draft models, whose single layer has
+            an indexer and a sharing of its own, and servers that did not ask for IndexCache.
+    """
+    plan = Plan.from_hf_config(runner.model_config.hf_config)
+    if plan is None or runner.is_draft_worker:
+        if platform_cpu.is_active():
+            raise SettingsError(
+                f"only --attention-backend {BACKEND_NAME} serves DSA models on a CPU"
+            )
+        return original(runner)
+    active = activate(plan)
+    live.install()
+    if platform_cpu.is_active():
+        from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
+
+        return CpuIndexCacheBackend(runner, active)
+    from sglang_indexcache.serving.cuda.backend import create_cuda_backend
+
+    return create_cuda_backend(runner, active)
 
 
 # -- what the user says ------------------------------------------------------------------------

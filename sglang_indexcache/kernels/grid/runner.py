@@ -1,5 +1,16 @@
-"""Run the whole grid on the implementations that can run here, one outcome a case."""
+"""Run the whole grid on the implementations that can run here, one outcome a case.
 
+As a program, one group of ops on one implementation, and a line of JSON a case::
+
+    python -m sglang_indexcache.kernels.grid.runner --implementation cuda --group topk
+
+It is a process of its own, because a kernel that faults takes the process's GPU context with it,
+and it needs torch only. A person has ``indexcache kernels check``.
+"""
+
+import argparse
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +20,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from sglang_indexcache.kernels.contract import FLOAT32_BITS, HOPPER_FP8_BITS, OpName
-from sglang_indexcache.kernels.dispatch import Implementation, Machine
+from sglang_indexcache.kernels.dispatch import NAMES, Implementation, Machine, named
 from sglang_indexcache.kernels.grid import cases, suite
 
 Sizes: TypeAlias = Literal["small", "wide", "large"]
@@ -112,3 +123,22 @@ class Runner:
     def _bits(self) -> int:
         on_gpu = self.device.type == "cuda" and not self.implementation.is_reference
         return HOPPER_FP8_BITS if on_gpu else FLOAT32_BITS
+
+
+def main() -> None:
+    """Check, and print as each case ends."""
+    parser = argparse.ArgumentParser(description="One group of ops on one implementation.")
+    parser.add_argument("--implementation", choices=NAMES, required=True)
+    parser.add_argument("--group", choices=GROUPS, required=True)
+    parser.add_argument("--sizes", choices=SIZES, default="small")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    machine = Machine.here()
+    implementation = named(options.implementation)
+    runner = Runner(implementation, machine, machine.device, options.sizes, options.seed)
+    for outcome in runner.run(options.group):
+        print(json.dumps(dataclasses.asdict(outcome)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
