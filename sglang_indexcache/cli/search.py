@@ -58,7 +58,8 @@ HeldOutOption = Annotated[
     int, typer.Option(help="Number of further batches, for compare. A search never sees them.")
 ]
 DtypeOption = Annotated[
-    str, typer.Option(help="How transformers runs the model: float32 or bfloat16.")
+    str | None,
+    typer.Option(help="How transformers runs the model: float32 (the default) or bfloat16."),
 ]
 TargetsOption = Annotated[
     list[str] | None,
@@ -93,7 +94,7 @@ def run_command(
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
     seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
     target: TargetsOption = None,
     method: MethodOption = "fast",
     refine: Annotated[
@@ -149,7 +150,7 @@ def compare_command(
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
     seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
     buckets: Annotated[int, typer.Option(help="Points of the curve along the context.")] = 8,
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave."""
@@ -192,7 +193,7 @@ def overlap_command(
     batches: BatchesOption = 4,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
 ) -> None:
     """Measure how much of their selection every two layers have in common."""
     from sglang_indexcache.search.figures import draw_overlap
@@ -225,7 +226,7 @@ def stability_command(
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = None,
     target: TargetsOption = None,
     method: MethodOption = "fast",
     budget: BudgetOption = 0.1,
@@ -267,8 +268,7 @@ def cost_command(
     """Predict what a search costs at most, before it runs."""
     from sglang_indexcache.pattern import Pattern
     from sglang_indexcache.search.constraints import Constraints
-    from sglang_indexcache.search.cost import cost
-    from sglang_indexcache.search.options import Options
+    from sglang_indexcache.search.options import Options, cost
     from sglang_indexcache.search.targets import parse_targets
 
     constraints = Constraints.make(Pattern.full(layers))
@@ -290,13 +290,19 @@ def _source(
     urls: list[str] | None = None,
     keywords: list[str] | None = None,
     synthetic: int = 0,
-    dtype: str = "float32",
+    dtype: str | None = None,
 ) -> Source:
     """The source that the options of a command describe."""
     from sglang_indexcache.search.sources import InProcess, Local, Served, Synthetic
 
     if sum(map(bool, (urls, keywords, synthetic))) > 1:
         raise SearchError("give only one of --url, --engine and --synthetic")
+    if dtype and (urls or keywords or synthetic):
+        raise SearchError("--dtype is for transformers, not for --url, --engine or --synthetic")
+    if dtype not in (None, "float32", "bfloat16"):
+        raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    if synthetic and model:
+        raise SearchError("--synthetic makes the model up; leave --model away, or --synthetic")
     if synthetic:
         return Synthetic(synthetic, data)
     if model is None:
@@ -305,7 +311,7 @@ def _source(
         return Served(model, data, tuple(urls))
     if keywords:
         return InProcess(model, data, lambda: _engine(model, keywords))
-    return Local(model, data, dtype)
+    return Local(model, data, dtype or "float32")
 
 
 def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngine]:

@@ -80,6 +80,23 @@ def exchanged(pattern: Pattern, out: int, into: int) -> Pattern:
     return Pattern.from_layers(len(pattern), set(pattern.full_layers) - {out} | {into})
 
 
+def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
+    """The blind schedules with this many F layers that the constraints allow, by name.
+
+    ``uniform`` is the paper's interleaving where a ratio 1/r gives this count, and the F layers
+    spread as evenly as integers allow otherwise. ``freq`` is SGLang's ``index_topk_freq`` without
+    an offset, where some frequency gives this count.
+    """
+    count, most = len(constraints.start), set(constraints.start.full_layers)
+    spread = Pattern.from_layers(count, (i * count // full_layers for i in range(full_layers)))
+    found = {"uniform": spread}
+    for name, schedule in (("uniform", Pattern.uniform), ("freq", Pattern.from_freq)):
+        every = (schedule(count, freq) for freq in range(1, count + 1))
+        if fitting := next((p for p in every if len(p.full_layers) == full_layers), None):
+            found[name] = fitting
+    return {name: p for name, p in found.items() if constraints.fixed <= {*p.full_layers} <= most}
+
+
 def stage_starts(num_layers: int, stages: int) -> tuple[int, ...]:
     """First layers of ``stages`` pipeline stages of even size, the longer ones first.
 

@@ -31,6 +31,12 @@ class BatchLosses:
     values: Floats
     layer_tokens: int
 
+    @classmethod
+    def of_tokens(cls, batches: Sequence[Sequence[Floats]], layer_tokens: int) -> BatchLosses:
+        """From what :meth:`TokenEvaluator.token_losses` answers."""
+        means = [float(np.concatenate(sequences).mean()) for sequences in batches]
+        return cls(np.array(means), layer_tokens)
+
     @property
     def mean(self) -> float:
         """Mean over the batches, nats per token."""

@@ -12,8 +12,8 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,24 +76,9 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def append(
-        self,
-        pattern: str,
-        batches: Sequence[int],
-        losses: Sequence[float],
-        layer_tokens: int,
-        seconds: float,
-    ) -> None:
+    def append(self, record: Record) -> None:
         """Write one finished evaluation; on disk when this returns."""
-        self._write(
-            {
-                "pattern": pattern,
-                "batches": list(batches),
-                "losses": list(losses),
-                "layer_tokens": layer_tokens,
-                "seconds": round(seconds, 3),
-            }
-        )
+        self._write(asdict(record) | {"seconds": round(record.seconds, 3)})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._guard:

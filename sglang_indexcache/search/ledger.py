@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Evaluator, Floats
-from sglang_indexcache.search.journal import Journal
+from sglang_indexcache.search.evaluator import Evaluator, Floats, standard_error
+from sglang_indexcache.search.journal import Journal, Record
+
+Known = Mapping[int, Pattern]
+"""The best pattern that is known, by its number of F layers."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One committed flip of a search on its way down from all F (or the start, before any).
+
+    Attributes:
+        pattern: after the flip.
+        layer: which layer became S; None for the start.
+        loss: nats per token: the start's mean over all batches plus the mean increase over the
+            start on the ``batches`` batches on which the pattern was measured. With all batches
+            that is the pattern's mean; with fewer, the batches' different levels cancel.
+        standard_error: of that increase; NaN for one batch.
+        batches: how many of the batches were measured (a racing search may stop early).
+        candidates: patterns that were compared.
+        spent: tokens asked for since the search began.
+        decided: whether the data told the best candidate from the others; a racing search that
+            runs out of its allowance commits the leader and says False.
+    """
+
+    pattern: Pattern
+    layer: int | None
+    loss: float
+    standard_error: float
+    batches: int
+    candidates: int
+    spent: int
+    decided: bool = True
 
 
 class Ledger:
@@ -29,9 +61,8 @@ class Ledger:
 
     Attributes:
         spent: tokens of all distinct (pattern, batch) pairs that were asked for.
+        known_tokens: tokens of everything measured, by this process or an earlier one.
         measured: tokens that this process forwarded.
-        layer_tokens: layers times tokens that this process forwarded.
-        seconds: time that this process spent in the evaluator.
     """
 
     def __init__(
@@ -47,8 +78,6 @@ class Ledger:
         self.all_batches = tuple(range(len(evaluator.batch_tokens)))
         self.spent = 0
         self.measured = 0
-        self.layer_tokens = 0
-        self.seconds = 0.0
         self._journal, self.on_measured = journal, on_measured
         self._per_call = batches_per_call
         self._known: dict[tuple[str, int], float] = {}
@@ -56,17 +85,12 @@ class Ledger:
         for record in journal.records if journal else ():
             for batch, value in zip(record.batches, record.losses, strict=True):
                 self._known[record.pattern, batch] = value
-        self._known_tokens = sum(self.batch_tokens[batch] for _, batch in self._known)
+        self.known_tokens = sum(self.batch_tokens[batch] for _, batch in self._known)
 
     @property
     def full_evaluation(self) -> int:
         """Tokens of one pattern on every batch."""
         return sum(self.batch_tokens)
-
-    @property
-    def known_tokens(self) -> int:
-        """Tokens of everything measured, by this process or an earlier one."""
-        return self._known_tokens
 
     def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
         """``[batches]`` float64 losses of one pattern; all batches by default."""
@@ -90,6 +114,25 @@ class Ledger:
             self._count(pattern, wanted)
         return np.array([[self._known[str(p), b] for b in wanted] for p in patterns])
 
+    def step(
+        self,
+        start: Pattern,
+        pattern: Pattern,
+        layer: int | None,
+        *,
+        candidates: int,
+        batches: int | None = None,
+        decided: bool = True,
+    ) -> Step:
+        """Describe a committed pattern from what is known of it and of the start."""
+        base = self.losses(start)
+        count = len(base) if batches is None else batches
+        increase = self.losses(pattern, self.all_batches[:count]) - base[:count]
+        complete = count == len(base)
+        loss = self.mean(pattern) if complete else float(base.mean() + increase.mean())
+        error = standard_error(increase)
+        return Step(pattern, layer, loss, error, count, candidates, self.spent, decided)
+
     def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
         """Tokens by which asking for this would raise ``spent``."""
         return sum(
@@ -110,16 +153,15 @@ class Ledger:
         started = time.perf_counter()
         found = self.evaluator.loss(pattern, batches)
         seconds = time.perf_counter() - started
-        values = [float(value) for value in found.values]
+        values = tuple(float(value) for value in found.values)
         if self._journal is not None:
-            self._journal.append(str(pattern), batches, values, found.layer_tokens, seconds)
+            record = Record(str(pattern), batches, values, found.layer_tokens, seconds)
+            self._journal.append(record)
         for batch, value in zip(batches, values, strict=True):
             self._known[str(pattern), batch] = value
         tokens = sum(self.batch_tokens[batch] for batch in batches)
         self.measured += tokens
-        self._known_tokens += tokens
-        self.layer_tokens += found.layer_tokens
-        self.seconds += seconds
+        self.known_tokens += tokens
         if self.on_measured is not None:
             self.on_measured(self)
 

@@ -1,21 +1,27 @@
-"""The folder that a search fills while it runs."""
+"""What a search leaves in its folder: library entries, its numbers as JSON, a figure."""
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
+from typing import Any
 
-from sglang_indexcache.library import Entry
-from sglang_indexcache.search.entries import entry, summary, write_entry
+import yaml
+
+from sglang_indexcache.library import Citation, Entry, Method, Quality
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.figures import draw_losses
-from sglang_indexcache.search.path import Step
+from sglang_indexcache.search.ledger import Step
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Mark
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.support.provenance import versions
 
 _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL = "partial"
+_LOSS = "calibration loss, nats per token (lower is better)"
 
 
 class OutputFolder:
@@ -34,7 +40,7 @@ class OutputFolder:
     def update(self, event: Step | Found) -> None:
         """Write what ``event`` changed."""
         if isinstance(event, Found):
-            write_entry(entry(self._search, event, self._origin), self._folder)
+            self._write_entry(entry(self._search, event, self._origin))
             return
         write_json(self._folder / "search.json", summary(self._search, self._origin))
         if time.monotonic() - self._plotted > _SECONDS_BETWEEN_PLOTS:
@@ -47,13 +53,18 @@ class OutputFolder:
         if self._search.is_complete:
             partial.unlink(missing_ok=True)
         elif self._search.path:
-            write_entry(self._last_committed(), self._folder)
+            self._write_entry(self._last_committed())
         if not self._search.path:
             return
         for found in self._search.found.values():
-            write_entry(entry(self._search, found, self._origin), self._folder)
+            self._write_entry(entry(self._search, found, self._origin))
         write_json(self._folder / "search.json", summary(self._search, self._origin))
         draw_losses(self._search, self._folder / "losses.png")
+
+    def _write_entry(self, item: Entry) -> None:
+        data = item.model_dump(mode="json", exclude_defaults=True)
+        text = yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
+        write_whole(self._folder / f"{item.name}.yaml", text)
 
     def _last_committed(self) -> Entry:
         step = self._search.path[-1]
@@ -62,3 +73,110 @@ class OutputFolder:
         found = Found(mark, step.pattern, step.loss, step.standard_error, step.pattern, step.loss)
         item = entry(self._search, found, self._origin)
         return item.model_copy(update={"name": f"{self._origin.name}-{_PARTIAL}"})
+
+
+def entry(search: Search, found: Found, origin: Setup) -> Entry:
+    """The library entry of one mark. Holds no times: the same search gives the same file."""
+    retention = found.mark.label
+    uniform = found.baselines.get("uniform")
+    return Entry(
+        name=f"{origin.name}-{retention.replace('/', 'of')}",
+        model=origin.model,
+        pattern=str(found.pattern),
+        full_layers=len(found.pattern.full_layers),
+        retention=retention,
+        method=Method(
+            name=search.options.in_words() if found.is_final else "unfinished search",
+            objective="per-token language-modelling loss",
+            data=origin.data,
+            details=_details(search, found, origin),
+        ),
+        source=Citation(title="indexcache search", where="this file's method.details"),
+        quality=(
+            Quality(
+                benchmark=_LOSS,
+                score=found.loss,
+                all_full=search.start_loss,
+                uniform=uniform[1] if uniform else None,
+                where="indexcache search",
+            ),
+        ),
+    )
+
+
+def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
+    details: dict[str, Any] = {
+        **origin.identity,
+        "seed": origin.seed,
+        "versions": versions(),
+        "loss_standard_error": _number(found.standard_error),
+        "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
+        "loss_curve": [
+            {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
+            for step in search.path
+        ],
+    }
+    if found.is_final:
+        details["cost"] = _cost(search)
+    return details
+
+
+def _cost(search: Search) -> dict[str, Any]:
+    exhaustive = search.exhaustive_tokens
+    return {
+        "tokens": search.search_tokens,
+        "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
+        "exhaustive_greedy_tokens": exhaustive,
+        "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),
+    }
+
+
+def summary(search: Search, origin: Setup) -> dict[str, Any]:
+    """The whole search as plain data, complete or not."""
+    return {
+        "complete": search.is_complete,
+        "name": origin.name,
+        "method": search.options.in_words(),
+        "identity": dict(origin.identity),
+        "versions": versions(),
+        "data": origin.data,
+        "seed": origin.seed,
+        "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
+        "cost": _cost(search) if search.is_complete else None,
+        "steps": [_step(step) for step in search.path],
+        "marks": [_mark(found) for found in search.found.values()],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "pattern": str(step.pattern),
+        "flipped": step.layer,
+        "loss": step.loss,
+        "standard_error": _number(step.standard_error),
+        "batches": step.batches,
+        "candidates": step.candidates,
+        "tokens_so_far": step.spent,
+        "decided": step.decided,
+    }
+
+
+def _mark(found: Found) -> dict[str, Any]:
+    def measured(pattern: Pattern, loss: float) -> dict[str, Any]:
+        return {"pattern": str(pattern), "loss": loss}
+
+    return {
+        "retention": found.mark.label,
+        "full_layers": found.mark.full_layers,
+        "final": found.is_final,
+        **measured(found.pattern, found.loss),
+        "standard_error": _number(found.standard_error),
+        "before_refinement": measured(found.searched, found.searched_loss),
+        "exchanges": found.exchanges,
+        "baselines": {name: measured(*pair) for name, pair in found.baselines.items()},
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON and YAML have no portable NaN."""
+    return None if math.isnan(value) else value

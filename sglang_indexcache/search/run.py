@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.baselines import baselines
-from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.constraints import Constraints, baselines
 from sglang_indexcache.search.evaluator import standard_error
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.targets import Mark, Targets
 
 

@@ -15,10 +15,9 @@ from rich.table import Table
 
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.journal import Journal
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
-from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Targets

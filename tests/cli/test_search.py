@@ -62,6 +62,11 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
         (["--synthetic", "8", "--keep-full", "a"], "not a list of layers"),
         ([], "give the checkpoint's folder with --model"),
         (["--model", "missing"], "cannot read missing/config.json"),
+        (["--synthetic", "8", "--model", "m"], "--synthetic makes the model up; leave --model"),
+        (["--synthetic", "8", "--dtype", "bfloat16"], "--dtype is for transformers"),
+        (["--model", "m", "--url", "http://h", "--dtype", "float32"], "--dtype is for transf"),
+        (["--model", "m", "--engine", "default", "--dtype", "float32"], "--dtype is for transf"),
+        (["--model", "m", "--dtype", "int3"], "--dtype is float32 or bfloat16, got 'int3'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -34,6 +34,7 @@ def test_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float) -> 
     for count, found in search.found.items():
         assert found.loss == exhaustive.mean(found.pattern)
         assert found.loss <= path[count].loss
+        assert found.gained == found.searched_loss - found.loss >= 0
 
 
 @settings(deadline=None, max_examples=20)

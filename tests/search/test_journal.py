@@ -8,7 +8,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluator import BatchLosses
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.journal import Journal
+from sglang_indexcache.search.journal import Journal, Record
 from sglang_indexcache.search.ledger import Ledger
 from tests.search.helpers import landscape
 
@@ -17,8 +17,8 @@ IDENTITY = {"checkpoint": "a", "data": "b"}
 
 def filled(path: Path) -> bytes:
     with Journal(path, IDENTITY) as journal:
-        journal.append("FFS", [0, 1], [2.0, 0.1 + 0.2], 30, 0.5)
-        journal.append("FSS", [1], [1 / 3], 15, 0.25)
+        journal.append(Record("FFS", (0, 1), (2.0, 0.1 + 0.2), 30, 0.5))
+        journal.append(Record("FSS", (1,), (1 / 3,), 15, 0.25))
     return path.read_bytes()
 
 
@@ -39,7 +39,7 @@ def test_survives_a_cut_at_every_byte(tmp_path: Path) -> None:
         finished = max(content[:length].count(b"\n") - 1, 0)
         with Journal(path, IDENTITY) as journal:
             assert len(journal.records) == finished
-            journal.append("FSF", [0], [1.0], 15, 0.1)
+            journal.append(Record("FSF", (0,), (1.0,), 15, 0.1))
         with Journal(path, IDENTITY) as journal:
             assert [r.pattern for r in journal.records] == [*["FFS", "FSS"][:finished], "FSF"]
         path.unlink()

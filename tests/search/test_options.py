@@ -1,6 +1,11 @@
 import pytest
 
-from sglang_indexcache.search.options import Options
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.search.methods.greedy import Greedy
+from sglang_indexcache.search.methods.similarity import Similarity
+from sglang_indexcache.search.options import Options, cost
+from sglang_indexcache.search.run import Search
+from tests.search.helpers import free, landscape, targets
 
 
 @pytest.mark.parametrize(
@@ -16,3 +21,34 @@ from sglang_indexcache.search.options import Options
 )
 def test_options_in_words(method: str, refinement: str, words: str) -> None:
     assert Options.parse(method, refinement).in_words() == words
+
+
+def test_the_papers_search() -> None:
+    """47 layers down to one: N(N-1)/2 passes over 768 sequences of 200K, and the start."""
+    bill = cost(
+        free(47), targets(47, "1"), Options(Greedy()), sequences=768, context=200_000,
+        tokens_per_second=1e6, gpus=8,
+    )  # fmt: skip
+    assert bill.evaluations == 1082
+    assert bill.sequences == 1082 * 768
+    assert bill.tokens == 1082 * 768 * 200_000
+    assert bill.hours == pytest.approx(bill.tokens / 1e6 / 3600)
+    assert bill.gpu_hours == pytest.approx(8 * bill.hours)
+
+
+@pytest.mark.parametrize("layers", [12, 47])
+def test_fast_never_costs_more_than_predicted(layers: int) -> None:
+    goal = targets(layers, "1/2", "1/4")
+    search = Search(landscape(layers, batches=32), free(layers), goal, Options())
+    for _ in search.run():
+        pass
+    bill = cost(free(layers), goal, Options(), sequences=32, context=1000)
+    assert search.search_tokens <= bill.tokens
+    assert bill.hours is None
+
+
+def test_bad_numbers() -> None:
+    with pytest.raises(SearchError, match="above zero"):
+        cost(free(4), targets(4, "1"), Options(), sequences=0, context=1)
+    with pytest.raises(SearchError, match="no cost model"):
+        cost(free(4), targets(4, "1"), Options(Similarity()), sequences=1, context=1)

@@ -6,7 +6,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.refinements.beam import beam
-from sglang_indexcache.search.refinements.exchange import refine_exhaustively, refine_screened
+from sglang_indexcache.search.refinements.exchange import Screened, Swap
 from tests.search.helpers import free, landscape, targets
 from tests.search.oracle import every_pattern
 
@@ -21,14 +21,14 @@ def patterns(draw: st.DrawFn) -> Pattern:
 @given(pattern=patterns(), seed=st.integers(0, 10**6))
 def test_swap_ends_where_no_exchange_helps(pattern: Pattern, seed: int) -> None:
     ledger = landscape(len(pattern), seed)
-    refined = refine_exhaustively(ledger, pattern, free(len(pattern)))
-    assert len(refined.pattern.full_layers) == len(pattern.full_layers)
-    assert refined.loss <= ledger.mean(pattern)
-    assert refined.gained == ledger.mean(pattern) - refined.loss
-    for out in refined.pattern.full_layers[1:]:
-        for into in refined.pattern.shared_layers:
-            kept = set(refined.pattern.full_layers) - {out} | {into}
-            assert ledger.mean(Pattern.from_layers(len(pattern), kept)) >= refined.loss
+    refined, exchanges = Swap().refine(ledger, free(len(pattern)), pattern, {}, 0)
+    assert len(refined.full_layers) == len(pattern.full_layers)
+    assert ledger.mean(refined) <= ledger.mean(pattern)
+    assert (exchanges == 0) == (refined == pattern)
+    for out in refined.full_layers[1:]:
+        for into in refined.shared_layers:
+            kept = set(refined.full_layers) - {out} | {into}
+            assert ledger.mean(Pattern.from_layers(len(pattern), kept)) >= ledger.mean(refined)
 
 
 @settings(deadline=None, max_examples=30)
@@ -40,9 +40,9 @@ def test_screened_is_never_worse_and_stays_in_its_budget(
     before = ledger.mean(pattern)
     spent = ledger.spent
     budget = evaluations * ledger.full_evaluation
-    refined = refine_screened(ledger, pattern, free(len(pattern)), budget)
-    assert refined.loss == ledger.mean(refined.pattern) <= before
-    assert len(refined.pattern.full_layers) == len(pattern.full_layers)
+    refined, _ = Screened().refine(ledger, free(len(pattern)), pattern, {}, budget)
+    assert ledger.mean(refined) <= before
+    assert len(refined.full_layers) == len(pattern.full_layers)
     assert ledger.spent - spent <= budget
 
 
@@ -52,10 +52,10 @@ def test_finds_what_greedy_misses() -> None:
     for seed in range(20):
         ledger = landscape(10, seed)
         step = list(greedy(ledger, free(10), targets(10, "4")))[-1]
-        refined = refine_exhaustively(ledger, step.pattern, free(10))
+        refined, _ = Swap().refine(ledger, free(10), step.pattern, {}, 0)
         best = min(ledger.mean(Pattern(text)) for text in every_pattern(10, 4))
-        assert best <= refined.loss <= step.loss
-        gained += refined.loss < step.loss
+        assert best <= ledger.mean(refined) <= step.loss
+        gained += ledger.mean(refined) < step.loss
     assert gained > 0
 
 
@@ -63,7 +63,7 @@ def test_exchanges_obey_the_constraints() -> None:
     rules = Constraints.make(Pattern("FFFFSFFFFF"), keep_full=[3], force_shared=[6])
     start = Pattern("FSSFSSSSSF")
     for seed in range(10):
-        text = str(refine_exhaustively(landscape(10, seed), start, rules).pattern)
+        text = str(Swap().refine(landscape(10, seed), rules, start, {}, 0)[0])
         assert text[0] == text[3] == "F"
         assert text[4] == text[6] == "S"
 

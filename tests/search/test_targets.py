@@ -2,8 +2,13 @@ import pytest
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.baselines import baselines
-from sglang_indexcache.search.constraints import Constraints, exchanged, flipped, stage_starts
+from sglang_indexcache.search.constraints import (
+    Constraints,
+    baselines,
+    exchanged,
+    flipped,
+    stage_starts,
+)
 from sglang_indexcache.search.targets import parse_targets
 from tests.search.helpers import free
 

@@ -88,11 +88,8 @@ class TransformersEvaluator:
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
         """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
         before = self._layer_tokens
-        means = [
-            float(np.concatenate(sequences).mean())
-            for sequences in self.token_losses(pattern, batches)
-        ]
-        return BatchLosses(np.array(means), self._layer_tokens - before)
+        losses = self.token_losses(pattern, batches)
+        return BatchLosses.of_tokens(losses, self._layer_tokens - before)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluator import BatchLosses, Floats
+from sglang_indexcache.search.evaluator import BatchLosses, Floats, TokenEvaluator
 
 
 class LiveEngine(Protocol):
@@ -53,17 +55,13 @@ class ServedEvaluator:
                 "the engine runs in static mode, where shared layers have no indexer. Start it "
                 "with --indexcache-mode live."
             )
-        self.own = Pattern(state["checkpoint_pattern"])
-        self.num_layers = len(self.own)
+        self.num_layers = len(state["checkpoint_pattern"])
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
         """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
-        means = [
-            float(np.concatenate(sequences).mean())
-            for sequences in self.token_losses(pattern, batches)
-        ]
         tokens = sum(self.batch_tokens[batch] for batch in batches)
-        return BatchLosses(np.array(means), tokens * self.num_layers)
+        losses = self.token_losses(pattern, batches)
+        return BatchLosses.of_tokens(losses, tokens * self.num_layers)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""
@@ -119,3 +117,43 @@ def _losses(reply: Any, ids: list[int]) -> Floats:
     if not np.isfinite(losses).all():
         raise SearchError("the engine answered with a log-probability that is not a number")
     return losses
+
+
+class EvaluatorPool:
+    """Several evaluators of the same checkpoint and data, each measuring another candidate.
+
+    Hands each question to a member that is free; safe to call from ``in_flight`` threads.
+
+    Raises:
+        SearchError: no members, or members that differ in layers or data.
+    """
+
+    def __init__(self, members: Sequence[TokenEvaluator]) -> None:
+        if not members:
+            raise SearchError("a pool needs at least one evaluator")
+        shapes = {(member.num_layers, member.batch_tokens) for member in members}
+        if len(shapes) != 1:
+            raise SearchError("the engines of a pool must serve the same checkpoint and data")
+        [(self.num_layers, self.batch_tokens)] = shapes
+        self.in_flight = len(members)
+        self._free: SimpleQueue[TokenEvaluator] = SimpleQueue()
+        for member in members:
+            self._free.put(member)
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
+        with self._member() as member:
+            return member.loss(pattern, batches)
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""
+        with self._member() as member:
+            return member.token_losses(pattern, batches)
+
+    @contextmanager
+    def _member(self) -> Iterator[TokenEvaluator]:
+        member = self._free.get()
+        try:
+            yield member
+        finally:
+            self._free.put(member)

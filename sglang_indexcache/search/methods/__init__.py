@@ -7,11 +7,10 @@ from typing import Protocol
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Fast
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.methods.similarity import Similarity
-from sglang_indexcache.search.path import Step
 from sglang_indexcache.search.targets import Targets
 
 

@@ -28,8 +28,7 @@ import numpy as np
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped
 from sglang_indexcache.search.evaluator import standard_error
-from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step, make_step
+from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.race import race
 from sglang_indexcache.search.targets import Targets
 
@@ -124,7 +123,7 @@ class FastGreedy:
         start = self._ledger.losses(self._pattern)
         budget = self._targets.loss_budget
         limit = float(start.mean()) * budget if budget is not None else None
-        yield self._step(None, len(start), 1, decided=True)
+        yield self._ledger.step(self._pattern, self._pattern, None, candidates=1)
         flips = len(self._pattern.full_layers) - self._targets.fewest
         for number in range(flips):
             fresh = self._refresh(number)
@@ -135,7 +134,14 @@ class FastGreedy:
                 return
             [layer] = self._pattern.diff(finish.winner).became_shared
             self._commit(layer)
-            yield self._step(layer, finish.batches, len(fresh), decided=finish.decided)
+            yield self._ledger.step(
+                self._constraints.start,
+                self._pattern,
+                layer,
+                candidates=len(fresh),
+                batches=finish.batches,
+                decided=finish.decided,
+            )
 
     def _allowance(self) -> int:
         """Tokens for this step's race: the nearer a mark, the more.
@@ -197,14 +203,3 @@ class FastGreedy:
         if added.mean() + 3 * np.nan_to_num(standard_error(added), nan=np.inf) <= limit:
             return False
         return self._ledger.mean(pattern) - self._ledger.mean(start) > limit
-
-    def _step(self, layer: int | None, batches: int, candidates: int, *, decided: bool) -> Step:
-        return make_step(
-            self._ledger,
-            self._constraints.start,
-            self._pattern,
-            layer,
-            batches=batches,
-            candidates=candidates,
-            decided=decided,
-        )

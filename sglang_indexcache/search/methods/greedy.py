@@ -8,8 +8,7 @@ from itertools import pairwise
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped, stage_starts
-from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step, make_step
+from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.targets import Targets
 
 
@@ -67,7 +66,7 @@ def greedy(
     starts = stage_starts(ledger.num_layers, blocks)
     bounds = [*starts, ledger.num_layers]
     pattern = constraints.start
-    yield (step := _step(ledger, pattern, pattern, None, 1))
+    yield (step := ledger.step(pattern, pattern, None, candidates=1))
     limit = step.loss * (1 + targets.loss_budget) if targets.loss_budget is not None else None
     while len(pattern.full_layers) > targets.fewest:
         before = pattern
@@ -80,7 +79,8 @@ def greedy(
             if not inside or len(pattern.full_layers) == targets.fewest:
                 continue
             layer = best_flip(ledger, pattern, inside)
-            step = _step(ledger, constraints.start, flipped(pattern, layer), layer, len(inside))
+            after = flipped(pattern, layer)
+            step = ledger.step(constraints.start, after, layer, candidates=len(inside))
             if limit is not None and step.loss > limit:
                 return
             pattern = step.pattern
@@ -93,13 +93,6 @@ def best_flip(ledger: Ledger, pattern: Pattern, layers: Sequence[int]) -> int:
     """The layer whose flip to S leaves the lowest mean loss (Algorithm 1, line 4)."""
     means = ledger.many([flipped(pattern, layer) for layer in layers]).mean(axis=1)
     return layers[int(means.argmin())]
-
-
-def _step(
-    ledger: Ledger, start: Pattern, pattern: Pattern, layer: int | None, candidates: int
-) -> Step:
-    count = len(ledger.all_batches)
-    return make_step(ledger, start, pattern, layer, batches=count, candidates=candidates)
 
 
 def evaluations(constraints: Constraints, targets: Targets, blocks: int = 1) -> int:

@@ -16,8 +16,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluator import Floats
-from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.path import Step, make_step
+from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.targets import Targets
 
 
@@ -43,8 +42,7 @@ class Similarity:
         Raises:
             SearchError: the evaluator does not hand out attention outputs.
         """
-        start, count = constraints.start, len(ledger.all_batches)
-        yield make_step(ledger, start, start, None, batches=count, candidates=1)
+        yield ledger.step(constraints.start, constraints.start, None, candidates=1)
         if not isinstance(ledger.evaluator, SimilarityEvaluator):
             raise SearchError(
                 "the similarity matrix needs attention outputs, which an engine does not hand "

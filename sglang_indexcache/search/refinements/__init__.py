@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Known, Ledger
 from sglang_indexcache.search.refinements.beam import Beam
 from sglang_indexcache.search.refinements.exchange import Screened, Swap
 
@@ -21,12 +21,7 @@ class Refinement(Protocol):
         """For the provenance of what it improves; empty for none."""
 
     def refine(
-        self,
-        ledger: Ledger,
-        constraints: Constraints,
-        pattern: Pattern,
-        known: Mapping[int, Pattern],
-        budget: int,
+        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
     ) -> tuple[Pattern, int]:
         """Return a pattern with as many F layers and never a higher loss, and its exchanges.
 
@@ -34,7 +29,7 @@ class Refinement(Protocol):
             ledger: measures and remembers.
             constraints: which layers may change.
             pattern: what to improve.
-            known: the search's pattern by its number of F layers, down to the last mark.
+            known: what the search has found, down to the last mark.
             budget: tokens that may be asked for, by a refinement that keeps to it.
         """
 
@@ -49,12 +44,7 @@ class Unrefined:
     in_words = ""
 
     def refine(
-        self,
-        ledger: Ledger,
-        constraints: Constraints,
-        pattern: Pattern,
-        known: Mapping[int, Pattern],
-        budget: int,
+        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
     ) -> tuple[Pattern, int]:
         """See :class:`Refinement`."""
         return pattern, 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Known, Ledger
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,7 @@ class Beam:
             raise SearchError(f"the beam must be at least 1 wide, got {self.width}")
 
     def refine(
-        self,
-        ledger: Ledger,
-        constraints: Constraints,
-        pattern: Pattern,
-        known: Mapping[int, Pattern],
-        budget: int,
+        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
     ) -> tuple[Pattern, int]:
         """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
         best = beam(ledger, constraints, min(known), self.width, known)
@@ -46,11 +40,7 @@ class Beam:
 
 
 def beam(
-    ledger: Ledger,
-    constraints: Constraints,
-    fewest: int,
-    width: int,
-    known: Mapping[int, Pattern],
+    ledger: Ledger, constraints: Constraints, fewest: int, width: int, known: Known
 ) -> dict[int, Pattern]:
     """Search downwards with ``width`` patterns at every number of F layers.
 
@@ -62,7 +52,7 @@ def beam(
         constraints: which layers may be flipped.
         fewest: F layers at which to end.
         width: patterns kept at every level.
-        known: another search's pattern by its number of F layers, for example greedy's path.
+        known: another search's patterns, for example greedy's path.
 
     Returns:
         The best pattern by its number of F layers.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, exchanged, flipped
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Known, Ledger
 from sglang_indexcache.search.methods.fast import least_subset
 from sglang_indexcache.search.race import race
 
@@ -19,21 +19,21 @@ SHORTLIST = 16
 
 @dataclass(frozen=True)
 class Swap:
-    """:func:`refine_exhaustively` as a row of the table of refinements."""
+    """Take the best of all exchanges on all batches, until none lowers the loss."""
 
     in_words = "swap refinement"
 
     def refine(
-        self,
-        ledger: Ledger,
-        constraints: Constraints,
-        pattern: Pattern,
-        known: Mapping[int, Pattern],
-        budget: int,
+        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
     ) -> tuple[Pattern, int]:
         """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-        refined = refine_exhaustively(ledger, pattern, constraints)
-        return refined.pattern, refined.exchanges
+        exchanges = 0
+        while neighbours := _exchanges(pattern, constraints):
+            means = ledger.many(neighbours).mean(axis=1)
+            if means.min() >= ledger.mean(pattern):
+                break
+            pattern, exchanges = neighbours[int(means.argmin())], exchanges + 1
+        return pattern, exchanges
 
     def tokens(self, budget: int) -> None:
         """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
@@ -41,91 +41,35 @@ class Swap:
 
 @dataclass(frozen=True)
 class Screened:
-    """:func:`refine_screened` as a row of the table of refinements."""
-
-    in_words = "screened refinement"
-
-    def refine(
-        self,
-        ledger: Ledger,
-        constraints: Constraints,
-        pattern: Pattern,
-        known: Mapping[int, Pattern],
-        budget: int,
-    ) -> tuple[Pattern, int]:
-        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-        refined = refine_screened(ledger, pattern, constraints, budget)
-        return refined.pattern, refined.exchanges
-
-    def tokens(self, budget: int) -> int:
-        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-        return budget
-
-
-@dataclass(frozen=True)
-class Refined:
-    """What refinement came to.
-
-    Attributes:
-        pattern: as many F layers as before; its mean loss over all batches is never higher.
-        loss: of ``pattern``, nats per token over all batches.
-        gained: nats per token by which the loss went down.
-        exchanges: F/S pairs that were exchanged.
-    """
-
-    pattern: Pattern
-    loss: float
-    gained: float
-    exchanges: int
-
-
-def refine_exhaustively(ledger: Ledger, pattern: Pattern, constraints: Constraints) -> Refined:
-    """Take the best of all exchanges on all batches, until none lowers the loss."""
-    start = ledger.mean(pattern)
-    exchanges = 0
-    while True:
-        neighbours = _exchanges(pattern, constraints)
-        if not neighbours:
-            break
-        means = ledger.many(neighbours).mean(axis=1)
-        if means.min() >= ledger.mean(pattern):
-            break
-        pattern, exchanges = neighbours[int(means.argmin())], exchanges + 1
-    loss = ledger.mean(pattern)
-    return Refined(pattern, loss, start - loss, exchanges)
-
-
-def refine_screened(
-    ledger: Ledger, pattern: Pattern, constraints: Constraints, budget: int
-) -> Refined:
-    """Race only promising exchanges, within a budget.
+    """Race only promising exchanges, within the budget.
 
     A round measures on a few batches what each F layer is worth and what each S layer would gain
     as F; the exchanges with the best sum, and every shift of an F layer by one, race against the
     pattern as it is. An exchange is made only if the mean over all batches is lower. A round that
-    found nothing is repeated on twice as many batches.
-
-    Args:
-        ledger: measures and remembers.
-        pattern: where to start.
-        constraints: which layers may change.
-        budget: tokens; a round that may not fit is not begun.
+    found nothing is repeated on twice as many batches; one that may not fit is not begun.
     """
-    start = ledger.mean(pattern)
-    exchanges, end = 0, ledger.spent + budget
-    first = least_subset(len(ledger.all_batches))
-    while True:
-        winner = _round(ledger, pattern, constraints, first, end)
-        if winner is None:
-            break
-        if ledger.mean(winner) < ledger.mean(pattern):
-            pattern, exchanges = winner, exchanges + 1
-        elif first < len(ledger.all_batches):
-            first = min(2 * first, len(ledger.all_batches))
-        else:
-            break
-    loss = ledger.mean(pattern)
-    return Refined(pattern, loss, start - loss, exchanges)
+
+    in_words = "screened refinement"
+
+    def refine(
+        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
+    ) -> tuple[Pattern, int]:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        ledger.losses(pattern)  # what it starts from is not part of the budget
+        exchanges, end = 0, ledger.spent + budget
+        first = least_subset(len(ledger.all_batches))
+        while winner := _round(ledger, pattern, constraints, first, end):
+            if ledger.mean(winner) < ledger.mean(pattern):
+                pattern, exchanges = winner, exchanges + 1
+            elif first < len(ledger.all_batches):
+                first = min(2 * first, len(ledger.all_batches))
+            else:
+                break
+        return pattern, exchanges
+
+    def tokens(self, budget: int) -> int:
+        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
+        return budget
 
 
 def _round(
@@ -133,7 +77,8 @@ def _round(
 ) -> Pattern | None:
     """The winner of one round that looks at ``first`` batches; None if it may spend too much."""
     subset = ledger.all_batches[:first]
-    screening = [flipped(pattern, layer) for layer in _movable(pattern, constraints)]
+    movable = [*constraints.candidates(pattern), *constraints.restorable(pattern)]
+    screening = [flipped(pattern, layer) for layer in movable]
     needed = ledger.cost(screening, subset)
     if not screening or ledger.spent + needed + ledger.full_evaluation > end:
         return None
@@ -142,10 +87,6 @@ def _round(
     if ledger.spent + needed > end:
         return None
     return race(ledger, contenders, first, end - ledger.spent - needed).winner
-
-
-def _movable(pattern: Pattern, constraints: Constraints) -> list[int]:
-    return [*constraints.candidates(pattern), *constraints.restorable(pattern)]
 
 
 def _exchanges(pattern: Pattern, constraints: Constraints) -> list[Pattern]:

@@ -10,8 +10,7 @@ import pytest
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.pool import EvaluatorPool
-from sglang_indexcache.search.evaluators.served import ServedEvaluator
+from sglang_indexcache.search.evaluators.served import EvaluatorPool, ServedEvaluator
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6), (7, 8, 9), (3, 2, 1)), 2, "test")
 
