@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import CheckpointError, PatternError
-from sglang_indexcache.models import BY_ARCHITECTURE, SHAPE_FIELDS, Family
+from sglang_indexcache.models import BY_ARCHITECTURE, LAYER_COUNTS, SHAPE_FIELDS, Family
 from sglang_indexcache.models import read_field as _get
 from sglang_indexcache.pattern import Pattern
 
@@ -65,7 +65,13 @@ class Checkpoint:
         """
         text = _text_config(config)
         architecture = _architecture(config, where)
-        layer_ids = _family(architecture, text, where).layer_ids(text)
+        family = _family(architecture, text, where)
+        if not any(_get(text, name) for name in LAYER_COUNTS):
+            raise CheckpointError(
+                f"the config of {where} has no {LAYER_COUNTS[0]}, the length of a pattern. Give "
+                "the config.json that belongs to the weights."
+            )
+        layer_ids = family.layer_ids(text)
         return cls(
             architecture=architecture,
             layer_ids=layer_ids,

@@ -24,6 +24,9 @@ SHAPE_FIELDS = (
 )
 """Config fields that tell models of one architecture apart."""
 
+LAYER_COUNTS = ("num_hidden_layers", "num_layers")
+"""Config fields that say how many layers there are; LongCat has the second."""
+
 RECOGNISED_BY = ("hidden_size", "num_attention_heads", "n_routed_experts")
 """Those that a searched pattern names its model by."""
 

@@ -91,6 +91,11 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
         (config("Dots3NoteForCausalLM"), "runs the indexer in every layer"),
         (config("DeepseekV4ForCausalLM"), "compressed sparse attention"),
         ({"num_hidden_layers": 3}, "names no architecture"),
+        (config(num_hidden_layers=None), "the config of the model has no num_hidden_layers"),
+        (
+            config("LongcatFlashForCausalLM", num_hidden_layers=None),
+            "the config of the model has no num_hidden_layers",
+        ),
         (config(index_topk_pattern="FSS"), "malformed: the pattern has 3 characters"),
         (config(index_topk_pattern="fss"), "malformed: the pattern contains"),
         (config(indexer_types=["full"]), "has 1 entries, the model needs 6"),

@@ -112,7 +112,7 @@ def read_target(folder: Path, note: str = "") -> Target:
     """Read a checkpoint folder; the weights may be missing.
 
     Raises:
-        CheckpointError: no config.json of a DSA model.
+        CheckpointError: no config.json of a DSA model, or one without a vocab_size.
     """
     config = read_config(folder)
     checkpoint = Checkpoint.from_config(config, str(folder))
@@ -130,6 +130,10 @@ def read_target(folder: Path, note: str = "") -> Target:
         note=note,
     )
     text = config.get("text_config") or config
+    if "vocab_size" not in text:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has no vocab_size, which a DSA model's config has"
+        )
     return Target(checkpoint, model, int(text["vocab_size"]))
 
 

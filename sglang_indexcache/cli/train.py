@@ -103,7 +103,7 @@ def data_command(
 ) -> None:
     """Held-out documents of the training tasks as JSONL, for `indexcache search run --data`."""
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.training.data.documents import write_documents
+    from sglang_indexcache.training.evaluate import write_documents
 
     path, counts = write_documents(model, output, parse_length(context), rows, seed)
     typer.echo(f"wrote {path}: " + ", ".join(f"{n} {task}" for task, n in counts.items()))

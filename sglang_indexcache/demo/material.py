@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from sglang_indexcache.training.data.retrieval import Words, needles
+from sglang_indexcache.training.data.retrieval import TaskWords, needles
 from sglang_indexcache.training.data.text import Text
 
 QUESTION_TOKENS = 256
@@ -47,7 +47,7 @@ class Material:
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._text = Text.of_machine(self._tokenizer, TEXT_CHARACTERS)
-        self._words = Words(self._tokenizer)
+        self._words = TaskWords(self._tokenizer)
         self._words.names = self._readable(self._words.names)
         self._words.values = self._readable(self._words.values)
 

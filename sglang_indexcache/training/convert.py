@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.models import TRAINABLE
-from sglang_indexcache.training.export import save_checkpoint
+from sglang_indexcache.training.checkpoints import save_checkpoint
 from sglang_indexcache.training.model import is_indexer
 
 TARGETS = {family.dense_type: kind for kind, family in TRAINABLE.items() if family.dense_type}

@@ -1,17 +1,25 @@
-"""Held-out text loss and retrieval accuracy, on rows that any process count sees alike."""
+"""Held-out documents of the tasks, the same on any process count: scored, or written down."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
+from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
-from sglang_indexcache.training.data.retrieval import TASKS, Document
+from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
+from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text
 from sglang_indexcache.training.model import DistilledModel, Losses
 from sglang_indexcache.training.sharing import Stage
+
+DOCUMENTS = "documents.jsonl"
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,42 @@ def document(mixture: Mixture, task: str, length: int, seed: int, row: int) -> D
     if task == TEXT:
         return mixture.documents(TEXT, length, draw)[0]
     return TASKS[task](mixture.words, mixture.text.part(mixture.held_out), length, draw)
+
+
+def write_documents(
+    checkpoint: Path, folder: Path, length: int, rows: int, seed: int = 0
+) -> tuple[Path, dict[str, int]]:
+    """Write ``rows`` documents of every task, in turn, one JSON object a line.
+
+    Args:
+        checkpoint: gives the tokenizer.
+        folder: where :data:`DOCUMENTS` goes; created if missing.
+        length: tokens of each document, before its text is tokenised again.
+        rows: documents of each task.
+        seed: of the documents.
+
+    Returns:
+        The file, and how many documents of each task it holds.
+
+    Raises:
+        CheckpointError: not a checkpoint.
+        TrainingError: a tokenizer without enough one-token words.
+    """
+    read_config(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = Text.of_machine(tokenizer, TEXT_CHARACTERS)
+    mixture = Mixture(
+        tokenizer, text, TaskWords(tokenizer), {TEXT: 1.0}, [length], seed, held_out=True
+    )
+    tasks = (TEXT, *TASKS)
+    lines = []
+    for row in range(rows):
+        for task in tasks:
+            ids = document(mixture, task, length, seed, row).ids
+            lines.append(json.dumps({"task": task, "text": tokenizer.decode(ids)}) + "\n")
+    path = folder / DOCUMENTS
+    write_whole(path, "".join(lines))
+    return path, dict.fromkeys(tasks, rows)
 
 
 def _batches(

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.training.attention import attend
 from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
 from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs
-from sglang_indexcache.training.packing import IGNORED, Layout
+from sglang_indexcache.training.packing import IGNORED, Layout, selected_mask
 from sglang_indexcache.training.sharing import Sharing, Stage
 
 ATTENTION = "indexcache_training"
@@ -185,6 +184,42 @@ def _attention(
     output = attend(query, key, value, scaling, layout, sharing.attended(layer), sharing.block)
     sharing.distil(layer, AttentionInputs(query.detach(), key.detach(), scaling))
     return output, None
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    layout: Layout,
+    selected: torch.Tensor | None,
+    block: int,
+) -> torch.Tensor:
+    """Attention that transformers' eager path gives with the same top-k mask.
+
+    Args:
+        queries: ``[B, N, T, d]``.
+        keys: ``[B, N, T, d]``.
+        values: ``[B, N, T, v]``.
+        scale: multiplies the dot products.
+        layout: who sees whom.
+        selected: ``[B, T, k]`` top-k indices padded with -1; None attends to every visible key.
+        block: queries per block.
+
+    Returns:
+        ``[B, T, N, v]``.
+    """
+    outputs = []
+    for rows in layout.blocks(block):
+        mask = layout.visible(rows)
+        if selected is not None:
+            mask = mask & selected_mask(selected[:, rows], layout.length)
+        outputs.append(
+            scaled_dot_product_attention(
+                queries[:, :, rows], keys, values, attn_mask=mask.unsqueeze(1), scale=scale
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:

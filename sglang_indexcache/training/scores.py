@@ -8,11 +8,11 @@ from typing import Any
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.library import Library
 from sglang_indexcache.support.stats import half_width
+from sglang_indexcache.training.checkpoints import load
 from sglang_indexcache.training.data.batches import TEXT, Mixture
-from sglang_indexcache.training.data.retrieval import TASKS, Words
+from sglang_indexcache.training.data.retrieval import TASKS, TaskWords
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, unigram_loss
 from sglang_indexcache.training.evaluate import Score, evaluate
-from sglang_indexcache.training.loading import load
 from sglang_indexcache.training.model import DistilledModel
 from sglang_indexcache.training.sharing import Stage
 
@@ -37,7 +37,7 @@ class Scorer:
         self.pattern = Library.default().resolve(pattern, Checkpoint.read(checkpoint)).pattern
         model, self._tokenizer = load(checkpoint)
         self._text = Text.of_machine(self._tokenizer, text_characters)
-        self._words = Words(self._tokenizer)
+        self._words = TaskWords(self._tokenizer)
         self.unigram_loss = unigram_loss(
             self._text.train, self._text.held_out, model.config.vocab_size
         )

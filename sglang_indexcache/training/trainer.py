@@ -17,19 +17,17 @@ import torch
 from rich.console import Console
 
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.training.checkpoints import build, save_checkpoint
 from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
-from sglang_indexcache.training.data.retrieval import Words
+from sglang_indexcache.training.data.retrieval import TaskWords
 from sglang_indexcache.training.data.text import Text
 from sglang_indexcache.training.evaluate import evaluate
-from sglang_indexcache.training.export import save_checkpoint
-from sglang_indexcache.training.loading import build
-from sglang_indexcache.training.log import RunLog
 from sglang_indexcache.training.model import DistilledModel, Losses, next_tokens
 from sglang_indexcache.training.optimizer import lr_factor, make_optimizers, set_lr
 from sglang_indexcache.training.packing import IGNORED, PADDING
 from sglang_indexcache.training.recipe import DataRecipe, Recipe, StageRecipe
+from sglang_indexcache.training.run_folder import Position, RunLog, States
 from sglang_indexcache.training.sharing import Stage
-from sglang_indexcache.training.states import Position, States
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Trainer:
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.topk = self.model.sharing.topk
-        self.words = Words(self.tokenizer)
+        self.words = TaskWords(self.tokenizer)
         self._texts: dict[int, Text] = {}
         self.log = RunLog(folder, main, console or Console(), recipe.tensorboard)
 

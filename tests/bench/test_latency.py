@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,13 +15,13 @@ import pytest
 
 from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
-from sglang_indexcache.bench.latency import Settings, Target, run
+from sglang_indexcache.bench.latency import Settings, Target, read_target, run
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import Answer, steady_window
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.client import Client
-from sglang_indexcache.errors import BenchError, ServerError
+from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.bench.fake_server import Behaviour, fake_server
 
@@ -305,6 +306,13 @@ def test_the_processor_clock_counts_work_and_not_waiting() -> None:
     assert 0.2 < spent <= 0.5  # of at least 0.7 seconds on the wall
     with pytest.raises(BenchError, match="needs Linux and servers"):
         ProcessorClock(os.getpgid(0) + 10**7)
+
+
+def test_a_config_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "vocab_size"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json has no vocab_size"):
+        read_target(tmp_path)
 
 
 def test_names_must_differ() -> None:

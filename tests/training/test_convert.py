@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from sglang_indexcache.errors import CheckpointError, TrainingError
+from sglang_indexcache.training.checkpoints import load
 from sglang_indexcache.training.convert import convert
-from sglang_indexcache.training.loading import load
 from sglang_indexcache.training.model import is_indexer
 from tests.training.models import FIELDS
 from tests.training.tokenizers import tokenizer

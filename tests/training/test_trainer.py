@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, TrainingError
-from sglang_indexcache.training.loading import load
-from sglang_indexcache.training.log import RunLog, read_metrics
+from sglang_indexcache.training.checkpoints import load
 from sglang_indexcache.training.model import DistilledModel
+from sglang_indexcache.training.run_folder import RunLog, read_metrics
 from sglang_indexcache.training.scores import evaluate_checkpoint
 from sglang_indexcache.training.sharing import Stage
 from sglang_indexcache.training.trainer import Trainer

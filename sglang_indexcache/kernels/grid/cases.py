@@ -312,7 +312,7 @@ LARGE_ATTENTION: tuple[AttentionCase, ...] = (
 
 
 @dataclass(frozen=True)
-class AttentionInputs:
+class SparseMlaInputs:
     """Arguments of sparse MLA."""
 
     q: torch.Tensor
@@ -324,7 +324,7 @@ class AttentionInputs:
 
 def attention_inputs(
     case: AttentionCase, generator: torch.Generator, device: torch.device
-) -> AttentionInputs:
+) -> SparseMlaInputs:
     """Draw the inputs of ``case``; rows of the cache that no query lists are NaN."""
     pool = max(case.counts, default=0) * 2 + 10
     rows = torch.randn(pool, LATENT_DIM, generator=generator)
@@ -346,7 +346,7 @@ def attention_inputs(
     sinks = None if case.sinks is None else 6 + 2 * torch.randn(case.heads, generator=generator)
     if sinks is not None and case.sinks == "infinite":
         sinks[0], sinks[-1] = float("inf"), float("-inf")
-    return AttentionInputs(
+    return SparseMlaInputs(
         q.to(device),
         cache.to(device),
         slots.to(device),

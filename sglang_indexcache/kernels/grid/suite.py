@@ -18,7 +18,7 @@ from sglang_indexcache.kernels.contract import (
     logits_tolerance,
     mla_tolerance,
 )
-from sglang_indexcache.kernels.grid.cases import AttentionInputs, IndexerCase
+from sglang_indexcache.kernels.grid.cases import IndexerCase, SparseMlaInputs
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
@@ -166,7 +166,7 @@ def _alone(select: Op, case: IndexerCase, batch: IndexerBatch) -> list[str]:
     return _same_rows("select, a request alone", select(alone, case.topk), together)
 
 
-def check_sparse_mla(attend: Op, inputs: AttentionInputs) -> list[str]:
+def check_sparse_mla(attend: Op, inputs: SparseMlaInputs) -> list[str]:
     """Output and LSE against float64 attention over the rows that the cache stands for."""
     tokens, heads, _ = inputs.q.shape
     device = inputs.q.device

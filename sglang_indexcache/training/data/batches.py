@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.data.retrieval import TASKS, Document, Words
+from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
 from sglang_indexcache.training.data.text import Text, window
 from sglang_indexcache.training.packing import IGNORED, PADDING
 
@@ -60,7 +60,7 @@ class Mixture:
 
     tokenizer: PreTrainedTokenizerBase
     text: Text
-    words: Words
+    words: TaskWords
     weights: Mapping[str, float]
     lengths: Sequence[int]
     seed: int

@@ -50,7 +50,7 @@ class Document:
         return Document(self.ids[:length], self.learn[:length], self.answer[:length])
 
 
-class Words:
+class TaskWords:
     """The single-token vocabulary of the tasks.
 
     Attributes:
@@ -80,7 +80,7 @@ class Words:
         return [(name, draw.choice(self.values)) for name in draw.sample(self.names, count)]
 
 
-def recall(words: Words, text: Tokens, length: int, draw: random.Random) -> Document:
+def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
     """Associative recall: a list of name-value pairs, then names that ask for their values."""
     del text
     room = length - len(words.ask)
@@ -98,17 +98,19 @@ def recall(words: Words, text: Tokens, length: int, draw: random.Random) -> Docu
     return document.cut(length)
 
 
-def needles(words: Words, text: Tokens, length: int, draw: random.Random) -> Document:
+def needles(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
     """Notes hidden in source text; at the end some of them are asked for."""
     return _hidden(words, text, length, draw, hops=1)
 
 
-def tracking(words: Words, text: Tokens, length: int, draw: random.Random) -> Document:
+def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
     """Variable tracking: a value is assigned along a chain of names hidden in source text."""
     return _hidden(words, text, length, draw, hops=2)
 
 
-def _hidden(words: Words, text: Tokens, length: int, draw: random.Random, hops: int) -> Document:
+def _hidden(
+    words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int
+) -> Document:
     chains = [words.draw(hops, draw) for _ in range(max(1, min(12, length // 40)))]
     names = draw.sample(words.names, hops * len(chains))
     facts: list[list[tuple[list[int], bool]]] = []
@@ -129,7 +131,7 @@ def _hidden(words: Words, text: Tokens, length: int, draw: random.Random, hops: 
     return _scattered(facts, tail, text, length, draw)
 
 
-def _fact(words: Words, hops: int, name: int, value: int) -> list[int]:
+def _fact(words: TaskWords, hops: int, name: int, value: int) -> list[int]:
     if hops == 1:
         return [*words.note, name, *words.be, value, *words.end]
     return [*words.let, name, *words.equals, value, *words.end]
@@ -161,5 +163,5 @@ def _scattered(
     return document.cut(length)
 
 
-Task = Callable[[Words, Tokens, int, random.Random], Document]
+Task = Callable[[TaskWords, Tokens, int, random.Random], Document]
 TASKS: dict[str, Task] = {"recall": recall, "needles": needles, "tracking": tracking}

@@ -9,7 +9,7 @@ import torch
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.support.text import machine_text
 from sglang_indexcache.training.data.batches import IGNORED, Mixture
-from sglang_indexcache.training.data.retrieval import Words
+from sglang_indexcache.training.data.retrieval import TaskWords
 from sglang_indexcache.training.data.text import Text, unigram_loss
 from tests.training.tokenizers import tokenizer
 
@@ -23,7 +23,7 @@ def text() -> Text:
 
 def mixture(text: Text, seed: int = 0, **weights: float) -> Mixture:
     chosen = weights or {"text": 1.0, "recall": 1.0, "needles": 1.0, "tracking": 1.0}
-    return Mixture(tokenizer(), text, Words(tokenizer()), chosen, [32, 48], seed)
+    return Mixture(tokenizer(), text, TaskWords(tokenizer()), chosen, [32, 48], seed)
 
 
 def test_a_row_depends_on_seed_step_and_number_only(text: Text, seed: int) -> None:

@@ -8,14 +8,14 @@ import re
 import pytest
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.data.retrieval import TASKS, Document, Words
+from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
 from sglang_indexcache.training.data.text import Text
 from tests.training.tokenizers import tokenizer
 
 
 @pytest.fixture(scope="module")
-def words() -> Words:
-    return Words(tokenizer())
+def words() -> TaskWords:
+    return TaskWords(tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def follow(before: str, name: str) -> str:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [64, 200])
 def test_every_answer_follows_from_the_context(
-    task: str, length: int, words: Words, text: Text, seed: int
+    task: str, length: int, words: TaskWords, text: Text, seed: int
 ) -> None:
     draw = random.Random(seed)
     for _ in range(10):
@@ -63,7 +63,7 @@ def decode_apart(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_only_the_predictable_is_learned(task: str, words: Words, text: Text) -> None:
+def test_only_the_predictable_is_learned(task: str, words: TaskWords, text: Text) -> None:
     document = TASKS[task](words, text.train, 200, random.Random(1))
     random_names = set(words.names)
     for token, learn, answer in zip(document.ids, document.learn, document.answer, strict=True):
@@ -72,7 +72,9 @@ def test_only_the_predictable_is_learned(task: str, words: Words, text: Text) ->
             assert not learn
 
 
-def test_a_needle_can_be_further_away_than_the_selection_is_wide(words: Words, text: Text) -> None:
+def test_a_needle_can_be_further_away_than_the_selection_is_wide(
+    words: TaskWords, text: Text
+) -> None:
     """At 512 tokens some asked fact lies more than 256 tokens before its question."""
     distances = []
     for seed in range(20):
@@ -91,4 +93,4 @@ def test_cutting_cuts_everything() -> None:
 
 def test_a_vocabulary_without_words_is_a_clear_error() -> None:
     with pytest.raises(TrainingError, match="one-token words"):
-        Words(tokenizer(300))
+        TaskWords(tokenizer(300))
