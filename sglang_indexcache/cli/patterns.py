@@ -77,7 +77,6 @@ def show_patterns(
         ("" if str(resolved.pattern) == value else value, resolved.pattern)
         for value, resolved in found.items()
     ]
-    output.mkdir(parents=True, exist_ok=True)
     to_image(titled, output / "patterns.png")
     typer.echo(f"wrote {output / 'patterns.png'}")
 

@@ -29,13 +29,6 @@ CHANCE = 0.05
 QUIET_CORES = 0.3
 """Cores' worth of foreign work that a measurement hardly feels."""
 UNSHOWN = "no difference shown"
-STATES = {
-    "pattern": "pattern",
-    "layers with indexer": "full_layers",
-    "layers that reuse": "shared_layers",
-    "index-K bytes/token": "index_k_bytes_per_token",
-}
-"""Rows of the table by what the server calls them."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +137,11 @@ class Contender:
         return [said == question.answer for said, question in zip(self.said, asked, strict=True)]
 
 
+@dataclass
 class Findings:
     """Everything that one demo saw.
 
-    Args:
+    Attributes:
         base: the server that runs every indexer.
         other: the server that shares.
         asked: the questions that both answered.
@@ -155,19 +149,17 @@ class Findings:
         busy: cores that other programs kept busy before each round; None where unknown.
     """
 
-    def __init__(
-        self,
-        base: Contender,
-        other: Contender,
-        asked: Sequence[Question],
-        prompt_tokens: int,
-        busy: list[float | None],
-    ) -> None:
-        self.base, self.other, self.both = base, other, (base, other)
-        self.asked, self.prompt_tokens, self.busy = asked, prompt_tokens, busy
+    base: Contender
+    other: Contender
+    asked: Sequence[Question]
+    prompt_tokens: int
+    busy: list[float | None]
+
+    def __post_init__(self) -> None:
+        self.both = base, other = self.base, self.other
         self.prefill = Speedup.of(base.prefill, other.prefill)
         self.decode = Speedup.of(base.per_token, other.per_token)
-        self.answers = PairedAnswers.of(base.is_right(asked), other.is_right(asked))
+        self.answers = PairedAnswers.of(base.is_right(self.asked), other.is_right(self.asked))
 
     def record(self) -> dict[str, Any]:
         """Every sample, for a file."""
@@ -218,22 +210,20 @@ class Findings:
 
     def _answers_in_words(self) -> str:
         answers, count = self.answers, len(self.asked)
-        differ = answers.only_base + answers.only_other
         told = (
-            f"\nOf {count} such questions, {self.base.name} answered "
-            f"{answers.both + answers.only_base} rightly and {self.other.name} "
-            f"{answers.both + answers.only_other}: both were right on {answers.both}, only "
-            f"{self.base.name} on {answers.only_base}, only {self.other.name} on "
-            f"{answers.only_other}, neither on {answers.neither}. "
+            f"\nOf {count} such questions both answered {answers.both} rightly, only "
+            f"{self.base.name} {answers.only_base}, only {self.other.name} {answers.only_other}, "
+            f"neither {answers.neither}. "
         )
-        if not differ:
+        if answers.only_base == answers.only_other == 0:
             return told + "They never differ, which so few questions cannot turn into a proof."
-        told += (
+        chance = (
             f"If both were equally good, chance would favour one so much in {answers.chance:.1%} "
         )
         if answers.is_shown:
-            return told + "of such demos only: this difference is probably real."
-        return told + f"of such demos: {UNSHOWN}, and {count} questions can only show a large one."
+            return told + chance + "of such demos only: this difference is probably real."
+        rest = f"of such demos: {UNSHOWN}, and {count} questions can only show a large one."
+        return told + chance + rest
 
     def _table(self) -> Table:
         title = f"\nPrompts of {self.prompt_tokens} tokens on this machine's CPU"
@@ -242,8 +232,12 @@ class Findings:
         for one in self.both:
             table.add_column(one.name, justify="right")
         table.add_column("times faster")
-        for name, key in STATES.items():
-            table.add_row(name, *(str(one.state[key]) for one in self.both))
+        states = [one.state for one in self.both]
+        table.add_row("pattern", *(str(state["pattern"]) for state in states))
+        table.add_row("layers with indexer", *(str(state["full_layers"]) for state in states))
+        table.add_row("layers that reuse", *(str(state["shared_layers"]) for state in states))
+        per_token = (str(state["index_k_bytes_per_token"]) for state in states)
+        table.add_row("index-K bytes/token", *per_token)
         prefills = (_spread(one.prefill, 1, ".2f") for one in self.both)
         table.add_row("prefill, s", *prefills, str(self.prefill))
         decodes = (_spread(one.per_token, 1000, ".1f") for one in self.both)
