@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.stack import tables as stack_tables
-from sglang_indexcache.bench import plan, replay_tables, tables
+from sglang_indexcache.bench import plan, replay, tables
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
-from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
 from sglang_indexcache.bench.roofline import GPUS
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
@@ -77,7 +76,7 @@ def _memory(folder: Path, path: str) -> str:
 
 
 def _replay(folder: Path, path: str) -> str:
-    return replay_tables.report(load(ReplayResult, folder / path))
+    return replay.to_markdown(load(replay.ReplayResult, folder / path))
 
 
 def _stack(folder: Path, path: str) -> str:

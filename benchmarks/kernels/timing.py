@@ -34,22 +34,36 @@ def interleaved(
 
 
 def _cuda_timer(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    cuda: Any = torch.cuda  # events are untyped
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def timed(call: Callable[[], Any]) -> float:
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
         scratch.zero_()
-        # While the GPU is busy the host queues the call, so that launches are not what is timed.
-        cuda._sleep(200_000)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) / 1e3
+        return gpu_seconds(call, ahead=200_000)
 
     return timed
+
+
+def gpu_seconds(call: Callable[[], Any], ahead: int) -> float:
+    """Seconds of the GPU for what ``call`` launches, queued while it waits ``ahead`` cycles."""
+    start, end = event(), event()
+    queue_ahead(ahead)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def queue_ahead(cycles: int) -> None:
+    """Make an idle GPU wait, so that launches are queued when it goes on, and are not timed."""
+    torch.cuda.synchronize()
+    cuda: Any = torch.cuda  # this one is untyped
+    cuda._sleep(cycles)
+
+
+def event() -> torch.cuda.Event:
+    """For times on the current stream."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _host_timer(call: Callable[[], Any]) -> float:

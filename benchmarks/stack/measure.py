@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
+from benchmarks.kernels.timing import event, gpu_seconds, queue_ahead
 from benchmarks.stack.ops import Geometry, Ops
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.layer_stack import STAGES, LayerStackResult, Phase, Row
@@ -59,7 +60,7 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         """Time a block."""
         if self._on_gpu:
-            start, end = (_event() for _ in range(2))
+            start, end = event(), event()
             start.record()
             yield
             end.record()
@@ -77,10 +78,6 @@ class Stopwatch:
             self._spent[name] += start.elapsed_time(end) / 1000
         self._pending.clear()
         return dict(self._spent)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class NoStopwatch:
@@ -328,7 +325,8 @@ def _row(
 
     def stages(selected: Selected) -> dict[str, float]:
         watch = Stopwatch(stack.device)
-        _queue_ahead(stack.device)
+        if stack.device != "cpu":
+            queue_ahead(_AHEAD_CYCLES)
         run(selected, watch)
         return watch.read()
 
@@ -386,21 +384,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
         started = time.process_time()
         run()
         return time.process_time() - started
-    start, end = _event(), _event()
-    _queue_ahead(device)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1000
-
-
-def _queue_ahead(device: str) -> None:
-    """Make an idle GPU wait a moment, so that what follows is queued when it goes on."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-        cuda: Any = torch.cuda  # this one is untyped
-        cuda._sleep(_AHEAD_CYCLES)
+    return gpu_seconds(run, _AHEAD_CYCLES)
 
 
 def _overlap(slots: torch.Tensor, rows: int = 64) -> float | None:

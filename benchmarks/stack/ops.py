@@ -113,13 +113,11 @@ class CpuOps:
         """See :class:`Ops`."""
         return torch.zeros(slots, width, dtype=dtype)
 
+    latent_cache = index_cache
+
     def store_keys(self, cache: torch.Tensor, where: torch.Tensor, keys: torch.Tensor) -> None:
         """See :class:`Ops`."""
         cache[where] = keys.to(cache.dtype)
-
-    def latent_cache(self, slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`Ops`."""
-        return torch.zeros(slots, width, dtype=dtype)
 
     def store_latent(self, cache: torch.Tensor, where: torch.Tensor, rows: torch.Tensor) -> None:
         """See :class:`Ops`."""

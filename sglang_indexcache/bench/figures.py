@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.replay import QUANTITIES, Quantity, ReplayResult
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
 from sglang_indexcache.support.lengths import format_length
@@ -103,47 +103,30 @@ def draw_scaling(curves: Mapping[str, Mapping[int, float]], unit: str, path: Pat
     save_figure(figure, path)
 
 
-def draw_replay(result: ReplayResult, path: Path) -> None:
-    """Share of the turns that were at least as fast, for TTFT and TPOT, all rounds together.
+def draw_turns(turns: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Share of the turns that were at least as fast.
 
-    Times are relative to the baseline's median on a CPU, whose absolute times mean nothing.
+    Args:
+        turns: a panel for every quantity: times in order, by name.
+        path: a .png file.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = _panels(len(QUANTITIES))
-    baseline = result.configurations[0].name
-    for axis, quantity in zip(axes, QUANTITIES, strict=True):
-        base = _all_turns(result, baseline, quantity)
-        unit = 1e-3 if result.on_gpu else base[len(base) // 2]
-        for number, configuration in enumerate(result.configurations):
-            values = _all_turns(result, configuration.name, quantity)
-            shares = [100 * (place + 1) / len(values) for place in range(len(values))]
-            axis.step(
-                [value / unit for value in values],
-                shares,
-                where="post",
-                color=_COLORS[number % len(_COLORS)],
-                label=configuration.name,
-            )
+    figure, axes = _panels(len(turns))
+    for axis, (quantity, curves) in zip(axes, turns.items(), strict=True):
+        for color, (name, times) in zip(cycle(_COLORS), curves.items(), strict=False):
+            shares = [100 * (place + 1) / len(times) for place in range(len(times))]
+            axis.step(times, shares, where="post", color=color, label=name)
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_xlabel(
-            f"{quantity.upper()}, ms"
-            if result.on_gpu
-            else f"{quantity.upper()} / median of {baseline}"
-        )
+        axis.set_xlabel(quantity)
         axis.set_ylim(0, 100)
         axis.grid(which="both", lw=0.3, alpha=0.5)
     axes[0].set_ylabel("turns, %")
     axes[0].legend(fontsize=8, frameon=False, loc="lower right")
     save_figure(figure, path)
-
-
-def _all_turns(result: ReplayResult, configuration: str, quantity: Quantity) -> list[float]:
-    replays = result.of(configuration)
-    return sorted(getattr(turn, quantity) for replay in replays for turn in replay.turns)
 
 
 def last_slope(curve: Mapping[int, float]) -> float | None:

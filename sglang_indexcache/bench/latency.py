@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.bench.results import (
     METRICS,
@@ -28,6 +29,7 @@ from sglang_indexcache.bench.results import (
     Sample,
     ServerFacts,
     Visit,
+    save,
 )
 from sglang_indexcache.bench.servers import (
     Servers,
@@ -41,6 +43,7 @@ from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError
+from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.provenance import checkpoint_digest
 
@@ -340,3 +343,20 @@ class _Visit:
 
 def _share(part: float | None, whole: float) -> float | None:
     return None if part is None else part / whole
+
+
+def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
+    """Write ``latency.json``, ``.md`` and figures; returns the files."""
+    written = [folder / "latency.json", folder / "latency.md", folder / "latency-speedup.png"]
+    save(result, written[0])
+    write_whole(written[1], tables.report(result))
+    figures.draw_speedups(result, written[2])
+    if "prefill" in result.metrics:
+        written.append(folder / "latency-scaling.png")
+        unit = "prefill time, relative to DSA at the shortest"
+        figures.draw_scaling(figures.prefill_curves(result), unit, written[-1])
+    shares = figures.share_curves(result)
+    if shares:
+        written.append(folder / "latency-share.png")
+        figures.draw_shares(shares, written[-1])
+    return written

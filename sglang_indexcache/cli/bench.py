@@ -29,7 +29,7 @@ NoteOption = Annotated[
 ]
 EnvOption = Annotated[
     list[str] | None,
-    typer.Option(help="NAME=VALUE, an environment variable of the servers. Repeat it."),
+    typer.Option(help="An environment variable of the servers, NAME=VALUE. Repeat it."),
 ]
 SideBySideOption = Annotated[
     bool, typer.Option(help="Keep all servers up, so that turns are one context long.")
@@ -52,7 +52,8 @@ def latency_command(
     rounds: RoundsOption = 3,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 64,
     metric: Annotated[
-        list[str] | None, typer.Option(help="prefill, decode or full; all three if left out.")
+        list[str] | None,
+        typer.Option(help="Only prefill, decode or full. Repeat it; left out: all three."),
     ] = None,
     full_concurrency: Annotated[
         int, typer.Option(help="Requests a rank for the full KV cache; 0 takes as many as fit.")
@@ -61,8 +62,8 @@ def latency_command(
     clock: Annotated[
         str,
         typer.Option(
-            help="wall, or processor: the scheduler's processor time, for a CPU that others use, "
-            "with one thread a rank (--env OMP_NUM_THREADS=1)."
+            help="What seconds are: wall time, or processor, the scheduler's processor time, for a "
+            "CPU that others use, with one thread a rank (--env OMP_NUM_THREADS=1)."
         ),
     ] = "wall",
     note: NoteOption = "",
@@ -76,7 +77,6 @@ def latency_command(
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
     """
     from sglang_indexcache.bench import latency, tables
-    from sglang_indexcache.bench.output import write_latency
     from sglang_indexcache.bench.results import METRICS, configurations
     from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.support.lengths import parse_length
@@ -98,7 +98,7 @@ def latency_command(
         model, served, url or (), flags, output / "logs", variables, side_by_side=side_by_side
     ) as servers:
         result = latency.run(target, servers, served, settings, arguments=flags, report=_say)
-    written = write_latency(result, output)
+    written = latency.write_latency(result, output)
     grids = (tables.latency_grid(result), tables.amdahl_grid(result))
     _show([grid.to_terminal() for grid in grids if grid is not None], written)
 
@@ -131,8 +131,7 @@ def replay_command(
 
     Flags of the servers come behind --. Needs the model's tokenizer with a chat template.
     """
-    from sglang_indexcache.bench import latency, replay, replay_tables
-    from sglang_indexcache.bench.output import write_replay
+    from sglang_indexcache.bench import latency, replay
     from sglang_indexcache.bench.results import configurations
     from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.bench.traffic import Mix
@@ -158,7 +157,7 @@ def replay_command(
         result = replay.run(
             target, model, servers, served, mix, logs, rounds=rounds, arguments=flags, report=_say
         )
-    _show([replay_tables.replay_grid(result).to_terminal()], write_replay(result, output))
+    _show([replay.replay_grid(result).to_terminal()], replay.write_replay(result, output))
 
 
 def _say(text: str) -> None:

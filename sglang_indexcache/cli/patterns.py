@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -12,8 +12,10 @@ from rich.table import Table
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import group, out
-from sglang_indexcache.errors import IndexCacheError, PatternError
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.errors import IndexCacheError
+
+if TYPE_CHECKING:
+    from sglang_indexcache.library import Entry
 
 app = group("The pattern library.")
 
@@ -45,19 +47,41 @@ def list_patterns(
 
 
 @app.command("show")
-def show_pattern(
-    name: Annotated[str, typer.Argument(help="A library name or a YAML file.")],
+def show_patterns(
+    patterns: Annotated[list[str], typer.Argument(help="Patterns in any form.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The checkpoint that full, uniform:1/4 and ratios are for."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for a picture of all, patterns.png."),
+    ] = None,
 ) -> None:
-    """Show a pattern with its provenance and what is known of its quality."""
+    """Show which layer serves which, and of the library's patterns their source and quality."""
     from sglang_indexcache.library import Library
+    from sglang_indexcache.support.drawing import to_image, to_terminal
 
-    entry = Library.default().resolve(name).entry
-    if entry is None:
-        raise PatternError(
-            f"{name} is a pattern without provenance: show wants a library name or a YAML file, "
-            "draw takes any pattern."
-        )
-    out.print(_drawing(entry.parsed, f"{entry.name}: {entry.model.name}"))
+    checkpoint = None if model is None else Checkpoint.read(model)
+    library = Library.default()
+    found = {value: library.resolve(value, checkpoint) for value in patterns}
+    for value, resolved in found.items():
+        entry = resolved.entry
+        title = f"{entry.name}: {entry.model.name}" if entry else value
+        out.print(to_terminal(resolved.pattern, title))
+        if entry:
+            _show_provenance(entry)
+    if output is None:
+        return
+    titled = [
+        ("" if str(resolved.pattern) == value else value, resolved.pattern)
+        for value, resolved in found.items()
+    ]
+    to_image(titled, output / "patterns.png")
+    typer.echo(f"wrote {output / 'patterns.png'}")
+
+
+def _show_provenance(entry: Entry) -> None:
     out.print(f"\n{entry.pattern}\n", soft_wrap=True, highlight=False)
     out.print(f"found by   {entry.method.name}, minimising {entry.method.objective}")
     out.print(f"data       {entry.method.data}")
@@ -98,40 +122,3 @@ def validate_patterns(
             typer.echo(f"{path}: {entry.name}, {entry.parsed.summary()}")
     if failures:
         raise typer.Exit(1)
-
-
-@app.command("draw")
-def draw_patterns(
-    values: Annotated[list[str], typer.Argument(help="Patterns in any form.")],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="The checkpoint that full, uniform:1/4 and ratios are for."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="A folder for a picture, patterns.png."),
-    ] = None,
-) -> None:
-    """Draw which layer serves which, in the terminal or as a picture."""
-    from sglang_indexcache.library import Library
-
-    checkpoint = None if model is None else Checkpoint.read(model)
-    library = Library.default()
-    drawn = [(value, library.resolve(value, checkpoint).pattern) for value in values]
-    if output is None:
-        for title, pattern in drawn:
-            out.print(_drawing(pattern, title))
-        return
-    from sglang_indexcache.support.drawing import to_image
-
-    titled = [("" if str(pattern) == title else title, pattern) for title, pattern in drawn]
-    output.mkdir(parents=True, exist_ok=True)
-    picture = output / "patterns.png"
-    to_image(titled, picture)
-    typer.echo(f"wrote {picture}")
-
-
-def _drawing(pattern: Pattern, title: str) -> Any:
-    from sglang_indexcache.support.drawing import to_terminal
-
-    return to_terminal(pattern, title)

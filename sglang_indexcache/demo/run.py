@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +15,8 @@ from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.client import Server
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.demo.findings import Contender, Findings
+from sglang_indexcache.demo.findings import MIN_ROUNDS, Contender, Findings
 from sglang_indexcache.demo.material import Material, Question
-from sglang_indexcache.demo.verdict import MIN_ROUNDS
 from sglang_indexcache.support.files import write_json
 
 PATTERNS = {"all F": "full", "1/4": "1/4"}
@@ -152,7 +150,6 @@ def _start(folder: Path, stack: ExitStack) -> list[Server]:
         "OMP_NUM_THREADS": "1",  # two would wait for each other wherever a core has other work
     }
     servers: list[Server] = []
-    stack.callback(_stop, servers)
     for pattern in PATTERNS.values():
         arguments = [
             *("--model-path", str(shipped_checkpoint())),
@@ -161,11 +158,6 @@ def _start(folder: Path, stack: ExitStack) -> list[Server]:
         ]
         log = folder / f"server-{pattern.replace('/', 'of')}.log"
         servers.append(Server(arguments, log, env=environment))
+        stack.callback(servers[-1].stop, GRACE)
         servers[-1].start()
     return servers
-
-
-def _stop(servers: Sequence[Server]) -> None:
-    """All at once; what did not start is left alone."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda server: server.stop(GRACE), servers))

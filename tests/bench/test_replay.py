@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.output import write_replay
-from sglang_indexcache.bench.replay import Replay, ReplayResult, nearest_rank, read_turns
-from sglang_indexcache.bench.replay_tables import conditions, replay_grid
+from sglang_indexcache.bench.replay import (
+    Replay,
+    ReplayResult,
+    conditions,
+    nearest_rank,
+    read_turns,
+    replay_grid,
+    write_replay,
+)
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
 from sglang_indexcache.errors import BenchError

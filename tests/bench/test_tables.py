@@ -11,7 +11,7 @@ import pytest
 from benchmarks import readme
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.output import write_latency
+from sglang_indexcache.bench.latency import write_latency
 from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,

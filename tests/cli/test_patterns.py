@@ -88,6 +88,16 @@ def test_show_has_provenance_and_quality() -> None:
         assert text in output
 
 
+def test_show_has_the_provenance_of_those_that_have_one(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(Path("patterns/glm-5-1of4.yaml").read_text())
+    assert "Table 4" in run("patterns", "show", str(file))
+    output = run("patterns", "show", "FSSFS", "glm-5-1of4")
+    assert output.index("F   3  also serves 4") < output.index("22 of 78")
+    assert output.count("found by") == 1
+    assert "found by" not in run("patterns", "show", "FSSFS")
+
+
 def test_show_unknown_name() -> None:
     assert "no pattern is called 'nope'" in fail("patterns", "show", "nope")
 
@@ -102,18 +112,18 @@ def test_validate(tmp_path: Path) -> None:
     assert output.count("layers keep") == len(shipped)
 
 
-def test_draw_in_the_terminal() -> None:
-    output = run("patterns", "draw", "FSSFS")
+def test_show_draws_in_the_terminal() -> None:
+    output = run("patterns", "show", "FSSFS")
     assert "FSSFS" in output
     assert "F   0  also serves 1-2 (2 layers)" in output
     assert "F   3  also serves 4" in output
-    assert "starts with S" in fail("patterns", "draw", "SFF")
+    assert "starts with S" in fail("patterns", "show", "SFF")
 
 
-def test_draw_takes_every_form_of_a_pattern(tmp_path: Path) -> None:
+def test_show_takes_every_form_of_a_pattern(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(Path("patterns/glm-5-1of4.yaml").read_text())
-    assert "22 of 78" in run("patterns", "draw", str(file))
+    assert "22 of 78" in run("patterns", "show", str(file))
     config = {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "num_hidden_layers": 8,
@@ -122,15 +132,15 @@ def test_draw_takes_every_form_of_a_pattern(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ("--model", str(tmp_path))
-    assert "4 of 8" in run("patterns", "draw", "full", *model)
-    assert "ships no indexer weights" in fail("patterns", "draw", "uniform:1/4", *model)
+    assert "4 of 8" in run("patterns", "show", "full", *model)
+    assert "ships no indexer weights" in fail("patterns", "show", "uniform:1/4", *model)
     for value in ("full", "uniform:1/4", "1/4"):
-        assert "depends on the model" in fail("patterns", "draw", value)
+        assert "depends on the model" in fail("patterns", "show", value)
 
 
-def test_draw_a_picture(tmp_path: Path) -> None:
+def test_show_makes_a_picture(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    assert "patterns.png" in run("patterns", "draw", "glm-5-1of4", "FSSFS", "-o", str(folder))
+    assert "patterns.png" in run("patterns", "show", "glm-5-1of4", "FSSFS", "-o", str(folder))
     content = (folder / "patterns.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) > 5000
@@ -138,7 +148,7 @@ def test_draw_a_picture(tmp_path: Path) -> None:
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    output = fail("patterns", "draw", "FSS", "-o", "anywhere")
+    output = fail("patterns", "show", "FSS", "-o", "anywhere")
     assert "needs matplotlib" in output
     assert "pip install 'sglang-indexcache[search]'" in output
 

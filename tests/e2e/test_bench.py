@@ -14,7 +14,6 @@ import pytest
 
 from sglang_indexcache.bench import latency, replay
 from sglang_indexcache.bench.latency import Settings, Target
-from sglang_indexcache.bench.output import write_latency, write_replay
 from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
@@ -51,7 +50,7 @@ def test_servers_side_by_side(
     servers: StartedServers, target: Target, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
-    written = write_latency(result, tmp_path)
+    written = latency.write_latency(result, tmp_path)
     assert load(LatencyResult, written[0]) == result
     assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
@@ -84,7 +83,7 @@ def test_traffic_through_sglangs_own_benchmark(
         assert one.turns[0].cached == 0
         assert all(turn.cached > 0 for turn in one.turns if turn.turn)
         assert 0 < one.hit_rate < 1
-    written = write_replay(result, tmp_path)
+    written = replay.write_replay(result, tmp_path)
     assert load(ReplayResult, written[0]) == result
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from sglang_indexcache.demo.verdict import (
+from sglang_indexcache.demo.findings import (
     MIN_ROUNDS,
     UNSHOWN,
     WIDEST,
