@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Floats, TokenEvaluator
+from sglang_indexcache.search.evaluators import Floats, TokenEvaluator
 from sglang_indexcache.support.stats import half_width
 
 CONFIDENCE = 0.95

@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.compare import Comparison
-from sglang_indexcache.search.evaluator import Floats
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.support.plots import make_figure, save_figure
 

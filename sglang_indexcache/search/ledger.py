@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Evaluator, Floats, standard_error
+from sglang_indexcache.search.evaluators import Evaluator, Floats, standard_error
 from sglang_indexcache.search.journal import Journal, Record
 
 Known = Mapping[int, Pattern]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Evaluator, Floats
+from sglang_indexcache.search.evaluators import Evaluator, Floats
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""

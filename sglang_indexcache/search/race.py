@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import Floats
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.support.stats import student_quantile
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, baselines
-from sglang_indexcache.search.evaluator import standard_error
+from sglang_indexcache.search.evaluators import standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options

@@ -16,7 +16,7 @@ from sglang_indexcache.library import Library, ModelInfo
 from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
-from sglang_indexcache.search.evaluator import Evaluator, TokenEvaluator
+from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
 from sglang_indexcache.search.evaluators.served import EvaluatorPool, LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.support.provenance import checkpoint_digest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sglang_indexcache.cli import app
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import BatchLosses
+from sglang_indexcache.search.evaluators import BatchLosses
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 
 SECONDS = 0.02

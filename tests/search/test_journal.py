@@ -6,7 +6,7 @@ import pytest
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import BatchLosses
+from sglang_indexcache.search.evaluators import BatchLosses
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.journal import Journal, Record
 from sglang_indexcache.search.ledger import Ledger

@@ -1,1 +1,83 @@
-"""What measures a pattern's loss: a made-up landscape, transformers, or a running SGLang."""
+"""What every search algorithm asks: how much does the model lose under this pattern?
+
+``EvalLoss(M, D, c)`` of the paper's Algorithm 1, per calibration batch, so that two patterns can
+be compared batch by batch (paired) and a candidate can be dropped before it has seen all data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_indexcache.pattern import Pattern
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BatchLosses:
+    """The answer to one question.
+
+    Attributes:
+        values: ``[batches]`` float64, mean language-modelling loss per predicted token, in nats.
+        layer_tokens: tokens forwarded times layers they went through; less than tokens times
+            layers where an evaluator reused the layers below the first difference.
+    """
+
+    values: Floats
+    layer_tokens: int
+
+    @classmethod
+    def of_tokens(cls, batches: Sequence[Sequence[Floats]], layer_tokens: int) -> BatchLosses:
+        """From what :meth:`TokenEvaluator.token_losses` answers."""
+        means = [float(np.concatenate(sequences).mean()) for sequences in batches]
+        return cls(np.array(means), layer_tokens)
+
+    @property
+    def mean(self) -> float:
+        """Mean over the batches, nats per token."""
+        return float(self.values.mean())
+
+
+class Evaluator(Protocol):
+    """Measures patterns on a fixed set of calibration batches.
+
+    The same pattern on the same batch must give the same loss, and no pattern may profit from
+    state that another one left behind.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Length of a pattern."""
+
+    @property
+    def batch_tokens(self) -> tuple[int, ...]:
+        """Tokens forwarded by each calibration batch."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many patterns it can measure at the same time (from as many threads)."""
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        """Measure ``pattern`` on the calibration batches with these numbers."""
+
+
+class TokenEvaluator(Evaluator, Protocol):
+    """An evaluator that can also say where in the context the loss arises."""
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """For each batch, for each of its sequences, ``[length - 1]`` losses in nats.
+
+        Entry i is the loss of predicting token i + 1 from tokens 0..i.
+        """
+
+
+def standard_error(values: Floats) -> float:
+    """Standard error of the mean of ``[n]`` values; NaN for fewer than two."""
+    if len(values) < 2:
+        return float("nan")
+    return float(values.std(ddof=1) / np.sqrt(len(values)))

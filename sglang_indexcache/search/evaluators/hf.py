@@ -20,7 +20,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import Sharing, share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluator import BatchLosses, Floats
+from sglang_indexcache.search.evaluators import BatchLosses, Floats
 
 _KEPT_RUNS = 3
 """Runs of a sequence whose layer outputs are kept; they share what they have in common."""
@@ -86,13 +86,13 @@ class TransformersEvaluator:
     # -- losses -------------------------------------------------------------------------------
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         before = self._layer_tokens
         losses = self.token_losses(pattern, batches)
         return BatchLosses.of_tokens(losses, self._layer_tokens - before)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
-        """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
         cut = self.calibration.batches
         return [[self._sequence(pattern, ids) for ids in cut[batch]] for batch in batches]

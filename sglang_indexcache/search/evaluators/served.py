@@ -12,7 +12,7 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluator import BatchLosses, Floats, TokenEvaluator
+from sglang_indexcache.search.evaluators import BatchLosses, Floats, TokenEvaluator
 
 
 class LiveEngine(Protocol):
@@ -58,13 +58,13 @@ class ServedEvaluator:
         self.num_layers = len(state["checkpoint_pattern"])
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         tokens = sum(self.batch_tokens[batch] for batch in batches)
         losses = self.token_losses(pattern, batches)
         return BatchLosses.of_tokens(losses, tokens * self.num_layers)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
-        """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
         before = self._switch(pattern)
         cut = self.calibration.batches
         sequences = [list(ids) for batch in batches for ids in cut[batch]]
@@ -141,12 +141,12 @@ class EvaluatorPool:
             self._free.put(member)
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         with self._member() as member:
             return member.loss(pattern, batches)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
-        """See :class:`~sglang_indexcache.search.evaluator.TokenEvaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
         with self._member() as member:
             return member.token_losses(pattern, batches)
 

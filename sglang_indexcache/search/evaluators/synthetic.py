@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluator import BatchLosses, Floats
+from sglang_indexcache.search.evaluators import BatchLosses, Floats
 
 
 class SyntheticEvaluator:
@@ -64,7 +64,7 @@ class SyntheticEvaluator:
         return {"evaluator": "synthetic", "checkpoint": digest, "data": digest}
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`~sglang_indexcache.search.evaluator.Evaluator`."""
+        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         pattern.check_length(self.num_layers)
         chosen = np.asarray(batches, dtype=np.int64)
         values = self._level[chosen] + self._damage(pattern, chosen)

@@ -27,7 +27,7 @@ import numpy as np
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped
-from sglang_indexcache.search.evaluator import standard_error
+from sglang_indexcache.search.evaluators import standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.race import race
 from sglang_indexcache.search.targets import Targets

@@ -15,7 +15,7 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.evaluator import Floats
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.targets import Targets
 
