@@ -5,8 +5,8 @@ SGLang does in every layer:
 
 * DeepGEMM's logits, in slices within a memory budget.
 * The top-k. "sglang v2" is SGLang's default (``SGLANG_OPT_USE_TOPK_V2``); ``sgl_kernel``'s is its
-  legacy one. In prefill SGLang takes v2 only with an FP8 cache and ``flashmla_sparse``, and the
-  legacy kernel otherwise: the v2 that is measured here is at least as fast.
+  legacy one, which its source calls slow. In prefill SGLang itself takes v2 only with an FP8 cache
+  and ``flashmla_sparse``; here v2 runs always.
 * FlashMLA. It takes 64 or 128 heads; SGLang allocates and fills a padded query in every call, so
   padding is inside the time. (For 20 heads only its ``flashmla_kv`` does that: ``flashmla_sparse``
   refuses them.)
