@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import httpx
 
 from sglang_indexcache.errors import ServerError
 
+_MODULE = "sglang.launch_server"
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 30_000)
 _PORT_TAKEN = "address already in use"
@@ -150,7 +152,7 @@ class Server:
         self.port = port or free_port()
         self.log = log
         self.command = [
-            *(sys.executable, "-m", "sglang.launch_server"),
+            *(sys.executable, "-m", _MODULE),
             *arguments,
             *("--port", str(self.port)),
         ]
@@ -173,7 +175,13 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process and return at once."""
+        """Start the process and return at once.
+
+        Raises:
+            ModuleNotFoundError: SGLang is not installed.
+        """
+        if _MODULE in self.command and find_spec("sglang") is None:
+            raise ModuleNotFoundError("SGLang is not installed", name="sglang")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,

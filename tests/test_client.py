@@ -48,3 +48,13 @@ def test_a_server_whose_port_was_taken_is_given_up_at_once(tmp_path: Path) -> No
     with server, pytest.raises(ServerError, match="port 29999 is in use"):
         server.wait_until_ready()
     assert time.monotonic() - started < 40
+
+
+def test_without_sglang_no_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        Server([], tmp_path / "log").start()
+    assert raised.value.name == "sglang"  # from which the command line says what to install
+    assert not (tmp_path / "log").exists()

@@ -42,7 +42,7 @@ CACHE_VARIABLE = "INDEXCACHE_KERNEL_CACHE"
 
 
 @dataclass(frozen=True)
-class Library:
+class BuiltKernels:
     """One built library.
 
     Attributes:
@@ -121,7 +121,7 @@ def sources_of(folder: str) -> list[Path]:
     return sorted((source_folder() / folder).glob("*.cu"))
 
 
-def build(folder: str, *, say: Callable[[str], None] | None = None) -> Library:
+def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKernels:
     """Compile one folder of ``csrc/``, unless the cache has it.
 
     Several processes may ask at once (one a GPU): one compiles, the others wait.
@@ -157,7 +157,7 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> Library:
     return _library(target, folder, fresh=True)
 
 
-def cached(folder: str) -> Library | None:
+def cached(folder: str) -> BuiltKernels | None:
     """What the cache holds for these sources: the build of this machine's nvcc, or None.
 
     Without a usable nvcc it is the build of the newest one, made elsewhere (a container's build
@@ -186,8 +186,8 @@ def _make_writable(folder: Path) -> None:
         )
 
 
-def _library(target: Path, folder: str, *, fresh: bool) -> Library:
-    return Library(target / f"{folder}.so", target / "build.log", fresh)
+def _library(target: Path, folder: str, *, fresh: bool) -> BuiltKernels:
+    return BuiltKernels(target / f"{folder}.so", target / "build.log", fresh)
 
 
 def _stem(folder: str) -> str:

@@ -17,7 +17,7 @@ from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build as building
 from sglang_indexcache.kernels import cuda
 from sglang_indexcache.kernels import disassembly as report
-from sglang_indexcache.kernels.build import FOLDERS, Library, build
+from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
 
@@ -48,12 +48,12 @@ needs_nvcc = pytest.mark.skipif(not available(), reason="no usable nvcc")
 
 
 @pytest.fixture(scope="module")
-def libraries() -> dict[str, Library]:
+def libraries() -> dict[str, BuiltKernels]:
     return {folder: build(folder) for folder in FOLDERS}
 
 
 @pytest.fixture(scope="module")
-def code(libraries: dict[str, Library]) -> dict[str, Code]:
+def code(libraries: dict[str, BuiltKernels]) -> dict[str, Code]:
     found: dict[str, Code] = {}
     for library in libraries.values():
         found |= report.disassemble(library.path)
@@ -75,7 +75,7 @@ def count(counter: Counter[str], start: str) -> int:
 @needs_nvcc
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_instantiation_compiles_without_spills(
-    folder: str, libraries: dict[str, Library]
+    folder: str, libraries: dict[str, BuiltKernels]
 ) -> None:
     log = libraries[folder].log.read_text()
     kernels = report.usage(log)
@@ -87,7 +87,7 @@ def test_every_instantiation_compiles_without_spills(
 
 
 @needs_nvcc
-def test_small_tiles_leave_room_for_two_blocks(libraries: dict[str, Library]) -> None:
+def test_small_tiles_leave_room_for_two_blocks(libraries: dict[str, BuiltKernels]) -> None:
     """Decode is bound by memory: 2 blocks of 384 threads share 65536 registers."""
     for kernel in report.usage(libraries["indexer"].log.read_text()):
         if kernel.kernel.startswith("logits") and INDEXER[kernel.kernel] <= 64:
@@ -213,7 +213,7 @@ def most_registers(code: Code) -> dict[int, bool]:
 
 
 @needs_nvcc
-def test_libraries_load_and_export(libraries: dict[str, Library]) -> None:
+def test_libraries_load_and_export(libraries: dict[str, BuiltKernels]) -> None:
     for folder, name in (
         ("topk", "topk"),
         ("topk", "topk_of_requests"),
@@ -226,7 +226,7 @@ def test_libraries_load_and_export(libraries: dict[str, Library]) -> None:
 
 
 @needs_nvcc
-def test_arguments_reach_the_libraries(libraries: dict[str, Library]) -> None:
+def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> None:
     """Every export takes what the Python side gives it, and then wants it on a GPU."""
     ints, floats, data = torch.int32, torch.float32, torch.uint8
     rows, table = torch.zeros(4, dtype=ints), torch.zeros(2, 8, dtype=ints)
@@ -258,7 +258,9 @@ def test_arguments_reach_the_libraries(libraries: dict[str, Library]) -> None:
 
 
 @needs_nvcc
-def test_launches_that_the_kernels_cannot_do_are_refused(libraries: dict[str, Library]) -> None:
+def test_launches_that_the_kernels_cannot_do_are_refused(
+    libraries: dict[str, BuiltKernels],
+) -> None:
     mla = cuda.library("sparse_mla")
     slots = torch.zeros(4, 4096, dtype=torch.int32)
     with pytest.raises(ValueError, match="cannot pack 3 rows of 4096 slots"):
@@ -271,7 +273,7 @@ def test_launches_that_the_kernels_cannot_do_are_refused(libraries: dict[str, Li
 
 
 @needs_nvcc
-def test_build_kernels_command(libraries: dict[str, Library]) -> None:
+def test_build_kernels_command(libraries: dict[str, BuiltKernels]) -> None:
     from sglang_indexcache.cli import app
 
     done = CliRunner().invoke(app, ["kernels", "build", "--show"])
@@ -303,7 +305,7 @@ def test_a_library_is_built_once_for_what_it_depends_on(
 ) -> None:
     first = build("topk")
     assert first.fresh
-    assert build("topk") == Library(first.path, first.log, fresh=False)
+    assert build("topk") == BuiltKernels(first.path, first.log, fresh=False)
     small.write_text(TRIVIAL + "// changed\n")
     changed = build("topk")
     assert changed.fresh
@@ -471,7 +473,7 @@ def test_the_own_nvcc_s_build_is_preferred(small: Path, empty_library: Path) -> 
     keep("topk", "99.0", empty_library)
     library = build("topk")
     assert library.fresh
-    assert building.cached("topk") == Library(library.path, library.log, fresh=False)
+    assert building.cached("topk") == BuiltKernels(library.path, library.log, fresh=False)
 
 
 def test_tensors_elsewhere_than_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
