@@ -196,7 +196,7 @@ def live(
     served = backend("FS", mode="live")
     served.get_indexer_metadata = lambda layer_id, fb: None  # type: ignore[method-assign]
     served.init_forward_metadata(batch())
-    monkeypatch.setattr(backend_cuda, "get_attn_backend", lambda: served)
+    monkeypatch.setattr(backend_cuda.kernels_cuda, "get_attn_backend", lambda: served)
     monkeypatch.setattr(backend_cuda, "maybe_capture_indexer_topk", lambda number, indices: indices)
     return served
 
@@ -229,5 +229,5 @@ def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:
 def test_live_wrapper_leaves_other_backends_alone(
     live: IndexCacheBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_cuda, "get_attn_backend", lambda: SimpleNamespace())
+    monkeypatch.setattr(backend_cuda.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
     assert run_live(FakeIndexer(), 1) == "selected"
