@@ -51,7 +51,7 @@ class IndexBuffer:
         Args:
             layer: the model's layer number.
             selected: for an F layer what its indexer selected. For an S layer what the engine
-                carried to it, or None where the engine carries nothing.
+                carried to it, what its own indexer handed on in live mode, or None.
 
         Raises:
             StaleIndexError: an F layer without indices, or an S layer whose F layer has not

@@ -1,7 +1,7 @@
 """The reference attention backend: DSA with shared indices, in torch, on a CPU.
 
 The whole method in one place: :class:`IndexBuffer` decides whose indices a layer uses,
-``indexer_cpu.py`` selects them where the layer is F, and :meth:`CpuIndexCacheBackend._attend`
+``cpu/indexer.py`` selects them where the layer is F, and :meth:`CpuIndexCacheBackend._attend`
 attends to the selected latent rows. Everything else is SGLang's.
 """
 
