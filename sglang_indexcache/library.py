@@ -224,6 +224,7 @@ class Library:
         else:
             resolved = _uniform(value.removeprefix("uniform:"), checkpoint)
         if checkpoint is not None:
+            _check_model(resolved.entry, checkpoint)
             resolved.pattern.check_checkpoint(checkpoint.own)
         return resolved
 
@@ -255,6 +256,16 @@ class Library:
 
 def _from_entry(entry: Entry, description: str) -> Resolved:
     return Resolved(entry.parsed, description, entry)
+
+
+def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
+    """Say of another model's pattern whose it is, rather than how long."""
+    if entry is not None and entry.model.num_layers != checkpoint.num_layers:
+        raise PatternError(
+            f"{entry.name} is for {entry.model.name}, which has {entry.model.num_layers} indexer "
+            f"layers; this {checkpoint.architecture} has {checkpoint.num_layers}. Choose a pattern "
+            "that was made for this model (indexcache patterns list --model FOLDER)."
+        )
 
 
 def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:

@@ -109,7 +109,7 @@ def test_full_means_all_that_the_checkpoint_ships(library: Library) -> None:
         ("uniform:1/0", PatternError, "uniform:1/r"),
         ("uniform:", PatternError, "uniform:1/r"),
         ("glm-6-1of4", LibraryError, "no pattern is called 'glm-6-1of4'. Known names: glm-4.7"),
-        ("glm-4.7-flash-dsa-1of4", PatternError, "47 characters.*78 indexer layers"),
+        ("glm-4.7-flash-dsa-1of4", PatternError, "has 47 indexer layers; .* has 78"),
         ("FSSS", PatternError, "74 too short"),
         ("fsss", PatternError, "capital letters"),
         ("F SS", PatternError, "white space"),
@@ -212,3 +212,9 @@ def test_two_entries_at_one_ratio_must_be_named(tmp_path: Path) -> None:
     checkpoint = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
     with pytest.raises(LibraryError, match="several patterns at retention 1/2 fit: mine, other"):
         Library([tmp_path]).resolve("1/2", checkpoint)
+
+
+def test_another_models_pattern_is_named_as_such(library: Library) -> None:
+    config = {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 12, "index_topk": 64}
+    with pytest.raises(PatternError, match=r"glm-5-1of4 is for GLM-5.*78 .*has 12.*patterns list"):
+        library.resolve("glm-5-1of4", Checkpoint.from_config(config))

@@ -129,7 +129,7 @@ def _print(server_args: Any, console: Console) -> None:
     assert plan is not None, "the resolution writes a plan or raises"
     facts = [
         *_facts(plan, cfg.model_path, config.to_dict()),
-        ("index-K saved", _saved(plan, cfg, model.context_len)),
+        ("index-K saved", _saved(plan, cfg, model)),
         ("runs on", "the CPU reference platform" if cfg.device == "cpu" else cfg.device),
         *_kernels(plan, cfg, model),
     ]
@@ -179,12 +179,17 @@ def _own_sharing(plan: Plan) -> str:
     return f"shares already: {plan.own.summary()}"
 
 
-def _saved(plan: Plan, cfg: Any, context: int) -> str:
+def _saved(plan: Plan, cfg: Any, model: Any) -> str:
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
-    per_token = len(plan.pattern.shared_layers) * INDEX_K_BYTES_PER_KEY
+    bytes_per_key, layout = INDEX_K_BYTES_PER_KEY, "fp8 pages"
+    if cfg.device == "cpu" and plan.index_k_dtype != "fp8_e4m3":
+        layout = str(model.dtype).removeprefix("torch.")
+        layout = layout if plan.index_k_dtype == "auto" else plan.index_k_dtype
+        bytes_per_key = model.hf_config.index_head_dim * (4 if layout == "float32" else 2)
+    context, per_token = model.context_len, len(plan.pattern.shared_layers) * bytes_per_key
     parts = [
-        f"{per_token} bytes per token (fp8 pages)",
+        f"{per_token} bytes per token ({layout})",
         f"{per_token * context / 2**20:.1f} MiB per request of {context} tokens",
     ]
     if cfg.max_total_tokens:
@@ -196,6 +201,6 @@ def _features(cfg: Any, plan: Plan) -> Table:
     table = Table("feature", f"with {plan.mode} mode", "known by", "used", box=SIMPLE)
     for feature in FEATURES:
         support = feature.static if plan.mode == "static" else feature.live
-        used = "yes" if feature.in_use(cfg) else ""
+        used = "yes" if feature.in_use(cfg) else "no"
         table.add_row(feature.name, support, feature.evidence, used)
     return table

@@ -7,11 +7,15 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import doctor
+from sglang_indexcache.serving.settings import Plan
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -90,3 +94,26 @@ def test_a_checkpoint_must_be_named() -> None:
     fine, said = examine("--indexcache-pattern", "1/4")
     assert not fine
     assert "say which checkpoint: --model-path FOLDER" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "stored_as", "model_dtype", "expected"),
+    [
+        ("cuda", "auto", "torch.bfloat16", "396 bytes per token (fp8 pages)"),  # 3 x (128 + 4)
+        ("cpu", "auto", "torch.bfloat16", "768 bytes per token (bfloat16)"),  # 3 x 2 x 128
+        ("cpu", "auto", "torch.float32", "1536 bytes per token (float32)"),
+        ("cpu", "float32", "torch.bfloat16", "1536 bytes per token (float32)"),
+        ("cpu", "fp8_e4m3", "torch.bfloat16", "396 bytes per token (fp8 pages)"),
+    ],
+)
+def test_saved_index_keys_are_counted_as_they_are_stored(
+    device: str, stored_as: Any, model_dtype: str, expected: str
+) -> None:
+    pattern = Pattern("FSSS")
+    plan = Plan(
+        pattern, "a test", "static", Pattern("FFFF"), (0, 1, 2, 3), "X", index_k_dtype=stored_as
+    )
+    cfg = SimpleNamespace(device=device, max_total_tokens=None)
+    config = SimpleNamespace(index_head_dim=128)
+    model = SimpleNamespace(dtype=model_dtype, hf_config=config, context_len=1024)
+    assert doctor._saved(plan, cfg, model).startswith(expected)
