@@ -5,7 +5,8 @@
 #   benchmarks/device_check.sh [--out FILE] [--seconds 450]     on a GPU
 #   benchmarks/device_check.sh --dry                            its logic, on a CPU
 #   benchmarks/device_check.sh --stack [--dry] [--out FILE] [--seconds 450]
-#                               the layer stack with every set of kernels (needs pydantic too)
+#                               the layer stack with every set of kernels: needs pydantic too, and
+#                               the engine's set needs SGLang, whose top-k it is
 #
 # The CUDA kernels need apache-tvm-ffi. What the machine lacks and a folder .wheels has is unpacked
 # for this run: apache-tvm-ffi, and any anchor (sgl-deep-gemm, sgl-flash-mla, ...). On a machine with

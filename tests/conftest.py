@@ -15,8 +15,6 @@ import pytest
 TESTS = Path(__file__).parent
 NEEDS = {
     "sglang": (
-        "benchmarks/test_anchors.py",
-        "demo",
         "e2e",
         "kernels/test_references.py",
         "serving/cpu",

@@ -37,16 +37,21 @@ def _cuda_timer(device: torch.device) -> Callable[[Callable[[], Any]], float]:
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def timed(call: Callable[[], Any]) -> float:
-        scratch.zero_()
-        return gpu_seconds(call, ahead=200_000)
+        return gpu_seconds(call, ahead=200_000, before=scratch.zero_)
 
     return timed
 
 
-def gpu_seconds(call: Callable[[], Any], ahead: int) -> float:
-    """Seconds of the GPU for what ``call`` launches, queued while it waits ``ahead`` cycles."""
+def gpu_seconds(
+    call: Callable[[], Any], ahead: int, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Seconds of the GPU for what ``call`` launches, queued while it waits ``ahead`` cycles.
+
+    What ``before`` launches runs first, untimed, and lengthens the wait.
+    """
     start, end = event(), event()
     queue_ahead(ahead)
+    before()
     start.record()
     call()
     end.record()

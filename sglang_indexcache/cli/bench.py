@@ -80,6 +80,7 @@ def latency_command(
     from sglang_indexcache.bench.results import METRICS, configurations
     from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.support.lengths import parse_length
+    from sglang_indexcache.support.plots import check_installed
 
     target = latency.read_target(model, note)
     served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
@@ -93,6 +94,7 @@ def latency_command(
         clock=clock,  # type: ignore[arg-type]  # likewise
     )
     settings.check()
+    check_installed()
     flags, variables = passed_on.args, dict(name_and_value(text, "--env") for text in env or [])
     with open_servers(
         model, served, url or (), flags, output / "logs", variables, side_by_side=side_by_side
@@ -136,6 +138,7 @@ def replay_command(
     from sglang_indexcache.bench.servers import open_servers
     from sglang_indexcache.bench.traffic import Mix
     from sglang_indexcache.support.lengths import parse_length
+    from sglang_indexcache.support.plots import check_installed
 
     target = latency.read_target(model, note)
     served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
@@ -149,6 +152,7 @@ def replay_command(
         seed=seed,
     )
     mix.check()
+    check_installed()
     logs, flags = output / "logs", passed_on.args
     variables = dict(name_and_value(text, "--env") for text in env or [])
     with open_servers(

@@ -66,10 +66,13 @@ adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so
 :func:`mla_tolerance` of float64, and the same bits on every run.
 """
 
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:  # who only asks what there is (server options, doctor) needs no torch
+    import torch
 
 INDEX_DIM = 128
 PAGE_TOKENS = 64
@@ -133,7 +136,7 @@ class IndexerBatch:
         requests = len(self.block_table)
         return len(self.visible) // requests if requests else 1
 
-    def part(self, low: int, high: int) -> "IndexerBatch":
+    def part(self, low: int, high: int) -> IndexerBatch:
         """Rows ``low`` up to ``high``; without ``query_starts`` those of whole requests."""
         table, starts = self.block_table, self.query_starts
         if starts is None:
@@ -263,6 +266,8 @@ def logits_tolerance(
     Returns:
         ``[T, S]`` float64.
     """
+    import torch
+
     steps = q.double().unflatten(-1, (-1, 32)), keys.double().unflatten(-1, (-1, 32))
     sums = torch.einsum("thgi,sgi->tghs", *steps).cumsum(1)
     largest = torch.einsum("thg,sg->tghs", *(step.abs().amax(-1) for step in steps))

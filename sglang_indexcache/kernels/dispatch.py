@@ -5,15 +5,18 @@ torch. The engine's own kernels are outside of this package, and are what a serv
 asked for ours. Ours may become the default only with a committed measurement (:data:`MEASURED`).
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels.contract import OPS, OpName
@@ -36,8 +39,10 @@ class Machine:
     interpreted: bool = False
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> Machine:
         """This process's machine."""
+        import torch
+
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not torch.cuda.is_available():
             return cls("CPU", None, interpreted)
@@ -46,6 +51,8 @@ class Machine:
     @property
     def device(self) -> torch.device:
         """Where its tensors lie."""
+        import torch
+
         return torch.device("cpu" if self.capability is None else "cuda")
 
 
@@ -114,7 +121,7 @@ class Implementation:
         function: Callable[..., Any] = getattr(module, op)
         return function
 
-    def check(self, op: OpName, machine: Machine) -> "Implementation":
+    def check(self, op: OpName, machine: Machine) -> Implementation:
         """Itself, where the user asked for it by name.
 
         Raises:

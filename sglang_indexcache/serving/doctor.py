@@ -76,6 +76,13 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
         raise SettingsError(str(error)) from error
     if given.model_path is None:
         raise SettingsError("say which checkpoint: --model-path FOLDER")
+    if not given.model_path.is_dir():
+        raise SettingsError(
+            f"there is no folder {given.model_path}. Without SGLang only a checkpoint's folder can "
+            "be read, not a name of the hub: pip install 'sglang-indexcache[serve]'"
+        )
+    if not isinstance(given.json_model_override_args, dict):
+        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
     request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
     checkpoint, library = Checkpoint.read(given.model_path), Library.default()
     plan = make_plan(request, checkpoint, given.json_model_override_args, library)
@@ -141,12 +148,11 @@ def _print(server_args: Any, console: Console) -> None:
 
 
 def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tuple[str, str]]:
-    indexers = (
-        f"{len(plan.layer_ids)} layers, {shape['index_n_heads']} heads, top {shape['index_topk']}"
-    )
+    known = ((shape.get("index_n_heads"), "{} heads"), (shape.get("index_topk"), "top {}"))
+    words = [f"{len(plan.layer_ids)} layers", *(say.format(n) for n, say in known if n is not None)]
     return [
         ("model", f"{model} ({plan.architecture})"),
-        ("indexers", indexers),
+        ("indexers", ", ".join(words)),
         ("checkpoint", _own_sharing(plan)),
         ("pattern", f"from {plan.source}"),
         ("mode", plan.mode),

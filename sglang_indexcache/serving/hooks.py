@@ -12,7 +12,8 @@ from typing import Any
 
 from sglang_indexcache.errors import UnsupportedEngineError
 
-_at_start: set[str] = set()
+_ours: set[str] = set()
+"""What this process has wrapped, or left to SGLang to wrap."""
 
 
 def around(target: str, function: Callable[..., Any], *, at_start: bool = False) -> None:
@@ -40,20 +41,24 @@ def check() -> None:
     Raises:
         UnsupportedEngineError: naming what it did not wrap.
     """
-    _check(_at_start)
+    _check(_ours)
 
 
 def _install(target: str, function: Callable[..., Any], kind: str, at_start: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if target in HookRegistry._patched or target in _at_start:
+    if target in _ours:
         return
+    if target in HookRegistry._patched:  # SGLang wraps a function once, with what is known by then
+        raise UnsupportedEngineError(
+            f"another plugin has wrapped {target} before IndexCache could. Load IndexCache first, "
+            "or leave the other out (SGLANG_PLUGINS)."
+        )
     HookRegistry.register(target, function, HookType[kind])
-    if at_start:
-        _at_start.add(target)
-        return
-    HookRegistry.apply_hooks()
-    _check({target})
+    if not at_start:
+        HookRegistry.apply_hooks()
+        _check({target})
+    _ours.add(target)
 
 
 def _check(targets: set[str]) -> None:

@@ -40,3 +40,12 @@ def save_figure(figure: Any, path: Path) -> None:
         raise SettingsError(f"pictures are written as PNG; give {path} the suffix .png")
     with replacing(path) as part:
         figure.savefig(part, dpi=150, format="png")
+
+
+def check_installed() -> None:
+    """Before long work whose figures come last.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib.figure  # noqa: F401

@@ -29,8 +29,12 @@ def test_dry_run(tmp_path: Path) -> None:
     assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
     assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
     assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
-    indexer = len(cases.PREFILL) + len(cases.DECODE)
-    expected = {"topk": len(cases.TOPK), "indexer": indexer, "sparse_mla": len(cases.ATTENTION)}
+    expected = {
+        "topk": len(cases.TOPK),
+        "indexer_prefill": len(cases.PREFILL),
+        "indexer_decode": len(cases.DECODE),
+        "sparse_mla": len(cases.ATTENTION),
+    }
     groups = report["checks"]["reference"]
     assert {group: found["passed"] for group, found in groups.items()} == expected
     results = report["speed"]["results"]

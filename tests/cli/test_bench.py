@@ -91,3 +91,17 @@ def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
     plan = ("bench", "plan", "--model", "30b", "--context", "200K", "--pattern", "1/4")
     assert loaded(*plan) == {"sglang_indexcache.bench.results"}
+
+
+@pytest.mark.parametrize("command", [("latency",), ("replay", "--context", "8K")])
+def test_what_the_figures_need_is_asked_for_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Else hours of measuring would end in an error."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    model = folder(tmp_path, CONFIG)
+    patterns = ("--pattern", "full", "--pattern", "uniform:1/2")
+    text = said(*command, "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
+    assert "pip install 'sglang-indexcache[search]'" in text
+    assert not (tmp_path / "out").exists()

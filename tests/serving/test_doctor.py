@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,3 +118,26 @@ def test_saved_index_keys_are_counted_as_they_are_stored(
     config = SimpleNamespace(index_head_dim=128)
     model = SimpleNamespace(dtype=model_dtype, hf_config=config, context_len=1024)
     assert doctor._saved(plan, cfg, model).startswith(expected)
+
+
+def test_it_needs_nothing_but_the_base(folder: Path) -> None:
+    """In a process of its own: here, torch is long loaded."""
+    code = (
+        "import sys\n"
+        "for name in ('sglang', 'torch', 'transformers', 'numpy', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from sglang_indexcache.cli import app\n"
+        "app(sys.argv[1:])\n"
+    )
+    arguments = ["server", "doctor", "--model-path", str(folder), "--indexcache-pattern", "1/4"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "22 of 78 layers keep their indexer" in done.stdout
+
+
+def test_a_config_without_the_number_of_heads(folder: Path) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "index_n_heads"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "78 layers, top 2048" in examine("--model-path", folder)[1]

@@ -17,7 +17,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave SGLang's registry, and what is wrapped here, as they were."""
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
-    monkeypatch.setattr(hooks, "_at_start", set())
+    monkeypatch.setattr(hooks, "_ours", set())
     for name in ("dumps", "loads"):
         monkeypatch.setattr(json, name, getattr(json, name))
 
@@ -50,3 +50,10 @@ def test_what_is_left_to_the_start_is_checked_later(caplog: pytest.LogCaptureFix
     HookRegistry.apply_hooks()
     with pytest.raises(UnsupportedEngineError, match=r"did not wrap json\.no_such"):
         hooks.check()
+
+
+def test_a_target_that_another_plugin_has_wrapped() -> None:
+    HookRegistry.register("json.dumps", lambda result, *_: result)
+    HookRegistry.apply_hooks()
+    with pytest.raises(UnsupportedEngineError, match=r"another plugin has wrapped json\.dumps"):
+        hooks.around("json.dumps", lambda original, value: original(value))

@@ -37,14 +37,11 @@ class Group:
 
 GROUPS: dict[str, Group] = {
     "topk": Group(("topk",), (cases.TOPK, (), cases.LARGE_TOPK)),
-    "indexer": Group(
-        ("logits", "select"),
-        (
-            cases.PREFILL + cases.DECODE,
-            cases.WIDE_PREFILL,
-            cases.LARGE_PREFILL + cases.LARGE_DECODE,
-        ),
+    "indexer_prefill": Group(
+        ("logits", "select"), (cases.PREFILL, cases.WIDE_PREFILL, cases.LARGE_PREFILL)
     ),
+    # Apart, because a fault ends its process and shall not take the other cases along.
+    "indexer_decode": Group(("logits", "select"), (cases.DECODE, (), cases.LARGE_DECODE)),
     "sparse_mla": Group(
         ("sparse_mla",), (cases.ATTENTION, cases.WIDE_ATTENTION, cases.LARGE_ATTENTION)
     ),

@@ -91,7 +91,9 @@ def _automatic(
     """The best of ours that is meant to serve."""
     best = dispatch.running(op, machine)[0]
     if obstacle or not best.is_reference:
-        return (None, obstacle) if obstacle else (best, "opted in")
+        name, record = dispatch.MEASURED.get((op, machine.capability), ("", ""))
+        why = f"measured: benchmarks/results/{record}" if name == best.name else "opted in"
+        return (None, obstacle) if obstacle else (best, why)
     ours = (one for one in dispatch.IMPLEMENTATIONS if not one.is_reference)
     reasons = [f"{one.name}: {one.obstacle(op, machine)}" for one in ours]
     return None, f"none of ours can run on {machine.name}: {', '.join(reasons)}"

@@ -30,6 +30,7 @@ from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
@@ -743,6 +744,7 @@ def test_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[str] = []
     patched: set[str] = set()
     monkeypatch.setattr(HookRegistry, "_patched", patched)
+    monkeypatch.setattr(hooks, "_ours", set())
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: patched.update(registered))
     kernels_cuda.install()
@@ -750,6 +752,7 @@ def test_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [target.rsplit(".", 1)[1] for target in registered]
     assert names == ["_get_topk_ragged", "_get_topk_paged"]
     patched.clear()
+    monkeypatch.setattr(hooks, "_ours", set())
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)  # as where it fails: it logs
     with pytest.raises(UnsupportedEngineError, match=r"SGLang did not wrap .*_get_topk_ragged"):
         kernels_cuda.install()
@@ -763,6 +766,7 @@ def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Indexer, name, getattr(Indexer, name))  # restored afterwards
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
+    monkeypatch.setattr(hooks, "_ours", set())
     kernels_cuda.install()
     backend = make_backend(monkeypatch)
     batch = make_batch(backend, ForwardMode.DECODE, [130, 97], [1, 1])
