@@ -60,6 +60,10 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
+    def count_forward(self) -> None:
+        """A forward of a whole batch has begun."""
+        self.counters.forwards += 1
+
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
         self.counters.selections[self.position(layer)] += 1

@@ -19,10 +19,20 @@ class IndexBuffer:
 
     Layers are the model's layer numbers. Every forward begins with :meth:`begin`; then each
     attention layer asks :meth:`resolve` which indices to attend to.
+
+    SGLang begins a captured forward once and then runs its layers three times, twice to warm up
+    and once to record. So the layers of a pass can rely on what the same pass wrote before them,
+    but never on an empty buffer.
+
+    Args:
+        active: the pattern that the next forward obeys.
+        first_layer: the first layer of this pipeline stage. What an earlier one selected is handed
+            in anew in each pass.
     """
 
-    def __init__(self, active: ActivePattern) -> None:
+    def __init__(self, active: ActivePattern, first_layer: int = 0) -> None:
         self._active = active
+        self._first_layer = first_layer
         self._pattern: Pattern | None = None
         self._source: int | None = None
         self._indices: torch.Tensor | None = None
@@ -32,7 +42,6 @@ class IndexBuffer:
         self._pattern = self._active.pattern
         self._source = None
         self._indices = None
-        self._active.counters.forwards += 1
 
     @property
     def pattern(self) -> Pattern:
@@ -62,7 +71,7 @@ class IndexBuffer:
                 raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
             self._source, self._indices = self._active.position(layer), selected
             return selected
-        if self.is_empty and selected is not None:
+        if selected is not None and self.source_layer(layer) < self._first_layer:
             self.adopt(layer, selected)
         return self.shared(layer)
 
@@ -70,7 +79,7 @@ class IndexBuffer:
         """The indices that S layer ``layer`` shares.
 
         Raises:
-            StaleIndexError: unless exactly its F layer wrote them in this forward.
+            StaleIndexError: unless exactly its F layer's were written or adopted in this forward.
         """
         expected = self.pattern.source_of(self._active.position(layer))
         if self._indices is None or self._source != expected:
@@ -81,10 +90,9 @@ class IndexBuffer:
             )
         return self._indices
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no layer has written in this forward yet."""
-        return self._indices is None
+    def source_layer(self, layer: int) -> int:
+        """The layer whose indices ``layer`` uses."""
+        return self._active.plan.layer_ids[self.pattern.source_of(self._active.position(layer))]
 
     def adopt(self, layer: int, indices: torch.Tensor) -> None:
         """Take over what ``layer``'s F layer selected elsewhere.

@@ -243,9 +243,32 @@ CUDA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.tbo_backend",
-        "TboAttnBackend.init_new",
-        "creates the parent first, then a backend per sub-batch",
-        ("creator",),
+        "TboAttnBackend.__init__",
+        "a backend for whole batches and one per sub-batch",
+        ("primary", "children"),
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner_components.layer_setup",
+        "ModelLayerInfo.start_layer",
+        "whose indices come from an earlier pipeline stage",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
+        "FullCudaGraphBackend.capture_one",
+        "a captured forward begins once and runs its layers three times",
+        ("forward_fn",),
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend",
+        "BreakableCudaGraphBackend.capture_one",
+        "the same in prefill",
+        ("forward_fn",),
+    ),
+    Seam(
+        "sglang.srt.layers.radix_attention",
+        "RadixAttention._eager_attention",
+        "a prefill graph's replay runs attention with the batch of now",
+        ("output",),
     ),
     Seam(
         "sglang.srt.state_capturer.indexer_topk",

@@ -100,14 +100,23 @@ def test_switch_does_not_reach_a_forward_in_progress() -> None:
     assert buffer.is_full(1)
 
 
-def test_pipeline_stage_adopts_what_the_engine_carried() -> None:
-    buffer = IndexBuffer(active("FSSFSS"))
-    buffer.begin()  # this stage runs layers 2 to 5
-    carried = torch.tensor([7])
-    assert buffer.resolve(2, carried) is carried
-    own = torch.tensor([3])
-    assert buffer.resolve(3, own) is own
-    assert buffer.resolve(4, None) is own
+def test_pipeline_stage_adopts_what_the_engine_carried_in_every_pass() -> None:
+    """A captured forward begins once and runs its layers three times."""
+    buffer = IndexBuffer(active("FSSFSS"), first_layer=1)
+    buffer.begin()
+    for number in range(3):
+        carried, own = torch.tensor([number]), torch.tensor([number + 10])
+        assert buffer.resolve(1, carried) is carried
+        assert buffer.resolve(2, None) is carried
+        assert buffer.resolve(3, own) is own
+        assert buffer.resolve(4, None) is own
+
+
+def test_what_the_engine_carries_within_a_stage_is_not_adopted() -> None:
+    buffer = IndexBuffer(active("FS"))
+    buffer.begin()
+    with pytest.raises(StaleIndexError, match="holds nothing"):
+        buffer.resolve(1, torch.tensor([7]))
 
 
 def test_two_sub_batches_do_not_meet() -> None:

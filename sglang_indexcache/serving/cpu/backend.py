@@ -40,12 +40,13 @@ class CpuIndexCacheBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.index_keys = runner.token_to_kv_pool.index_key_cache
         self.active = active
-        self.index_buffer = IndexBuffer(active)
+        self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
         self._slots_of: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
+        self.active.count_forward()
         self.index_buffer.begin()
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())

@@ -8,7 +8,6 @@ between the sub-batches of two-batch overlap, across layers without DSA, and in 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,23 +35,17 @@ if TYPE_CHECKING:
 
     from sglang_indexcache.kernels.contract import SparseMLA
 
-_parents: weakref.WeakKeyDictionary[Any, IndexCacheBackend] = weakref.WeakKeyDictionary()
-"""The first backend of each runner. Under two-batch overlap it is the one for whole batches, and
-those created after it are for sub-batches (``TboAttnBackend.init_new``)."""
-
 
 def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
-    """Create the backend of one runner, or of one sub-batch of it.
+    """Create a backend of one runner.
 
     Raises:
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
-    parent = _parents.get(runner)
-    backend = IndexCacheBackend(runner, active, parent)
-    backend.kernels = parent.kernels if parent else _load_kernels(runner, active)
-    _parents.setdefault(runner, backend)
+    backend = IndexCacheBackend(runner, active)
+    backend.kernels = _load_kernels(runner, active)
     if get_exec().overlap.enable_two_batch_overlap:
-        _check_overlap(runner, backend)
+        _check_overlap(backend)
     if active.plan.mode == "live":
         target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
         around(target, _live_indexer_forward)
@@ -65,30 +58,31 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     Attributes:
         active: the pattern that the next forward obeys.
         index_buffer: the indices in flight.
-        parent: the backend of the whole batch, if this one serves a sub-batch.
+        first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         kernels: which operations are ours.
     """
 
-    def __init__(
-        self, runner: ModelRunner, active: ActivePattern, parent: IndexCacheBackend | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__(runner)
         self.active = active
-        self.index_buffer = IndexBuffer(active)
-        self.parent = parent
+        self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
+        self.first_overlapped_layer = getattr(
+            runner.model_config.hf_config, "first_k_dense_replace", 0
+        )
+        self._runner = runner
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
-        self.index_buffer.begin()
+        self._begin()
         super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Begin a forward that is captured or replayed; the capture runs the layers after it."""
-        self.index_buffer.begin()
+        """Begin a forward that is captured or replayed; a capture runs the layers three times."""
+        self._begin()
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -167,11 +161,23 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""
         rows = forward_batch.tbo_parent_token_range
-        if rows is None or self.parent is None or not self.index_buffer.is_empty:
+        if rows is None or self.index_buffer.is_full(layer):
             return
-        if not self.index_buffer.is_full(layer):
-            whole = self.parent.index_buffer.shared(layer)
+        if self.index_buffer.source_layer(layer) < self.first_overlapped_layer:
+            whole = self._of_whole_batch().index_buffer.shared(layer)
             self.index_buffer.adopt(layer, whole[rows[0] : rows[1]])
+
+    def _begin(self) -> None:
+        if self._of_whole_batch() is self:
+            self.active.count_forward()
+        self.index_buffer.begin()
+
+    def _of_whole_batch(self) -> IndexCacheBackend:
+        """Under two-batch overlap the runner has a backend for whole batches and one per part."""
+        backend: IndexCacheBackend = kernels_cuda.unwrapped(
+            getattr(self._runner.attn_backend, "primary", self)
+        )
+        return backend
 
 
 def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
@@ -186,15 +192,14 @@ def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
     return kernels
 
 
-def _check_overlap(runner: ModelRunner, backend: IndexCacheBackend) -> None:
+def _check_overlap(backend: IndexCacheBackend) -> None:
     """Indices of a whole batch can be cut into sub-batches only where they are pool slots.
 
-    The layers before ``first_k_dense_replace`` run on the whole batch, those after it on
-    sub-batches. Offsets into a flattened batch (RAGGED) mean something else in a sub-batch.
+    Offsets into a flattened batch (RAGGED) mean something else in a sub-batch.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    first = runner.model_config.hf_config.first_k_dense_replace
+    first = backend.first_overlapped_layer
     plan = backend.active.plan
     positions = [i for i, layer in enumerate(plan.layer_ids) if layer >= first]
     if not positions or plan.pattern.is_full(positions[0]):

@@ -270,8 +270,12 @@ def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:
 
 
 def current_backend() -> Any:
-    """The attention backend of the forward in progress; hybrid models wrap ours in another."""
-    backend = get_attn_backend()
+    """The attention backend of the forward in progress."""
+    return unwrapped(get_attn_backend())
+
+
+def unwrapped(backend: Any) -> Any:
+    """The backend of DSA layers; hybrid models wrap it in another."""
     return getattr(backend, "full_attn_backend", backend)
 
 

@@ -53,13 +53,26 @@ def plan(text: str, mode: str = "static") -> Plan:
     )
 
 
-def backend(
-    text: str, parent: IndexCacheBackend | None = None, mode: str = "static"
-) -> IndexCacheBackend:
-    active = parent.active if parent else ActivePattern(plan(text, mode))
-    made = IndexCacheBackend(SimpleNamespace(), active, parent)
+def backend(text: str, mode: str = "static", first_overlapped: int = 1) -> IndexCacheBackend:
+    """One for a runner of the whole model."""
+    config = SimpleNamespace(first_k_dense_replace=first_overlapped)
+    runner = SimpleNamespace(
+        layer_info=SimpleNamespace(start_layer=0),
+        model_config=SimpleNamespace(hf_config=config),
+    )
+    made = IndexCacheBackend(runner, ActivePattern(plan(text, mode)))  # type: ignore[arg-type]
+    runner.attn_backend = made
     made.use_mha = False
     return made
+
+
+def overlapped(text: str) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
+    """The backends of whole batches and of their two parts."""
+    whole, *parts = (backend(text) for _ in range(3))
+    for each in (whole, *parts):
+        each.active = each.index_buffer._active = whole.active
+        each._runner.attn_backend = SimpleNamespace(primary=whole, children=parts)
+    return whole, parts
 
 
 def batch(rows: tuple[int, int] | None = None) -> Any:
@@ -125,8 +138,7 @@ def test_sub_batches_split_what_the_whole_batch_selected(
     seen: list[tuple[int, torch.Tensor | None]],
 ) -> None:
     """Two-batch overlap: dense layers run on the whole batch, the others on its two parts."""
-    whole = backend("FSSF")
-    parts = [backend("FSSF", parent=whole) for _ in range(2)]
+    whole, parts = overlapped("FSSF")
     for each in (whole, *parts):
         each.init_forward_metadata(batch())
     selected = torch.arange(10).view(5, 2)
@@ -137,6 +149,7 @@ def test_sub_batches_split_what_the_whole_batch_selected(
             part.forward_extend(1, 2, 3, layer(number), batch(rows))
             assert seen[-1][1] is not None
             assert torch.equal(seen[-1][1], selected[slice(*rows)])
+    assert whole.active.counters.forwards == 1
     own = [torch.tensor([[8]]), torch.tensor([[9]])]
     for part, rows, indices in zip(parts, ranges, own, strict=True):
         part.forward_extend(1, 2, 3, layer(3), batch(rows), topk_indices=indices)
@@ -146,7 +159,7 @@ def test_sub_batches_split_what_the_whole_batch_selected(
 def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
     seen: list[tuple[int, torch.Tensor | None]],
 ) -> None:
-    part = backend("FFS", parent=backend("FFS"))
+    _, (part, _) = overlapped("FFS")
     part.init_forward_metadata(batch())
     mine = torch.tensor([[4]])
     part.forward_extend(1, 2, 3, layer(1), batch((0, 1)), topk_indices=mine)
@@ -157,9 +170,6 @@ def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
 def test_overlap_refuses_offsets_that_cannot_be_cut(
     seen: list[tuple[int, torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(first_k_dense_replace=1))
-    )
     methods = {"ragged": TopkTransformMethod.RAGGED, "paged": TopkTransformMethod.PAGED}
     for text, method, fits in (
         ("FSF", "ragged", False),
@@ -172,10 +182,10 @@ def test_overlap_refuses_offsets_that_cannot_be_cut(
             lambda self, mode, method=method: methods[method],
         )
         if fits:
-            backend_cuda._check_overlap(runner, backend(text))
+            backend_cuda._check_overlap(backend(text))
         else:
             with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
-                backend_cuda._check_overlap(runner, backend(text))
+                backend_cuda._check_overlap(backend(text))
 
 
 class FakeIndexer:

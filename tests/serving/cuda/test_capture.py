@@ -1,0 +1,299 @@
+"""Captured forwards: SGLang begins once, runs the layers three times, and replays what it recorded.
+
+Every pattern of the library, each cut into pipeline stages, with and without two-batch overlap. A
+stage's layers run as ``DeepseekV2Model.forward`` runs them; an attention notes what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
+from sglang.srt.model_executor.runner_utils.forward_batch import (
+    get_forward_batch,
+    set_forward_batch,
+)
+from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
+
+from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+from sglang_indexcache.serving.index_buffer import IndexBuffer
+from tests.serving.cuda.fake_graphs import breakable_graphs, fake_cuda, full_graphs, launch
+from tests.serving.cuda.test_backend import plan
+
+__all__ = ["fake_cuda"]
+
+ROWS = 4
+KEY = ShapeKey(ROWS)
+PATTERNS = {name: str(entry.parsed) for name, entry in Library.default().entries.items()} | {
+    "GLM-5, uniform 1/2": str(Pattern.uniform(78, 2)),
+    "GLM-5, uniform 1/4": str(Pattern.uniform(78, 4)),
+    "GLM-5.2, its own": str(Pattern.from_freq(78, 4, 3)),
+    "DeepSeek-V3.2, uniform 1/4": str(Pattern.uniform(61, 4)),
+    "a stage of S alone": "FSSSSSSS",
+}
+
+
+class Model:
+    """The layers of one pipeline stage around a real :class:`IndexCacheBackend`.
+
+    An F layer's indexer selects ``[rows, 1]`` numbers that tell the layer, the row and what the
+    batch holds now, so that nothing of another layer, pass or batch can be mistaken for it.
+    """
+
+    def __init__(self, pattern: Pattern, start: int, end: int, first_overlapped: int) -> None:
+        self.pattern, self.start, self.end = pattern, start, end
+        self.batch = torch.zeros(ROWS, 1, dtype=torch.int64)  # written in place for each forward
+        self.carried = torch.zeros_like(self.batch)  # SGLang's static buffer of the stage before
+        self.attended = torch.full((len(pattern), ROWS), -1)
+        self.first_overlapped = max(first_overlapped, start)
+        config = SimpleNamespace(first_k_dense_replace=first_overlapped)
+        runner = SimpleNamespace(
+            layer_info=SimpleNamespace(start_layer=start),
+            model_config=SimpleNamespace(hf_config=config),
+        )
+        active = ActivePattern(plan(str(pattern)))
+        whole, *parts = (IndexCacheBackend(runner, active) for _ in range(3))
+        for backend in (whole, *parts):
+            backend.use_mha = False
+        self.backend = TboAttnBackend.__new__(TboAttnBackend)
+        vars(self.backend).update(primary=whole, children=parts)
+        runner.attn_backend = self.backend
+
+    def selected(self, layer: int, rows: slice = slice(None)) -> torch.Tensor:
+        """What ``layer``'s indexer selects for the batch as it is."""
+        return self.batch[rows] * 1000 + layer
+
+    def forward(self, parts: tuple[Any, ...] = ()) -> torch.Tensor:
+        """``DeepseekV2Model.forward``: without ``parts`` every layer sees the whole batch."""
+        carried = torch.empty_like(self.carried)
+        launch(lambda: carried.copy_(self.carried))
+        previous = carried if self.start else None
+        whole = batch(slice(0, ROWS), None)
+        boundary = self.first_overlapped if parts else self.end
+        for layer in range(self.start, min(boundary, self.end)):
+            previous = self._layer(self.backend.primary, layer, whole, previous)
+        for layer in range(boundary, self.end):
+            for part, backend in zip(parts, self.backend.children, strict=True):
+                self._layer(backend, layer, part, None)
+        return self.attended
+
+    def _layer(
+        self, backend: IndexCacheBackend, layer: int, part: Any, previous: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if self.pattern.is_full(layer):
+            previous = torch.empty_like(self.batch[part.rows])
+            launch(lambda: previous.copy_(self.selected(layer, part.rows)))
+        said = SimpleNamespace(layer_id=layer, notes=(self.attended, part.rows))
+        backend.forward_decode(None, None, None, said, part, topk_indices=previous)
+        return previous
+
+    def expected(self) -> torch.Tensor:
+        """What every layer of the stage must have attended to."""
+        found = torch.full_like(self.attended, -1)
+        for layer in range(self.start, self.end):
+            found[layer] = self.selected(self.pattern.source_of(layer)).flatten()
+        return found
+
+
+def batch(rows: slice, of_whole: tuple[int, int] | None) -> Any:
+    return SimpleNamespace(
+        rows=rows,
+        tbo_parent_token_range=of_whole,
+        forward_mode=ForwardMode.DECODE,
+        batch_size=rows.stop - rows.start,
+    )
+
+
+@pytest.fixture(autouse=True)
+def attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's attention, replaced by a kernel that notes the indices it reads."""
+
+    def note(self: Any, q: Any, k: Any, v: Any, layer: Any, part: Any, **call: Any) -> None:
+        attended, rows = layer.notes
+        indices = call["topk_indices"]
+        launch(lambda: attended[layer.layer_id, rows].copy_(indices.flatten()))
+
+    for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
+        monkeypatch.setattr(DeepseekSparseAttnBackend, name, lambda self, *_, **__: None)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "__init__", lambda self, runner: None)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_decode", note)
+
+
+def stages(pattern: Pattern, count: int) -> Iterator[tuple[int, int]]:
+    for rank in range(count):
+        yield get_pp_indices(len(pattern), rank, count)
+
+
+@pytest.mark.parametrize("text", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("first_overlapped", [None, 1, 3], ids=["no overlap", "1", "3"])
+def test_decode_graph_of_every_stage(
+    fake_cuda: None, text: str, count: int, first_overlapped: int | None
+) -> None:
+    pattern = Pattern(text)
+    for start, end in stages(pattern, count):
+        if first_overlapped is not None and not pattern.is_full(start):
+            continue  # such a server is refused: test_plugin.py
+        replay_stage(pattern, start, end, first_overlapped)
+
+
+def replay_stage(
+    pattern: Pattern, start: int, end: int, first_overlapped: int | None = None
+) -> None:
+    """One begin, two warm-ups, one capture; then replays with other batches."""
+    model = Model(pattern, start, end, first_overlapped or 0)
+    overlap = first_overlapped is not None
+    parts = (batch(slice(0, 1), (0, 1)), batch(slice(1, ROWS), (1, ROWS))) if overlap else ()
+    whole = SimpleNamespace(tbo_children=parts or None)
+    model.backend.init_forward_metadata_out_graph(whole, in_capture=True)
+    graphs = full_graphs()
+    graphs.capture_one(KEY, lambda: model.forward(parts))
+    for number in (1, 2):
+        model.batch.copy_(torch.arange(ROWS).view(-1, 1) + 10 * number)
+        model.carried.copy_(model.selected(pattern.source_of(start)))
+        model.attended.fill_(-1)
+        graphs.replay(KEY, None)
+        assert torch.equal(model.attended, model.expected()), (start, end, number)
+
+
+def test_adopting_only_into_an_empty_buffer_would_be_noticed(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the buffer did, and every pass but the first read what the first had left."""
+    replay_stage(Pattern("FSSFS"), 2, 5)
+
+    def adopt(self: IndexBuffer, layer: int, indices: torch.Tensor) -> None:
+        if self._indices is None:
+            original(self, layer, indices)
+
+    original = IndexBuffer.adopt
+    monkeypatch.setattr(IndexBuffer, "adopt", adopt)
+    with pytest.raises(StaleIndexError):
+        replay_stage(Pattern("FSSFS"), 2, 5)
+    with pytest.raises(AssertionError):
+        replay_stage(Pattern("FSSSS"), 2, 5)
+
+
+class PrefillModel:
+    """A stage under SGLang's default on CUDA: prefill graphs that break at every attention.
+
+    At a replay the attention's Python runs again, with the arguments of the capture (a graph's
+    buffers, padded to its size) and the batch of now, of which only the real rows are handed on.
+    """
+
+    def __init__(self, pattern: Pattern, start: int, end: int) -> None:
+        self.pattern, self.start, self.end = pattern, start, end
+        self.layers = {number: radix_attention(number) for number in range(start, end)}
+        self.carried = torch.zeros(ROWS, 1, dtype=torch.int64)
+        self.attended = torch.full((len(pattern), ROWS), -1.0)
+        runner = SimpleNamespace(
+            layer_info=SimpleNamespace(start_layer=start),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(first_k_dense_replace=1)),
+        )
+        self.backend = IndexCacheBackend(runner, ActivePattern(plan(str(pattern))))
+        self.backend.use_mha = False
+        runner.attn_backend = self.backend
+
+    def forward(self) -> torch.Tensor:
+        carried = torch.empty_like(self.carried)
+        launch(lambda: carried.copy_(self.carried))
+        previous = carried
+        for number, layer in self.layers.items():
+            if self.pattern.is_full(number):
+                previous = torch.full((ROWS, 1), -7)  # real rows are written, padding keeps this
+                select_into(number, previous)
+            q = torch.zeros(ROWS, 1, 1)
+            output = layer(q, None, None, get_forward_batch(), topk_indices=previous)
+            row = self.attended[number]
+            launch(lambda row=row, output=output: row.copy_(output.flatten()))
+        return self.attended
+
+
+def radix_attention(number: int) -> RadixAttention:
+    return RadixAttention(num_heads=1, head_dim=1, scaling=1.0, num_kv_heads=1, layer_id=number)
+
+
+def selection(layer: int, rows: int, mark: int) -> torch.Tensor:
+    return torch.arange(1, rows + 1).view(-1, 1) * 10000 + mark * 1000 + layer
+
+
+@eager_on_graph
+def select_into(layer: int, result: torch.Tensor) -> None:
+    """An indexer's top-k of a prefill: eager as well, into a buffer of the graph."""
+    live = get_forward_batch()
+    rows = live.global_num_token_non_padded_cpu
+    result[:rows] = selection(layer, rows, live.mark)
+
+
+def prefill_batch(rows: int, mark: int) -> Any:
+    return SimpleNamespace(
+        global_num_token_non_padded_cpu=rows,
+        mark=mark,
+        mha_return_lse=False,
+        out_cache_loc=torch.arange(ROWS),
+        positions=torch.arange(ROWS),
+        _attn_output=None,
+        forward_mode=ForwardMode.EXTEND,
+        tbo_parent_token_range=None,
+    )
+
+
+@pytest.mark.parametrize("text", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_breakable_prefill_graph_of_every_stage(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, text: str, count: int
+) -> None:
+    """Replays with a full batch, a padded one, an idle rank's empty one, and a full one again."""
+
+    def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, live: Any, **call: Any) -> Any:
+        indices = call["topk_indices"]
+        assert len(indices) == len(q), "padding must not reach the attention"
+        return indices.view_as(q).float()
+
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_extend", attend)
+    pattern = Pattern(text)
+    for start, end in stages(pattern, count):
+        model = PrefillModel(pattern, start, end)
+        graphs = breakable_graphs()
+        with prefill(model, prefill_batch(ROWS, mark=0)), graphs.replay_session():
+            model.backend.init_forward_metadata(get_forward_batch())
+            graphs.capture_one(KEY, model.forward)
+        for mark, rows in enumerate((ROWS, ROWS - 1, 0, ROWS), start=1):
+            model.carried[:rows] = selection(pattern.source_of(start), rows, mark)
+            with prefill(model, prefill_batch(rows, mark)), graphs.replay_session():
+                if rows:  # SGLang prepares nothing for an idle rank
+                    model.backend.init_forward_metadata(get_forward_batch())
+                model.attended.fill_(-1)
+                graphs.replay(KEY, None)
+            for layer in range(start, end):
+                wanted = torch.zeros(ROWS)
+                wanted[:rows] = selection(pattern.source_of(layer), rows, mark).flatten()
+                assert torch.equal(model.attended[layer], wanted), (layer, mark)
+
+
+@contextmanager
+def prefill(model: PrefillModel, live: Any) -> Iterator[None]:
+    """What SGLang's prefill runner publishes around a capture or a replay."""
+    rows = live.global_num_token_non_padded_cpu
+    with (
+        prefill_graph_scope(full_graph=False, raw_num_tokens=rows),
+        forward_context(ForwardContext(attn_backend=model.backend)),
+        set_forward_batch(live),
+    ):
+        yield
