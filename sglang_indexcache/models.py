@@ -161,12 +161,14 @@ FAMILIES = (
     _GLM_5,
     _DEEPSEEK_V32,
     Family("DeepseekV3ForCausalLM"),
-    Family("MistralLarge3ForCausalLM"),
     Family("HYV4ForCausalLM"),
     Family("LongcatFlashForCausalLM", layer_ids=_two_a_block),
     # Live mode stores keys by a path of SGLang's that this model's layers do not take.
     Family("Glm5NextForConditionalGeneration", layer_ids=_without_linear_attention, live=False),
-    Family("PixtralForConditionalGeneration"),
+    *(
+        Family(one, refused="SGLang loads no indexer weights for it, so it would select at random")
+        for one in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
+    ),
     Family(
         "Dots3NoteForCausalLM",
         refused="its attention runs the indexer in every layer and takes no indices",

@@ -27,7 +27,6 @@ def config(architecture: str = "GlmMoeDsaForCausalLM", **fields: Any) -> dict[st
         "DeepseekV32ForCausalLM",
         "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
-        "MistralLarge3ForCausalLM",
     ],
 )
 def test_plain_architectures(architecture: str) -> None:
@@ -45,7 +44,8 @@ def test_dict_and_object_read_alike() -> None:
 
 
 def test_multimodal_config_is_read_from_its_text_part() -> None:
-    outer = {"architectures": ["PixtralForConditionalGeneration"], "text_config": config()}
+    text = config(layer_types=["indexed_attention"] * 6)
+    outer = {"architectures": ["Glm5NextForConditionalGeneration"], "text_config": text}
     assert Checkpoint.from_config(outer).num_layers == 6
 
 
@@ -90,6 +90,11 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
         (config(index_topk=None), "without a lightning indexer"),
         (config("Dots3NoteForCausalLM"), "runs the indexer in every layer"),
         (config("DeepseekV4ForCausalLM"), "compressed sparse attention"),
+        (config("MistralLarge3ForCausalLM"), "loads no indexer weights"),
+        (
+            {"architectures": ["PixtralForConditionalGeneration"], "text_config": config()},
+            "loads no indexer weights",
+        ),
         ({"num_hidden_layers": 3}, "names no architecture"),
         (config(num_hidden_layers=None), "the config of the model has no num_hidden_layers"),
         (
