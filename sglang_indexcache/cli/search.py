@@ -11,6 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_indexcache.cli.common import (
+    CONTEXTS,
     ContextOption,
     ModelOption,
     OutputOption,
@@ -52,6 +53,14 @@ DataOption = Annotated[
         "for the Python sources of this machine."
     ),
 ]
+SequenceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        help=f"Length of each sequence: {CONTEXTS}. It must be longer than what a query selects; "
+        "the default is 8 times that (16Ki for released models).",
+    ),
+]
 BatchesOption = Annotated[int, typer.Option(help="Number of calibration batches.")]
 PerBatchOption = Annotated[int, typer.Option(help="Number of sequences in a batch.")]
 HeldOutOption = Annotated[
@@ -89,7 +98,7 @@ def run_command(
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
-    context: ContextOption = "2048",
+    context: SequenceOption = None,
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
@@ -124,7 +133,7 @@ def run_command(
     from sglang_indexcache.search.targets import parse_targets
 
     options = Options.parse(method, refine, budget)
-    measured = Data(data, parse_length(context), batches, per_batch, held_out, seed)
+    measured = Data(data, _length(context), batches, per_batch, held_out, seed)
     with _source(measured, model, url, engine, synthetic, dtype).open() as setup:
         own = setup.checkpoint.own
         constraints = Constraints.make(
@@ -145,7 +154,7 @@ def compare_command(
     url: UrlsOption = None,
     engine: EnginesOption = None,
     data: DataOption = "machine",
-    context: ContextOption = "2048",
+    context: SequenceOption = None,
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
@@ -163,13 +172,13 @@ def compare_command(
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out < 2:
         raise SearchError("a comparison needs at least two held-out batches (--held-out)")
-    measured = Data(
-        data, parse_length(context), batches, per_batch, held_out, seed, use_held_out=True
-    )
+    measured = Data(data, _length(context), batches, per_batch, held_out, seed, use_held_out=True)
     source = _source(measured, model, url, engine, dtype=dtype)
     with source.open() as setup, out.status("measuring ..."):
         parsed = [setup.resolve(value) for value in patterns]
-        found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets)
+        found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets, setup.uncounted)
+    if setup.advice:
+        out.print(f"[yellow]advice[/yellow]  {setup.advice}", highlight=False)
     reference, *others = [_label(value) for value in patterns]
     named = list(zip(others, found, strict=True))
     for title, comparison in named:
@@ -189,7 +198,7 @@ def overlap_command(
         str, typer.Option(help="A pattern, in any form, whose blocks are drawn on the heatmap.")
     ] = "",
     data: DataOption = "machine",
-    context: ContextOption = "2048",
+    context: SequenceOption = None,
     batches: BatchesOption = 4,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
@@ -201,7 +210,7 @@ def overlap_command(
     from sglang_indexcache.search.sources import Data
     from sglang_indexcache.support.files import write_json
 
-    measured = Data(data, parse_length(context), batches, per_batch, seed=seed)
+    measured = Data(data, _length(context), batches, per_batch, seed=seed)
     with _source(measured, model, dtype=dtype).open() as setup:
         drawn = setup.resolve(pattern) if pattern else None
         places = track(range(batches), "measuring", console=out, transient=True)
@@ -222,7 +231,7 @@ def stability_command(
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
-    context: ContextOption = "2048",
+    context: SequenceOption = None,
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
@@ -239,7 +248,7 @@ def stability_command(
     if sets < 2:
         raise SearchError("stability needs at least two calibration sets (--sets)")
     options = Options.parse(method, share=budget)
-    measured = Data(data, parse_length(context), batches, per_batch, seed=seed)
+    measured = Data(data, _length(context), batches, per_batch, seed=seed)
     sources = [_source(part, model, url, engine, synthetic, dtype) for part in measured.parts(sets)]
     result = search_each(sources, target, options, output, out)
     out.print(f"order of the flips: Kendall tau {result.kendall_tau:.3f} on average")
@@ -320,6 +329,10 @@ def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngi
     pairs = (name_and_value(text, "--engine") for text in keywords if text != "default")
     values = {name: json_or_text(value) for name, value in pairs}
     return InProcessEngine(model_path=str(model), **values)
+
+
+def _length(context: str | None) -> int | None:
+    return None if context is None else parse_length(context)
 
 
 def _label(value: str) -> str:

@@ -30,11 +30,14 @@ class Calibration:
         sequences: each ``[context]`` token ids.
         per_batch: sequences in a batch.
         source: where the text came from, in words.
+        uncounted: predictions at the start of each sequence that no loss counts. Their queries see
+            no more tokens than they may select, so a pattern cannot change them.
     """
 
     sequences: tuple[tuple[int, ...], ...]
     per_batch: int
     source: str
+    uncounted: int = 0
 
     @property
     def context(self) -> int:

@@ -103,31 +103,51 @@ class Comparison:
 
 
 def compare(
-    evaluator: TokenEvaluator, reference: Pattern, others: Sequence[Pattern], buckets: int = 8
+    evaluator: TokenEvaluator,
+    reference: Pattern,
+    others: Sequence[Pattern],
+    buckets: int = 8,
+    uncounted: int = 0,
 ) -> list[Comparison]:
     """Measure ``others`` against ``reference`` on every batch of ``evaluator``.
 
+    Args:
+        evaluator: measures.
+        reference: what the others are compared with.
+        others: what is compared.
+        buckets: points of the curve.
+        uncounted: predictions at the start of each sequence to leave out
+            (:attr:`~sglang_indexcache.search.calibration.Calibration.uncounted`).
+
     Raises:
-        SearchError: fewer than two batches, or sequences shorter than four tokens.
+        SearchError: fewer than two batches, or fewer than four tokens counted in a sequence.
     """
-    base = _measure(evaluator, reference)
-    return [_compare(reference, base, p, _measure(evaluator, p), buckets) for p in others]
 
+    def measure(pattern: Pattern) -> list[Floats]:
+        """For each batch ``[sequences, counted]`` losses."""
+        batches = range(len(evaluator.batch_tokens))
+        losses = evaluator.token_losses(pattern, batches)
+        return [np.stack(sequences)[:, uncounted:] for sequences in losses]
 
-def _measure(evaluator: TokenEvaluator, pattern: Pattern) -> list[Floats]:
-    """For each batch ``[sequences, length - 1]`` losses."""
-    batches = range(len(evaluator.batch_tokens))
-    return [np.stack(sequences) for sequences in evaluator.token_losses(pattern, batches)]
+    base = measure(reference)
+    return [_compare(reference, base, p, measure(p), buckets, uncounted) for p in others]
 
 
 def _compare(
-    reference: Pattern, base: list[Floats], pattern: Pattern, mine: list[Floats], buckets: int
+    reference: Pattern,
+    base: list[Floats],
+    pattern: Pattern,
+    mine: list[Floats],
+    buckets: int,
+    uncounted: int,
 ) -> Comparison:
     by_batch = np.array([b.mean() - a.mean() for a, b in zip(base, mine, strict=True)])
-    tokens = np.concatenate(mine) - np.concatenate(base)  # [sequences, length - 1]
+    tokens = np.concatenate(mine) - np.concatenate(base)  # [sequences, counted]
     length = tokens.shape[1]
     if length < 4:
-        raise SearchError("the context is too short for a curve; take at least 5 tokens")
+        raise SearchError(
+            f"the context is too short for a curve; take at least {uncounted + 5} tokens"
+        )
     edges = np.linspace(0, length, min(buckets, length) + 1).astype(int)
     quarter = length // 4
     return Comparison(
@@ -136,7 +156,7 @@ def _compare(
         reference_loss=float(np.mean([a.mean() for a in base])),
         loss=float(np.mean([b.mean() for b in mine])),
         difference=Difference.of(by_batch),
-        edges=tuple(int(edge) for edge in edges),
+        edges=tuple(uncounted + int(edge) for edge in edges),
         curve=tuple(
             Difference.of(tokens[:, start:stop].mean(axis=1)) for start, stop in pairwise(edges)
         ),

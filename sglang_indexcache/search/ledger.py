@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Evaluator, Floats, standard_error
 from sglang_indexcache.search.journal import Journal, Record
@@ -113,6 +114,24 @@ class Ledger:
         for pattern in patterns:
             self._count(pattern, wanted)
         return np.array([[self._known[str(p), b] for b in wanted] for p in patterns])
+
+    def candidates(
+        self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
+    ) -> Floats:
+        """``[candidates, batches]`` nats that each of ``candidates`` adds to ``pattern``.
+
+        Raises:
+            SearchError: none of several adds or saves anything anywhere, so that choosing among
+                them would be choosing the first.
+        """
+        added: Floats = self.many(candidates, batches) - self.losses(pattern, batches)
+        if len(candidates) > 1 and not added.any():
+            raise SearchError(
+                f"the data cannot tell patterns apart: {len(candidates)} candidates, each with one "
+                f"more layer shared than {pattern}, all lose exactly as much. Take a longer "
+                "context (--context), or other data."
+            )
+        return added
 
     def step(
         self,

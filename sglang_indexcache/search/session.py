@@ -53,6 +53,8 @@ def run_search(
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
         total = search.expected_tokens
+        if setup.advice:
+            console.print(f"[yellow]advice[/yellow]  {setup.advice}", highlight=False)
         if journal.records:
             console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")
         try:

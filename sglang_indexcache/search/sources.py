@@ -21,6 +21,11 @@ from sglang_indexcache.search.evaluators.served import EvaluatorPool, LiveEngine
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.support.provenance import checkpoint_digest
 
+DEFAULT_CONTEXT = 8
+"""The default context, in multiples of what a query selects (``index_topk``)."""
+ADVISED_CONTEXT = 4
+"""The least that is used without a warning."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -34,6 +39,8 @@ class Setup:
         identity: hashes and kind of evaluator; a journal belongs to one identity.
         data: the data in words.
         seed: of the data's shuffle.
+        advice: a warning about the data, or "".
+        uncounted: see :class:`~sglang_indexcache.search.calibration.Calibration`.
     """
 
     evaluator: Evaluator
@@ -43,6 +50,8 @@ class Setup:
     identity: Mapping[str, str]
     data: str
     seed: int
+    advice: str = ""
+    uncounted: int = 0
 
     @property
     def token_evaluator(self) -> TokenEvaluator:
@@ -66,7 +75,7 @@ class Data:
 
     Attributes:
         path: a file, a folder or :data:`DEFAULT_DATA`, as for :func:`prepare`.
-        context: tokens in a sequence.
+        context: tokens in a sequence; None for :data:`DEFAULT_CONTEXT` times ``index_topk``.
         batches: calibration batches.
         per_batch: sequences in a batch.
         held_out: further batches.
@@ -76,7 +85,7 @@ class Data:
     """
 
     path: str = DEFAULT_DATA
-    context: int = 2048
+    context: int | None = None
     batches: int = 16
     per_batch: int = 1
     held_out: int = 0
@@ -88,12 +97,23 @@ class Data:
         """``count`` disjoint sets of this size."""
         return [replace(self, batches=self.batches * count, part=(i, count)) for i in range(count)]
 
-    def calibration(self, model: Path) -> Calibration:
+    def calibration(self, model: Path, topk: int) -> Calibration:
         """The sequences, in the tokens of the checkpoint folder ``model``.
 
+        Args:
+            topk: tokens that its queries select.
+
         Raises:
-            SearchError: data that cannot be read or is too short, or an unfit tokenizer.
+            SearchError: a context in which they select everything, data that cannot be read or is
+                too short, or an unfit tokenizer.
         """
+        context = DEFAULT_CONTEXT * topk if self.context is None else self.context
+        if context <= topk:
+            raise SearchError(
+                f"a context of {context} tokens cannot tell patterns apart: this model's queries "
+                f"select {topk} tokens (index_topk), so there they attend to everything, whatever "
+                f"is shared. Take {DEFAULT_CONTEXT * topk} or more (--context)."
+            )
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -105,7 +125,7 @@ class Data:
                 tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ),
             tokenizer.eos_token_id,
-            context=self.context,
+            context=context,
             batches=self.batches,
             per_batch=self.per_batch,
             held_out=self.held_out,
@@ -114,7 +134,8 @@ class Data:
         chosen = split.held_out if self.use_held_out else split.calibration
         place, parts = self.part
         size = len(chosen.sequences) // parts
-        return replace(chosen, sequences=chosen.sequences[place * size : (place + 1) * size])
+        mine = chosen.sequences[place * size : (place + 1) * size]
+        return replace(chosen, sequences=mine, uncounted=topk)
 
 
 @dataclass(frozen=True)
@@ -201,11 +222,13 @@ class _Ready:
     checkpoint: Checkpoint
     digest: str
     calibration: Calibration
+    topk: int
 
     @classmethod
     def read(cls, model: Path, data: Data) -> _Ready:
         checkpoint, digest = Checkpoint.read(model), checkpoint_digest(model)
-        return cls(model, data, checkpoint, digest, data.calibration(model))
+        topk = int(checkpoint.shape["index_topk"])
+        return cls(model, data, checkpoint, digest, data.calibration(model, topk), topk)
 
     def setup(self, kind: str, evaluator: TokenEvaluator) -> Setup:
         if evaluator.num_layers != self.checkpoint.num_layers:
@@ -214,13 +237,28 @@ class _Ready:
                 f"{self.checkpoint.num_layers}: these are two models"
             )
         data = self.calibration
-        identity = {"evaluator": kind, "checkpoint": self.digest, "data": data.digest}
+        identity = {
+            "evaluator": kind,
+            "checkpoint": self.digest,
+            "data": data.digest,
+            "counted": f"predictions that see more than {data.uncounted} tokens",
+        }
         info = _model_info(self.model.resolve().name, self.checkpoint)
         text = "Python standard library sources"
         name = text if self.data.path == DEFAULT_DATA else Path(self.data.path).name
         words = f"{name}, {len(data.batches)} batches of {data.per_batch} x {data.context} tokens"
         facts = (identity, words, self.data.seed)
-        return Setup(evaluator, self.checkpoint, info, info.name, *facts)
+        measured = (self._advice(), data.uncounted)
+        return Setup(evaluator, self.checkpoint, info, info.name, *facts, *measured)
+
+    def _advice(self) -> str:
+        context, advised = self.calibration.context, ADVISED_CONTEXT * self.topk
+        if context >= advised:
+            return ""
+        return (
+            f"a context of {context} tokens is short for a model whose queries select {self.topk}: "
+            f"few of them have much to choose from. Take {advised} or more (--context)."
+        )
 
 
 def _model_info(name: str, checkpoint: Checkpoint) -> ModelInfo:

@@ -3,10 +3,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import sglang_indexcache
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+
+TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 
 
 def call(*arguments: str | Path) -> Result:
@@ -67,6 +70,8 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
         (["--model", "m", "--url", "http://h", "--dtype", "float32"], "--dtype is for transf"),
         (["--model", "m", "--engine", "default", "--dtype", "float32"], "--dtype is for transf"),
         (["--model", "m", "--dtype", "int3"], "--dtype is float32 or bfloat16, got 'int3'"),
+        # It selects 64 tokens: all patterns would tie, and the lowest layers be flipped first.
+        (["--model", str(TINY), "--context", "64"], "cannot tell patterns apart: this model's"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -57,6 +57,13 @@ def test_sees_where_in_the_context_it_hurts() -> None:
     assert "sharing costs less late in the context" in early.verdict
 
 
+def test_what_no_pattern_can_change_is_left_out() -> None:
+    added = np.concatenate([np.zeros(16), np.full(24, 0.05)])
+    [found] = compare(Tokens(added), A, [B], buckets=4, uncounted=16)  # type: ignore[arg-type]
+    assert found.difference.mean == pytest.approx(0.05, abs=0.003)
+    assert found.edges == (16, 22, 28, 34, 40)
+
+
 def test_too_little_data() -> None:
     with pytest.raises(SearchError, match="at least two batches"):
         Difference.of(np.array([1.0]))

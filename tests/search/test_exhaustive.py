@@ -1,5 +1,7 @@
 import itertools
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,11 @@ from hypothesis import strategies as st
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, stage_starts
-from sglang_indexcache.search.methods.greedy import evaluations, greedy
+from sglang_indexcache.search.evaluators import BatchLosses
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods import Method
+from sglang_indexcache.search.methods.fast import Fast
+from sglang_indexcache.search.methods.greedy import Greedy, evaluations, greedy
 from sglang_indexcache.search.targets import parse_targets
 from tests.search.helpers import free, landscape, targets
 from tests.search.oracle import algorithm_1, algorithm_1_in_blocks
@@ -78,3 +84,20 @@ def test_ends_within_the_loss_budget() -> None:
 def test_more_blocks_than_layers() -> None:
     with pytest.raises(SearchError, match="4 layers cannot be cut into 5 blocks"):
         list(greedy(landscape(4), free(4), targets(4, "1"), blocks=5))
+
+
+class Blind:
+    """An evaluator whose context is too short: every pattern loses the same."""
+
+    in_flight, num_layers, batch_tokens = 1, 6, (1, 1, 1, 1)
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        return BatchLosses(np.arange(4.0)[list(batches)], 1)
+
+
+@pytest.mark.parametrize("method", [Greedy(), Fast()])
+def test_a_tie_of_all_candidates_is_no_pattern(method: Method) -> None:
+    goal = targets(6, "2")
+    steps = method.descend(Ledger(Blind()), free(6), goal, budget=10**6)
+    with pytest.raises(SearchError, match="cannot tell patterns apart: 5 candidates"):
+        list(steps)

@@ -23,7 +23,7 @@ class BatchLosses:
     """The answer to one question.
 
     Attributes:
-        values: ``[batches]`` float64, mean language-modelling loss per predicted token, in nats.
+        values: ``[batches]`` float64, mean language-modelling loss per counted token, in nats.
         layer_tokens: tokens forwarded times layers they went through; less than tokens times
             layers where an evaluator reused the layers below the first difference.
     """
@@ -32,9 +32,18 @@ class BatchLosses:
     layer_tokens: int
 
     @classmethod
-    def of_tokens(cls, batches: Sequence[Sequence[Floats]], layer_tokens: int) -> BatchLosses:
-        """From what :meth:`TokenEvaluator.token_losses` answers."""
-        means = [float(np.concatenate(sequences).mean()) for sequences in batches]
+    def of_tokens(
+        cls, batches: Sequence[Sequence[Floats]], layer_tokens: int, uncounted: int = 0
+    ) -> BatchLosses:
+        """From what :meth:`TokenEvaluator.token_losses` answers.
+
+        Args:
+            batches: for each batch the losses of its sequences.
+            layer_tokens: see the class.
+            uncounted: losses at the start of each sequence to leave out.
+        """
+        counted = [[losses[uncounted:] for losses in sequences] for sequences in batches]
+        means = [float(np.concatenate(sequences).mean()) for sequences in counted]
         return cls(np.array(means), layer_tokens)
 
     @property

@@ -89,7 +89,8 @@ class TransformersEvaluator:
         """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         before = self._layer_tokens
         losses = self.token_losses(pattern, batches)
-        return BatchLosses.of_tokens(losses, self._layer_tokens - before)
+        spent = self._layer_tokens - before
+        return BatchLosses.of_tokens(losses, spent, self.calibration.uncounted)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""

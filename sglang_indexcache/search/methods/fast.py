@@ -175,9 +175,8 @@ class FastGreedy:
         return fresh
 
     def _look(self, layers: list[int], number: int) -> None:
-        base = self._ledger.losses(self._pattern, self._subset)
         patterns = [flipped(self._pattern, layer) for layer in layers]
-        costs = (self._ledger.many(patterns, self._subset) - base).mean(axis=1)
+        costs = self._ledger.candidates(self._pattern, patterns, self._subset).mean(axis=1)
         for layer, cost in zip(layers, costs, strict=True):
             if layer in self._cost:
                 self._errors.append(self._cost[layer] - float(cost))

@@ -91,8 +91,8 @@ def greedy(
 
 def best_flip(ledger: Ledger, pattern: Pattern, layers: Sequence[int]) -> int:
     """The layer whose flip to S leaves the lowest mean loss (Algorithm 1, line 4)."""
-    means = ledger.many([flipped(pattern, layer) for layer in layers]).mean(axis=1)
-    return layers[int(means.argmin())]
+    added = ledger.candidates(pattern, [flipped(pattern, layer) for layer in layers])
+    return layers[int(added.mean(axis=1).argmin())]
 
 
 def evaluations(constraints: Constraints, targets: Targets, blocks: int = 1) -> int:
