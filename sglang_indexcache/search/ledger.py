@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +174,12 @@ class Ledger:
         found = self.evaluator.loss(pattern, batches)
         seconds = time.perf_counter() - started
         values = tuple(float(value) for value in found.values)
+        for batch, value in zip(batches, values, strict=True):
+            if not math.isfinite(value):
+                raise SearchError(
+                    f"under {pattern} the loss on batch {batch} is {value}. Look at that batch's "
+                    "text, or run the model in float32 (--dtype)."
+                )
         if self._journal is not None:
             record = Record(str(pattern), batches, values, found.layer_tokens, seconds)
             self._journal.append(record)

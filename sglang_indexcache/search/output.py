@@ -109,7 +109,7 @@ def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
         **origin.identity,
         "seed": origin.seed,
         "versions": versions(),
-        "loss_standard_error": _number(found.standard_error),
+        "added_loss_standard_error": _number(found.standard_error),
         "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
         "loss_curve": [
             {"flipped": step.layer, "loss": step.loss, "batches": step.batches}

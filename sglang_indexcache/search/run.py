@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, baselines
-from sglang_indexcache.search.evaluators import standard_error
+from sglang_indexcache.search.evaluators import Floats, standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
@@ -22,7 +22,7 @@ class Found:
         mark: which.
         pattern: the answer.
         loss: over all calibration batches, nats per token.
-        standard_error: of ``loss``.
+        standard_error: of what ``loss`` adds to the start's, paired over batches.
         searched: the descent's pattern, before refinement.
         searched_loss: its loss over all batches.
         exchanges: that refinement made.
@@ -102,8 +102,11 @@ class Search:
 
     def _pass(self, mark: Mark, pattern: Pattern) -> Found:
         losses = self.ledger.losses(pattern)
-        mean, error = float(losses.mean()), standard_error(losses)
-        return self._keep(Found(mark, pattern, mean, error, pattern, mean))
+        mean = float(losses.mean())
+        return self._keep(Found(mark, pattern, mean, self._error(losses), pattern, mean))
+
+    def _error(self, losses: Floats) -> float:
+        return standard_error(losses - self.ledger.losses(self.constraints.start))
 
     def _keep(self, found: Found) -> Found:
         self.found[found.mark.full_layers] = found
@@ -118,7 +121,7 @@ class Search:
             found,
             pattern=pattern,
             loss=float(losses.mean()),
-            standard_error=standard_error(losses),
+            standard_error=self._error(losses),
             exchanges=exchanges,
             is_final=True,
         )

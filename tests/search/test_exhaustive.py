@@ -101,3 +101,15 @@ def test_a_tie_of_all_candidates_is_no_pattern(method: Method) -> None:
     steps = method.descend(Ledger(Blind()), free(6), goal, budget=10**6)
     with pytest.raises(SearchError, match="cannot tell patterns apart: 5 candidates"):
         list(steps)
+
+
+def test_a_loss_that_is_no_number_ends_the_search_and_names_the_batch() -> None:
+    class Broken(Blind):
+        def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+            values = np.ones(4)
+            values[2] = np.nan if pattern.shared_layers else 1.0
+            return BatchLosses(values[list(batches)], 1)
+
+    steps = Greedy().descend(Ledger(Broken()), free(6), targets(6, "2"), budget=10**6)
+    with pytest.raises(SearchError, match="under FSFFFF the loss on batch 2 is nan"):
+        list(steps)
