@@ -64,7 +64,11 @@ SequenceOption = Annotated[
 BatchesOption = Annotated[int, typer.Option(help="Number of calibration batches.")]
 PerBatchOption = Annotated[int, typer.Option(help="Number of sequences in a batch.")]
 HeldOutOption = Annotated[
-    int, typer.Option(help="Number of further batches, for compare. A search never sees them.")
+    int,
+    typer.Option(
+        help="Number of further batches. Found patterns are measured on them, none is chosen by "
+        "them."
+    ),
 ]
 DtypeOption = Annotated[
     str | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from sglang_indexcache.support.text import machine_text
 
 DEFAULT_DATA = "machine"
 """Instead of a path: the Python standard library's sources, which every machine has."""
+
+HELD_OUT_SHARE = 4
+"""One sequence in so many is never searched on."""
 
 _TEXT_FIELDS = ("text", "content", "prompt")
 
@@ -30,6 +33,7 @@ class Calibration:
         sequences: each ``[context]`` token ids.
         per_batch: sequences in a batch.
         source: where the text came from, in words.
+        held_out: batches at the end that a search must not search on.
         uncounted: predictions at the start of each sequence that no loss counts. Their queries see
             no more tokens than they may select, so a pattern cannot change them.
     """
@@ -37,6 +41,7 @@ class Calibration:
     sequences: tuple[tuple[int, ...], ...]
     per_batch: int
     source: str
+    held_out: int = 0
     uncounted: int = 0
 
     @property
@@ -85,8 +90,9 @@ def prepare(
 ) -> Split:
     """Read, tokenize, pack and split.
 
-    Documents are joined by ``separator`` and cut into sequences of ``context`` tokens; a seeded
-    shuffle deals them to the two parts, so neither part changes between runs or machines.
+    Documents are joined by ``separator`` and cut into sequences of ``context`` tokens. Whether one
+    is held out says a digest of its tokens (see :func:`is_held_out`); of each part the first that
+    are needed are taken and shuffled. So neither part changes between runs or machines.
 
     Args:
         source: a .jsonl, .parquet or text file, a folder of them, or :data:`DEFAULT_DATA`.
@@ -106,39 +112,48 @@ def prepare(
             "calibration needs a context of at least 2 tokens and at least one sequence in at "
             f"least one batch; got context {context}, {batches} batches of {per_batch}"
         )
-    wanted = (batches + held_out) * per_batch
-    packed = list(_pack(_documents(source, wanted * context), encode, separator, context, wanted))
-    if len(packed) < wanted:
+    wanted = {False: batches * per_batch, True: held_out * per_batch}
+    parts: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+    enough = 2 * (wanted[False] + HELD_OUT_SHARE * wanted[True])
+    for sequence in _pack(_documents(source, enough * context), encode, separator, context):
+        part = is_held_out(sequence)
+        if len(parts[part]) < wanted[part]:
+            parts[part].append(sequence)
+        if all(len(parts[part]) == wanted[part] for part in parts):
+            break
+    else:
         raise SearchError(
-            f"{source} is too short: {batches + held_out} batches of {per_batch} sequences of "
-            f"{context} tokens need {wanted * context} tokens, it gives {len(packed)} such "
-            "sequences. Give more text, or ask for fewer batches or a shorter context."
+            f"{source} is too short: of {wanted[False]} sequences of {context} tokens to search on "
+            f"it gives {len(parts[False])}, and of {wanted[True]} to hold out {len(parts[True])}. "
+            "Give more text, or ask for fewer batches or a shorter context."
         )
-    random.Random(seed).shuffle(packed)
-    cut = batches * per_batch
+    for chosen in parts.values():
+        random.Random(seed).shuffle(chosen)
     return Split(
-        Calibration(tuple(packed[:cut]), per_batch, source),
-        Calibration(tuple(packed[cut:]), per_batch, f"{source} (held out)"),
+        Calibration(tuple(parts[False]), per_batch, source),
+        Calibration(tuple(parts[True]), per_batch, f"{source} (held out)"),
     )
 
 
+def is_held_out(sequence: Sequence[int]) -> bool:
+    """Whether this ``[context]`` sequence belongs to the held-out part: one in four does.
+
+    Its own tokens say it, so no command can mix the two, whatever its batch counts and its seed.
+    """
+    digest = hashlib.sha256(",".join(map(str, sequence)).encode()).digest()
+    return digest[0] % HELD_OUT_SHARE == 0
+
+
 def _pack(
-    documents: Iterable[str],
-    encode: Callable[[str], list[int]],
-    separator: int,
-    context: int,
-    wanted: int,
+    documents: Iterable[str], encode: Callable[[str], list[int]], separator: int, context: int
 ) -> Iterator[tuple[int, ...]]:
-    """The first ``wanted`` sequences, or as many as there are."""
+    """Sequences, as many as the documents give."""
     left: list[int] = []
-    made = 0
     for document in documents:
         left += [*encode(document), separator]
-        while len(left) >= context and made < wanted:
+        while len(left) >= context:
             yield tuple(left[:context])
-            left, made = left[context:], made + 1
-        if made == wanted:
-            return
+            left = left[context:]
 
 
 def _documents(source: str, tokens: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.support.plots import make_figure, save_figure
 
-_LINE, _MARK, _BLIND = "#1f5fa8", "#c0392b", "#8a8a8a"
+_LINE, _MARK, _HELD_OUT, _BLIND = "#1f5fa8", "#c0392b", "#2c8a4b", "#8a8a8a"
 
 
 def draw_losses(search: Search, path: Path) -> None:
@@ -23,7 +23,8 @@ def draw_losses(search: Search, path: Path) -> None:
 
     The band is two standard errors of the increase over the start. A racing search measures most
     steps on few batches and keeps the lowest, so its line runs a little low between the marks; the
-    marks themselves are measured on all batches.
+    marks themselves are measured on all batches. What a mark's pattern adds on held-out batches is
+    drawn over the same start.
     """
     figure, [axis] = make_figure(6.4, 3.8)
     start = len(search.constraints.start.full_layers)
@@ -34,7 +35,7 @@ def draw_losses(search: Search, path: Path) -> None:
     axis.fill_between(steps, low, high, color=_LINE, alpha=0.13, lw=0)
     axis.axhline(search.start_loss, color="black", lw=0.8, ls=":", label="no layer shared")
     for number, found in enumerate(search.found.values()):
-        _draw_mark(axis, found, start - found.mark.full_layers, is_first=number == 0)
+        _draw_mark(axis, search, found, start - found.mark.full_layers, is_first=number == 0)
     axis.set_xlabel("layers turned from F to S")
     axis.set_ylabel("loss, nats per token")
     axis.set_title(f"{search.options.in_words()}", fontsize=9, loc="left")
@@ -44,7 +45,7 @@ def draw_losses(search: Search, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _draw_mark(axis: Any, found: Found, step: int, *, is_first: bool) -> None:
+def _draw_mark(axis: Any, search: Search, found: Found, step: int, *, is_first: bool) -> None:
     axis.axvline(step, color=_MARK, lw=0.6, alpha=0.35)
     label = "pattern found" if is_first else None
     axis.plot(step, found.loss, color=_MARK, marker="D", ms=5, ls="none", label=label, zorder=4)
@@ -57,6 +58,13 @@ def _draw_mark(axis: Any, found: Found, step: int, *, is_first: bool) -> None:
         color=_MARK,
         fontsize=9,
     )
+    if held_out := found.held_out:
+        label = "the same, held out (95 %)" if is_first else None
+        loss = search.start_loss + held_out.added
+        axis.errorbar(
+            step + 0.12, loss, held_out.half, color=_HELD_OUT, marker="o", ms=4, capsize=3, lw=1,
+            label=label, zorder=5,
+        )  # fmt: skip
     if "uniform" in found.baselines:
         label = "uniform interleaving" if is_first else None
         loss = found.baselines["uniform"][1]

@@ -57,11 +57,14 @@ class Ledger:
     Args:
         evaluator: measures.
         journal: makes finished evaluations durable; None keeps them in memory only.
+        held_out: batches at the evaluator's end that are not for searching.
         on_measured: called after each evaluation, from whichever thread, for a progress display.
         batches_per_call: most batches in one call of the evaluator, the unit that an
             interruption can lose.
 
     Attributes:
+        all_batches: those that are searched on.
+        held_out_batches: those that found patterns are checked on.
         spent: tokens of all distinct (pattern, batch) pairs that were asked for.
         known_tokens: tokens of everything measured, by this process or an earlier one.
         measured: tokens that this process forwarded.
@@ -71,13 +74,16 @@ class Ledger:
         self,
         evaluator: Evaluator,
         journal: Journal | None = None,
+        held_out: int = 0,
         on_measured: Callable[[Ledger], None] | None = None,
         batches_per_call: int = 64,
     ) -> None:
         self.evaluator = evaluator
         self.num_layers = evaluator.num_layers
         self.batch_tokens = evaluator.batch_tokens
-        self.all_batches = tuple(range(len(evaluator.batch_tokens)))
+        batches = tuple(range(len(evaluator.batch_tokens)))
+        self.all_batches = batches[: len(batches) - held_out]
+        self.held_out_batches = batches[len(batches) - held_out :]
         self.spent = 0
         self.measured = 0
         self._journal, self.on_measured = journal, on_measured
@@ -91,8 +97,8 @@ class Ledger:
 
     @property
     def full_evaluation(self) -> int:
-        """Tokens of one pattern on every batch."""
-        return sum(self.batch_tokens)
+        """Tokens of one pattern on every batch that is searched on."""
+        return sum(self.batch_tokens[batch] for batch in self.all_batches)
 
     def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
         """``[batches]`` float64 losses of one pattern; all batches by default."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from sglang_indexcache.library import Citation, Entry, Method, Quality
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.figures import draw_losses
 from sglang_indexcache.search.ledger import Step
-from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.search.run import Found, HeldOut, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Mark
 from sglang_indexcache.support.files import write_json, write_whole
@@ -22,6 +24,7 @@ from sglang_indexcache.support.provenance import versions
 _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL = "partial"
 _LOSS = "calibration loss, nats per token (lower is better)"
+_HELD_OUT = "held-out loss, nats per token (lower is better)"
 
 
 class OutputFolder:
@@ -78,7 +81,6 @@ class OutputFolder:
 def entry(search: Search, found: Found, origin: Setup) -> Entry:
     """The library entry of one mark. Holds no times: the same search gives the same file."""
     retention = found.mark.label
-    uniform = found.baselines.get("uniform")
     return Entry(
         name=f"{origin.name}-{retention.replace('/', 'of')}",
         model=origin.model,
@@ -92,16 +94,21 @@ def entry(search: Search, found: Found, origin: Setup) -> Entry:
             details=_details(search, found, origin),
         ),
         source=Citation(title="indexcache search", where="this file's method.details"),
-        quality=(
-            Quality(
-                benchmark=_LOSS,
-                score=found.loss,
-                all_full=search.start_loss,
-                uniform=uniform[1] if uniform else None,
-                where="indexcache search",
-            ),
-        ),
+        quality=tuple(_quality(search, found)),
     )
+
+
+def _quality(search: Search, found: Found) -> Iterator[Quality]:
+    uniform = found.baselines.get("uniform")
+    losses = (found.loss, search.start_loss, uniform[1] if uniform else None)
+    yield _losses(_LOSS, *losses)
+    if held_out := found.held_out:
+        yield _losses(_HELD_OUT, held_out.loss, held_out.start, held_out.uniform)
+
+
+def _losses(name: str, loss: float, all_full: float, uniform: float | None) -> Quality:
+    where = "indexcache search"
+    return Quality(benchmark=name, score=loss, all_full=all_full, uniform=uniform, where=where)
 
 
 def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
@@ -116,6 +123,8 @@ def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
             for step in search.path
         ],
     }
+    if found.held_out:
+        details["held_out_added_loss"] = _interval(found.held_out)
     if found.is_final:
         details["cost"] = _cost(search)
     return details
@@ -174,7 +183,14 @@ def _mark(found: Found) -> dict[str, Any]:
         "before_refinement": measured(found.searched, found.searched_loss),
         "exchanges": found.exchanges,
         "baselines": {name: measured(*pair) for name, pair in found.baselines.items()},
+        "held_out": asdict(found.held_out) if found.held_out else None,
     }
+
+
+def _interval(held_out: HeldOut) -> dict[str, float]:
+    """What the pattern adds to the start's loss, with its 95 % interval."""
+    added, half = held_out.added, held_out.half
+    return {"mean": added, "low": added - half, "high": added + half}
 
 
 def _number(value: float) -> float | None:

@@ -12,6 +12,29 @@ from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.targets import Mark, Targets
+from sglang_indexcache.support.stats import half_width
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A found pattern on batches that no pattern was chosen by, in nats per token.
+
+    Attributes:
+        start: loss of the start pattern.
+        loss: loss of the pattern.
+        half: half the 95 % interval of their difference, paired over batches (Student's t).
+        uniform: loss of uniform interleaving with as many F layers, or None.
+    """
+
+    start: float
+    loss: float
+    half: float
+    uniform: float | None
+
+    @property
+    def added(self) -> float:
+        """What sharing costs."""
+        return self.loss - self.start
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,7 @@ class Found:
         exchanges: that refinement made.
         is_final: refinement is done.
         baselines: blind schedules with as many F layers, and their losses.
+        held_out: the final pattern on the held-out batches; None before, or with fewer than two.
     """
 
     mark: Mark
@@ -39,6 +63,7 @@ class Found:
     exchanges: int = 0
     is_final: bool = False
     baselines: Mapping[str, tuple[Pattern, float]] = field(default_factory=dict)
+    held_out: HeldOut | None = None
 
     @property
     def gained(self) -> float:
@@ -134,4 +159,16 @@ class Search:
 
     def _compared(self, found: Found) -> Found:
         others = baselines(found.mark.full_layers, self.constraints)
-        return replace(found, baselines={n: (p, self.ledger.mean(p)) for n, p in others.items()})
+        measured = {n: (p, self.ledger.mean(p)) for n, p in others.items()}
+        uniform = others.get("uniform")
+        return replace(found, baselines=measured, held_out=self._held_out(found.pattern, uniform))
+
+    def _held_out(self, pattern: Pattern, uniform: Pattern | None) -> HeldOut | None:
+        """The lowest of many measured losses flatters its pattern; this one does not."""
+        batches = self.ledger.held_out_batches
+        start, losses = (self.ledger.losses(p, batches) for p in (self.constraints.start, pattern))
+        half = half_width(losses - start)
+        if half is None:
+            return None
+        other = float(self.ledger.losses(uniform, batches).mean()) if uniform else None
+        return HeldOut(float(start.mean()), float(losses.mean()), half, other)

@@ -49,7 +49,7 @@ def run_search(
     """
     console = console or Console()
     with _sigterm_interrupts(), Journal(output / "journal.jsonl", setup.identity) as journal:
-        ledger = Ledger(setup.evaluator, journal)
+        ledger = Ledger(setup.evaluator, journal, setup.held_out)
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
         total = search.expected_tokens
@@ -114,7 +114,7 @@ def _show(event: Step | Found, search: Search, console: Console) -> None:
 
 def _show_result(search: Search, console: Console) -> None:
     table = Table(
-        "retention", "F", "loss", "over start", "refined by", "uniform", "pattern", box=SIMPLE
+        "retention", "F", "loss", "over start", "held out", "uniform", "pattern", box=SIMPLE
     )
     for found in search.found.values():
         uniform = found.baselines.get("uniform")
@@ -123,14 +123,26 @@ def _show_result(search: Search, console: Console) -> None:
             str(len(found.pattern.full_layers)),
             f"{found.loss:.5f}",
             f"{100 * (found.loss / search.start_loss - 1):+.3f} %",
-            f"{found.gained:.5f}",
+            _added(found),
             f"{uniform[1]:.5f}" if uniform else "",
             str(found.pattern),
         )
     table.columns[-1].overflow = "fold"
     console.print(table)
+    if any(found.held_out for found in search.found.values()):
+        console.print(
+            "held out: what the pattern adds on batches that the search did not choose it by, with "
+            "its 95 % interval. Judge it by that: the loss it was chosen by flatters it.",
+            highlight=False,
+        )
     share = search.search_tokens / search.exhaustive_tokens
     console.print(
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
     )
+
+
+def _added(found: Found) -> str:
+    if found.held_out is None:
+        return "not measured"
+    return f"{found.held_out.added:+.5f} ±{found.held_out.half:.5f}"

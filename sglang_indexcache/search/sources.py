@@ -40,7 +40,7 @@ class Setup:
         data: the data in words.
         seed: of the data's shuffle.
         advice: a warning about the data, or "".
-        uncounted: see :class:`~sglang_indexcache.search.calibration.Calibration`.
+        held_out, uncounted: see :class:`~sglang_indexcache.search.calibration.Calibration`.
     """
 
     evaluator: Evaluator
@@ -51,6 +51,7 @@ class Setup:
     data: str
     seed: int
     advice: str = ""
+    held_out: int = 0
     uncounted: int = 0
 
     @property
@@ -78,9 +79,9 @@ class Data:
         context: tokens in a sequence; None for :data:`DEFAULT_CONTEXT` times ``index_topk``.
         batches: calibration batches.
         per_batch: sequences in a batch.
-        held_out: further batches.
+        held_out: further batches, on which no pattern is chosen.
         seed: of the shuffle.
-        use_held_out: measure on the held-out batches.
+        use_held_out: measure on the held-out batches alone.
         part: ``(i, n)``: measure on the i-th of n equal parts of the batches.
     """
 
@@ -135,7 +136,10 @@ class Data:
         place, parts = self.part
         size = len(chosen.sequences) // parts
         mine = chosen.sequences[place * size : (place + 1) * size]
-        return replace(chosen, sequences=mine, uncounted=topk)
+        if self.use_held_out:
+            return replace(chosen, sequences=mine, uncounted=topk)
+        sequences = mine + split.held_out.sequences
+        return replace(chosen, sequences=sequences, held_out=self.held_out, uncounted=topk)
 
 
 @dataclass(frozen=True)
@@ -199,15 +203,16 @@ class Synthetic:
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
-        """Make it up; of ``data`` only the seed and the number of batches count."""
+        """Make it up; of ``data`` only the seed and the numbers of batches count."""
         place, parts = self.data.part
-        batches = self.data.batches // parts
+        held_out = self.data.held_out
+        batches = self.data.batches // parts + held_out
         evaluator = SyntheticEvaluator(self.layers, batches, self.data.seed, place)
         layers, own = tuple(range(self.layers)), Pattern.full(self.layers)
         checkpoint = Checkpoint("Synthetic", layers, own, {})
         model = ModelInfo(name="synthetic", architectures=("Synthetic",), num_layers=self.layers)
         facts = (evaluator.identity, "made up", self.data.seed)
-        yield Setup(evaluator, checkpoint, model, model.name, *facts)
+        yield Setup(evaluator, checkpoint, model, model.name, *facts, held_out=held_out)
 
 
 Source = Served | InProcess | Local | Synthetic
@@ -246,9 +251,10 @@ class _Ready:
         info = _model_info(self.model.resolve().name, self.checkpoint)
         text = "Python standard library sources"
         name = text if self.data.path == DEFAULT_DATA else Path(self.data.path).name
-        words = f"{name}, {len(data.batches)} batches of {data.per_batch} x {data.context} tokens"
+        count = len(data.batches) - data.held_out
+        words = f"{name}, {count} batches of {data.per_batch} x {data.context} tokens"
         facts = (identity, words, self.data.seed)
-        measured = (self._advice(), data.uncounted)
+        measured = (self._advice(), data.held_out, data.uncounted)
         return Setup(evaluator, self.checkpoint, info, info.name, *facts, *measured)
 
     def _advice(self) -> str:

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from scipy import stats
 from typer.testing import CliRunner, Result
 
 import sglang_indexcache
@@ -24,7 +25,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         *("--method", method, "--refine", refine),
     )
     assert result.exit_code == 0, result.output
-    evaluator = SyntheticEvaluator(12, 4)
+    evaluator = SyntheticEvaluator(12, 4 + 8)  # eight are held out
     all_full = evaluator.loss(Pattern.full(12), range(4)).values
     for label, full in (("1of2", 6), ("1of4", 3), ("1of8", 2)):
         entry = load_entry(tmp_path / f"x-{label}.yaml")
@@ -34,6 +35,13 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         added = evaluator.loss(Pattern(entry.pattern), range(4)).values - all_full
         error = entry.method.details["added_loss_standard_error"]
         assert error == pytest.approx(added.std(ddof=1) / 2)  # paired, so that levels cancel
+        fresh = [
+            evaluator.loss(p, range(4, 12)) for p in (Pattern(entry.pattern), Pattern.full(12))
+        ]
+        interval = stats.ttest_rel(fresh[0].values, fresh[1].values).confidence_interval(0.95)
+        told = entry.method.details["held_out_added_loss"]
+        assert (told["low"], told["high"]) == pytest.approx(tuple(interval))
+        assert entry.quality[1].score == pytest.approx(fresh[0].mean)
         before = entry.method.details["before_refinement"]["loss"]
         assert entry.quality[0].score <= before
         assert {"checkpoint", "data", "seed", "versions", "cost", "loss_curve"} <= set(
@@ -41,6 +49,17 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         )
     for name in ("losses.png", "search.json", "journal.jsonl"):
         assert (tmp_path / name).stat().st_size > 0
+
+
+def test_a_pattern_is_judged_by_data_that_did_not_choose_it(tmp_path: Path) -> None:
+    result = call(
+        *("search", "run", "--synthetic", "12", "--batches", "4", "-o", tmp_path, "--name", "x"),
+        *("--held-out", "0", "--target", "1/4"),
+    )
+    assert "not measured" in result.output
+    assert len(load_entry(tmp_path / "x-1of4.yaml").quality) == 1
+    result = call("search", "run", "--synthetic", "12", "-o", tmp_path / "more", "--name", "x")
+    assert "Judge it by that" in result.output
 
 
 def test_constraints_reach_the_search(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.calibration import Calibration, Split, prepare
+from sglang_indexcache.search.calibration import Calibration, Split, is_held_out, prepare
 
 END = 0
 
@@ -27,14 +30,33 @@ def lines(tmp_path: Path) -> Path:
     return path
 
 
-def test_packs_everything_once_in_order(lines: Path) -> None:
+def test_packs_the_first_sequences_of_each_part(lines: Path) -> None:
     split = made(lines)
-    packed = {*split.calibration.sequences, *split.held_out.sequences}
     stream = [token for i in range(20) for token in [*encode(f"line {i:04}"), END]]
-    assert packed == {tuple(stream[i : i + 8]) for i in range(0, 64, 8)}
+    cut = [tuple(stream[i : i + 8]) for i in range(0, len(stream) - 7, 8)]
+    parts = [[s for s in cut if is_held_out(s) is kind] for kind in (False, True)]
+    assert {*split.calibration.sequences} == {*parts[0][:6]}
+    assert {*split.held_out.sequences} == {*parts[1][:2]}
     assert split.calibration.batch_tokens == (16, 16, 16)
     assert split.held_out.batch_tokens == (16,)
-    assert not set(split.calibration.sequences) & set(split.held_out.sequences)
+
+
+COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
+
+
+@given(seed=st.integers(0, 99), other=st.integers(0, 99), counts=COUNTS)
+def test_no_two_commands_mix_the_parts(seed: int, other: int, counts: tuple[int, ...]) -> None:
+    """Whatever their batch counts and seeds; once a shuffle of what was asked for cut them."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "data.txt"
+        path.write_text("".join(f"line {i:05}\n" for i in range(200)))
+        mine = made(path, seed=seed, batches=counts[0], held_out=counts[1])
+        later = made(path, seed=other, batches=counts[2], held_out=counts[3])
+    assert not set(mine.calibration.sequences) & set(later.held_out.sequences)
+
+
+def test_one_sequence_in_four_is_held_out() -> None:
+    assert 900 < sum(is_held_out((i, i + 1)) for i in range(4000)) < 1100
 
 
 def test_is_the_same_every_time_and_another_with_another_seed(lines: Path) -> None:
@@ -64,7 +86,7 @@ def test_reads_every_format(tmp_path: Path) -> None:
     assert made(tmp_path / "b.jsonl").calibration.sequences == plain
     assert made(tmp_path / "d.parquet").calibration.sequences == plain
     assert made(tmp_path / "c.jsonl").calibration.sequences  # joined by a newline, so others
-    assert made(tmp_path, batches=20, held_out=4).calibration.batches  # the folder: all of them
+    assert made(tmp_path, batches=16, held_out=4).calibration.batches  # the folder: all of them
 
 
 def test_the_machines_own_text() -> None:
@@ -76,7 +98,7 @@ def test_the_machines_own_text() -> None:
     [
         ("empty.txt", b"", "contains no text"),
         ("blank.jsonl", b"\n \n", "contains no text"),
-        ("short.txt", b"a" * 30, "is too short: 4 batches of 2 .* need 64 tokens, it gives 3 such"),
+        ("short.txt", b"a" * 30, "is too short: of 6 sequences of 8 tokens to search on it"),
         ("latin.txt", "café".encode("latin-1"), "not UTF-8 .byte 3 is 0xe9"),
         ("broken.jsonl", b'{"text": "a"}\n{"text', "line 2 is not JSON"),
         ("fields.jsonl", b'{"body": "a"}', "line 1 has no text: expected a string, one of text"),
