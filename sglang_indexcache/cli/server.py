@@ -6,7 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_indexcache.cli.common import UrlOption, group, out
+from sglang_indexcache.cli.common import (
+    AdminApiKeyOption,
+    ApiKeyOption,
+    UrlOption,
+    connect,
+    group,
+    out,
+)
 from sglang_indexcache.pattern import Pattern
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
@@ -27,22 +34,25 @@ def doctor_command(context: typer.Context) -> None:
 
 
 @app.command("show")
-def live_show(url: UrlOption = "http://127.0.0.1:30000") -> None:
+def live_show(
+    url: UrlOption = "http://127.0.0.1:30000",
+    api_key: ApiKeyOption = None,
+) -> None:
     """Show a running server's pattern and what its layers did so far."""
-    from sglang_indexcache.client import Client
-
-    _print_states(Client(url).states())
+    [client] = connect([url], api_key)
+    _print_states(client.states())
 
 
 @app.command("set")
 def live_set(
     pattern: Annotated[str, typer.Argument(help="As --indexcache-pattern takes it.")],
     url: UrlOption = "http://127.0.0.1:30000",
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
 ) -> None:
     """Replace the pattern of a server that runs in live mode."""
-    from sglang_indexcache.client import Client
-
-    _print_states(Client(url).switch_pattern(pattern))
+    [client] = connect([url], api_key, admin_api_key)
+    _print_states(client.switch_pattern(pattern))
 
 
 def _print_states(states: list[dict[str, Any]]) -> None:

@@ -24,6 +24,8 @@ class Behaviour:
         prefill: seconds a prompt token.
         step: seconds a decode step.
         fault: "", or one of the faults of :class:`Handler`.
+        api_key: what it wants on ordinary routes.
+        admin_api_key: what it wants to be switched or flushed; without one, ``api_key``.
     """
 
     pattern: str
@@ -35,6 +37,8 @@ class Behaviour:
     mode: str = "static"
     architecture: str = "GlmMoeDsaForCausalLM"
     fault: str = ""
+    api_key: str = ""
+    admin_api_key: str = ""
     indexer_share: float = 0.0
     requests: int = 0
     runs: list[int] = field(default_factory=list)
@@ -60,6 +64,8 @@ class Behaviour:
             "pattern": self.pattern,
             "architecture": self.architecture,
             "mode": self.mode,
+            "source": "a test",
+            "forwards": self.requests,
             "last_rejection": "",
             "indexer_selections": list(self.runs),
             "index_k_bytes_per_token": 132 * self.pattern.count("F"),
@@ -80,6 +86,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if not self._may():
+            return
         info = {
             "device": "cpu",
             "tp_size": self.behaviour.dp,
@@ -93,6 +101,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if not self._may():
+            return
         if self.path == "/set_internal_state":
             [key] = body["server_args"]
             self.behaviour.switch(key.partition("=")[2])
@@ -101,6 +111,22 @@ class Handler(BaseHTTPRequestHandler):
             self._generate(body)
         else:
             self._reply(200, {})
+
+    def _may(self) -> bool:
+        """The rules of ``sglang.srt.utils.auth``, and of a proxy that forbids everything."""
+        me = self.behaviour
+        wanted = me.api_key
+        if self.path.startswith(("/set_internal_state", "/flush_cache")):
+            wanted = me.admin_api_key or wanted
+        if self.path.startswith("/health"):
+            wanted = ""
+        if me.fault == "forbidden":
+            self._reply(403, {"error": "Forbidden"})
+        elif wanted and self.headers["Authorization"] != f"Bearer {wanted}":
+            self._reply(401, {"error": "Unauthorized"})
+        else:
+            return True
+        return False
 
     def _generate(self, body: dict[str, Any]) -> None:
         me = self.behaviour
