@@ -10,26 +10,41 @@ from sglang_indexcache.cli.common import (
     AdminApiKeyOption,
     ApiKeyOption,
     UrlOption,
+    UrlsOption,
     connect,
     group,
     out,
 )
+from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 
 @app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def doctor_command(context: typer.Context) -> None:
+def doctor_command(
+    context: typer.Context,
+    url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
     """Say what a server started with these flags would do, without loading weights.
 
     It takes the flags of `python -m sglang.launch_server`, for example: indexcache server doctor
     --model-path MODEL --indexcache-pattern 1/4. Where SGLang is not installed, it reads the
-    checkpoint's config and checks the pattern alone.
+    checkpoint's config and checks the pattern alone. With --url, repeated for every node, it asks
+    servers that run instead: whether every rank has the plugin, and all of them the same plan.
     """
-    from sglang_indexcache.serving.doctor import examine
+    if url:
+        from sglang_indexcache.serving.fleet import examine_servers
 
-    if not examine(context.args, out):
+        if context.args:
+            raise SettingsError(f"--url asks servers that run; leave {context.args[0]} away")
+        fine = examine_servers(connect(url, api_key), out)
+    else:
+        from sglang_indexcache.serving.doctor import examine
+
+        fine = examine(context.args, out)
+    if not fine:
         raise typer.Exit(1)
 
 

@@ -24,6 +24,10 @@ class Behaviour:
         prefill: seconds a prompt token.
         step: seconds a decode step.
         fault: "", or one of the faults of :class:`Handler`.
+        version: of the plugin.
+        role: its side of a disaggregated service.
+        plugins: whether each data-parallel rank has loaded the plugin; () if all have.
+        launched: whether its launcher has.
         api_key: what it wants on ordinary routes.
         admin_api_key: what it wants to be switched or flushed; without one, ``api_key``.
     """
@@ -37,6 +41,10 @@ class Behaviour:
     mode: str = "static"
     architecture: str = "GlmMoeDsaForCausalLM"
     fault: str = ""
+    version: str = "0.1.0"
+    role: str = "null"
+    plugins: tuple[bool, ...] = ()
+    launched: bool = True
     api_key: str = ""
     admin_api_key: str = ""
     indexer_share: float = 0.0
@@ -59,12 +67,20 @@ class Behaviour:
         for layer in Pattern(self.really).full_layers:
             self.runs[layer] += 1
 
+    def rank(self, number: int) -> dict[str, Any]:
+        state = self.state()
+        if self.plugins and not self.plugins[number]:
+            del state["indexcache"]
+        return state
+
     def state(self) -> dict[str, Any]:
         indexcache = {
             "pattern": self.pattern,
             "architecture": self.architecture,
             "mode": self.mode,
             "source": "a test",
+            "version": self.version,
+            "checkpoint_pattern": "F" * len(self.pattern),
             "forwards": self.requests,
             "last_rejection": "",
             "indexer_selections": list(self.runs),
@@ -95,7 +111,10 @@ class Handler(BaseHTTPRequestHandler):
             "enable_dp_attention": self.behaviour.dp > 1,
             "chunked_prefill_size": 512,
             "page_size": 64,
-            "internal_states": [self.behaviour.state()] * self.behaviour.dp,
+            "version": "0.5.23",
+            "disaggregation_mode": self.behaviour.role,
+            "json_model_override_args": '{"indexcache": {}}' if self.behaviour.launched else "{}",
+            "internal_states": [self.behaviour.rank(i) for i in range(self.behaviour.dp)],
         }
         self._reply(200, info if self.path == "/server_info" else {})
 

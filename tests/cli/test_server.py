@@ -30,6 +30,21 @@ def test_show_and_set_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "2 of 4 layers" in said("set", "FSFS", "--url", url)
 
 
+def test_doctor_asks_running_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Behaviour("FSFS", api_key="k"), Behaviour("FSFS", api_key="k")
+    with fake_server(one) as first, fake_server(other) as second:
+        both = ("doctor", "--url", first, "--url", second)
+        assert "wants an API key" in said(*both, code=1)
+        assert "no problem found" in said(*both, "--api-key", "k")
+        assert "leave --tp away" in said(*both, "--api-key", "k", "--tp", "8", code=1)
+        other.switch("FSSS")
+        assert "they differ in the pattern" in said(*both, "--api-key", "k", code=1)
+
+
+def test_doctor_without_arguments() -> None:
+    assert "--model-path MODEL" in said("doctor", code=1)
+
+
 def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", "the-key")
     text = said("show", "--help")
