@@ -1,4 +1,4 @@
-"""A checkpoint fresh from transformers, made servable by what doctor says, behind an API key."""
+"""A checkpoint fresh from transformers, made servable by what doctor says, behind API keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_indexcache.models import BY_NAME, small_config
 from sglang_indexcache.support.text import make_tokenizer
 from tests.e2e.conftest import VOCAB, Serve, greedy, prompt
 
-KEY = "the-key"
+KEY, ADMIN_KEY = "the-key", "the-admin-key"
 
 
 def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -51,10 +51,16 @@ def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> Non
     after = doctor("--model-path", str(fresh))
     assert "no problem found" in after.stdout, after.stdout + after.stderr
 
-    with serve(fresh, "--indexcache-pattern", "FSSFSS", "--api-key", KEY) as stranger:
+    keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)
+    with serve(fresh, "--indexcache-pattern", "FSSFSS", *keys) as stranger:
         with pytest.raises(ServerError, match="wants an API key"):
             greedy(stranger, prompt(100, 0), 2)
-        assert len(greedy(Client(stranger.url, api_key=KEY), prompt(100, 0), 2)) == 2
+        user = Client(stranger.url, api_key=KEY)
+        assert len(greedy(user, prompt(100, 0), 2)) == 2
+        with pytest.raises(ServerError, match=r"does not accept.*SGLANG_ADMIN_API_KEY"):
+            user.flush_cache()
+        admin = Client(stranger.url, api_key=KEY, admin_api_key=ADMIN_KEY)
+        admin.flush_cache()
         assert "wants an API key" in doctor("--url", stranger.url).stdout
         running = doctor("--url", stranger.url, SGLANG_API_KEY=KEY)
     assert running.returncode == 0, running.stdout + running.stderr
