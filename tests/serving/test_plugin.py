@@ -154,7 +154,7 @@ def test_pattern_reaches_every_architecture(
 def test_a_config_that_sglang_would_die_of_is_refused_at_the_start(
     model: Callable[..., Path], fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(IndexCacheError, match=message):
         resolve(model(**fields))
 
 
