@@ -63,7 +63,7 @@ class Checkpoint:
         Raises:
             CheckpointError: if it is not a DSA model that can share indices.
         """
-        text = _text_config(config)
+        text = text_config(config)
         architecture = _architecture(config, where)
         family = _family(architecture, text, where)
         if not any(_get(text, name) for name in LAYER_COUNTS):
@@ -196,7 +196,7 @@ def _architecture(config: Any, where: str) -> str:
     return str(names[0])
 
 
-def _text_config(config: Any) -> Any:
+def text_config(config: Any) -> Any:
     """The language model's part of a multimodal config, or the config itself."""
     text = _get(config, "text_config")
     return config if text is None else text

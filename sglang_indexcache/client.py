@@ -29,13 +29,44 @@ _PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 30_000)
 _PORT_TAKEN = "address already in use"
 
+_ADMIN_PATHS = ("/set_internal_state", "/flush_cache")
+"""Where SGLang wants its admin key, if it was started with one."""
+
 
 class Client:
-    """The HTTP side of a running server."""
+    """The HTTP side of a running server.
 
-    def __init__(self, url: str, timeout: float = 600.0) -> None:
+    Args:
+        url: of the server.
+        timeout: seconds that an answer may take.
+        api_key: the server's ``--api-key``, if it was started with one.
+        admin_api_key: its ``--admin-api-key``, for switching patterns and flushing the cache.
+
+    Raises:
+        ServerError: a key that no HTTP header can carry.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 600.0,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+        self._key = _clean(api_key)
+        self._admin_key = _clean(admin_api_key)
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=timeout,
+            trust_env=False,
+            auth=self._authorize if api_key or admin_api_key else None,
+        )
+
+    def environment_for_sglang(self) -> dict[str, str]:
+        """Variables from which SGLang's own client programs take this client's key."""
+        return {"OPENAI_API_KEY": self._key} if self._key else {}
 
     def is_ready(self) -> bool:
         """Whether the server answers requests."""
@@ -57,10 +88,8 @@ class Client:
         try:
             with self._http.stream("POST", "/generate", json={**body, "stream": True}) as response:
                 if response.status_code != 200:
-                    text = response.read().decode(errors="replace")[:500]
-                    raise ServerError(
-                        f"POST {self.url}/generate answered {response.status_code}: {text}"
-                    )
+                    response.read()
+                    raise self._refusal(response)
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         chunk = json.loads(line[len("data: ") :])
@@ -132,10 +161,41 @@ class Client:
         except httpx.HTTPError as error:
             raise ServerError(f"cannot reach the server at {self.url}: {error}") from error
         if response.status_code != 200:
-            raise ServerError(
-                f"{method} {self.url}{path} answered {response.status_code}: {response.text[:500]}"
-            )
+            raise self._refusal(response)
         return response
+
+    def _authorize(self, request: httpx.Request) -> httpx.Request:
+        is_admin = request.url.path.endswith(_ADMIN_PATHS)
+        if key := (is_admin and self._admin_key) or self._key:
+            request.headers["Authorization"] = f"Bearer {key}"
+        return request
+
+    def _refusal(self, response: httpx.Response) -> ServerError:
+        """What an answer other than 200 means; a key is never part of it."""
+        request, status = response.request, response.status_code
+        said = f"{request.method} {request.url} answered {status}"
+        with_key = "Authorization" in request.headers
+        if status == httpx.codes.UNAUTHORIZED:
+            cause = "does not accept the API key that was sent" if with_key else "wants an API key"
+            fix = "Give it with --api-key or in SGLANG_API_KEY"
+            if request.url.path.endswith(_ADMIN_PATHS):
+                fix += ", or with --admin-api-key or in SGLANG_ADMIN_API_KEY if it has such a key"
+            return ServerError(f"the server {cause} ({said}). {fix}.")
+        if status == httpx.codes.FORBIDDEN:
+            sender = "the API key that was sent" if with_key else "a request without an API key"
+            return ServerError(
+                f"the server forbids this to {sender} ({said}). Ask whoever runs it, or the proxy "
+                "in front of it, for a key that may."
+            )
+        return ServerError(f"{said}: {response.text[:500]}")
+
+
+def _clean(key: str | None) -> str:
+    """``key`` without the white space that files end in."""
+    key = (key or "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ServerError("an API key has a character that no HTTP header can carry")
+    return key
 
 
 class Server:

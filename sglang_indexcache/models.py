@@ -72,8 +72,8 @@ class Family:
         dense_type: the transformers model type that becomes this one by adding indexers.
         interleaved: whether the indexer's RoPE turns neighbouring dimensions, not the two halves.
         fields: HF config fields of its small random models, beside :data:`SMALL_FIELDS`.
-        extra_config: what SGLang reads in its ``config.json`` and transformers does not write,
-            beside what it reads for every family.
+        extra_config: what SGLang reads in its ``config.json`` without a default and transformers
+            does not write, with the value that transformers' code stands for.
         shapes: HF config fields of published models, by the names that benchmarks give them.
     """
 
@@ -98,6 +98,8 @@ _PUBLISHED = {
     "n_shared_experts": 1,
 }
 
+_READ_BY_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
 _GLM_5 = Family(
     "GlmMoeDsaForCausalLM",
     name="glm-5",
@@ -109,7 +111,7 @@ _GLM_5 = Family(
         "topk_group": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
-    extra_config={"indexer_rope_interleave": True},
+    extra_config={**_READ_BY_SGLANG, "indexer_rope_interleave": True},
     shapes={
         # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads).
         "30b": {
@@ -147,6 +149,7 @@ _DEEPSEEK_V32 = Family(
             "mscale_all_dim": 1.0,
         },
     },
+    extra_config=_READ_BY_SGLANG,
     shapes={
         "deepseek-v3.2": {
             **_PUBLISHED, "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
@@ -160,7 +163,7 @@ _DEEPSEEK_V32 = Family(
 FAMILIES = (
     _GLM_5,
     _DEEPSEEK_V32,
-    Family("DeepseekV3ForCausalLM"),
+    Family("DeepseekV3ForCausalLM", extra_config=_READ_BY_SGLANG),
     Family("HYV4ForCausalLM"),
     Family("LongcatFlashForCausalLM", layer_ids=_two_a_block),
     # Live mode stores keys by a path of SGLang's that this model's layers do not take.

@@ -20,6 +20,7 @@ NEEDS = {
         "serving/cpu",
         "serving/cuda/test_backend.py",
         "serving/cuda/test_kernels.py",
+        "serving/test_config_check.py",
         "serving/test_hooks.py",
         "serving/test_plugin.py",
         "serving/test_seams.py",

@@ -1,4 +1,4 @@
-"""Starting a server: its port."""
+"""Starting a server: its port; and talking to one that wants a key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache import client as serving
-from sglang_indexcache.client import Server, free_port
+from sglang_indexcache.client import Client, Server, free_port
 from sglang_indexcache.errors import ServerError
+from tests.bench.fake_server import Behaviour, fake_server
 
 
 def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
@@ -58,3 +59,65 @@ def test_without_sglang_no_server_is_started(
         Server([], tmp_path / "log").start()
     assert raised.value.name == "sglang"  # from which the command line says what to install
     assert not (tmp_path / "log").exists()
+
+
+KEYS = {"api_key": "the-key", "admin_api_key": "the-admin-key"}
+
+
+def test_a_client_sends_its_keys() -> None:
+    """Each route gets the one that SGLang wants there, streams included."""
+    with fake_server(Behaviour("FFFF", mode="live", **KEYS)) as url:
+        client = Client(url, **KEYS)
+        assert client.switch_pattern("FSFS")[0]["pattern"] == "FSFS"
+        client.flush_cache()
+        [*chunks] = client.stream(input_ids=[[1, 2]], sampling_params={"max_new_tokens": 2})
+        assert len(chunks) == 2
+
+
+@pytest.mark.parametrize("wanted", [{"api_key": "k"}, {"admin_api_key": "k"}])
+def test_one_key_is_enough_for_a_server_with_one(wanted: dict[str, str]) -> None:
+    with fake_server(Behaviour("FFFF", mode="live", **wanted)) as url:
+        assert Client(url, api_key=" k\n").switch_pattern("FSFS")[0]["pattern"] == "FSFS"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "wants an API key .*GET .*/server_info answered 401.* in SGLANG_API_KEY"),
+        ({"api_key": "wrong"}, "does not accept the API key that was sent .* 401"),
+        ({"api_key": "the-key"}, "/set_internal_state answered 401.* SGLANG_ADMIN_API_KEY"),
+    ],
+)
+def test_a_missing_key_is_told_as_that(given: dict[str, str], message: str) -> None:
+    with (
+        fake_server(Behaviour("FFFF", mode="live", **KEYS)) as url,
+        pytest.raises(ServerError, match=message) as raised,
+    ):
+        Client(url, **given).switch_pattern("FSFS")
+    assert not [key for key in ("wrong", *KEYS.values()) if key in str(raised.value)]
+
+
+def test_a_stream_tells_a_missing_key_too() -> None:
+    with (
+        fake_server(Behaviour("FFFF", api_key="k")) as url,
+        pytest.raises(ServerError, match="wants an API key"),
+    ):
+        next(Client(url).stream(input_ids=[[1]]))
+
+
+@pytest.mark.parametrize(
+    ("key", "sender"), [(None, "a request without an API key"), ("k", "the API key that was sent")]
+)
+def test_what_is_forbidden_is_told_as_that(key: str | None, sender: str) -> None:
+    with (
+        fake_server(Behaviour("FFFF", fault="forbidden")) as url,
+        pytest.raises(ServerError, match=f"forbids this to {sender} .* answered 403"),
+    ):
+        Client(url, api_key=key).states()
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two\nkeys"])
+def test_a_key_that_no_header_can_carry_is_not_repeated(key: str) -> None:
+    with pytest.raises(ServerError, match="no HTTP header can carry") as raised:
+        Client("http://127.0.0.1:9", api_key=key)
+    assert key not in str(raised.value)

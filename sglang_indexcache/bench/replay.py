@@ -9,11 +9,13 @@ answered in full, that later turns did hit the cache, and that the pattern was i
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from pydantic import Field
@@ -229,24 +231,29 @@ def _drive(client: Client, model: Path, path: Path, mix: Mix, folder: Path) -> d
     Raises:
         BenchError: it ended early or wrote nothing.
     """
-    output, log = folder / "serving.jsonl", folder / "serving.log"
-    output.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "sglang.benchmark.serving"),
-        *("--backend", "sglang-oai-chat", "--base-url", client.url),
-        *("--model", str(model), "--tokenizer", str(model)),
-        *("--dataset-name", "agentic-trace", "--dataset-path", str(path)),
-        *("--num-prompts", str(mix.sessions), "--sharegpt-output-len", str(mix.answer)),
-        *("--max-concurrency", str(mix.concurrency), "--seed", str(mix.seed)),
-        *("--warmup-requests", "0", "--disable-tqdm", "--cache-report"),
-        *("--output-file", str(output), "--output-details"),
-    ]
-    with log.open("w") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode or not output.exists():
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise BenchError(f"sglang.benchmark.serving gave no result:\n{tail}")
-    raw: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
+    log = folder / "serving.log"
+    # SGLang's benchmark also writes down all that the server tells of itself, API keys among it.
+    with TemporaryDirectory() as scratch:
+        output = Path(scratch) / "serving.jsonl"
+        command = [
+            *(sys.executable, "-m", "sglang.benchmark.serving"),
+            *("--backend", "sglang-oai-chat", "--base-url", client.url),
+            *("--model", str(model), "--tokenizer", str(model)),
+            *("--dataset-name", "agentic-trace", "--dataset-path", str(path)),
+            *("--num-prompts", str(mix.sessions), "--sharegpt-output-len", str(mix.answer)),
+            *("--max-concurrency", str(mix.concurrency), "--seed", str(mix.seed)),
+            *("--warmup-requests", "0", "--disable-tqdm", "--cache-report"),
+            *("--output-file", str(output), "--output-details"),
+        ]
+        variables = {**os.environ, **client.environment_for_sglang()}
+        with log.open("w") as file:
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, check=False, env=variables
+            )
+        if done.returncode or not output.exists():
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise BenchError(f"sglang.benchmark.serving gave no result:\n{tail}")
+        raw: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
     return raw
 
 

@@ -18,6 +18,7 @@ TIMEOUT = 3600.0
 
 
 _OUR_FLAGS = ("--model-path", "--model", "--attention-backend", "--indexcache-pattern", "--port")
+_KEY_FLAGS = ("--api", "--admin")  # argparse takes beginnings, too
 
 
 class Servers(Protocol):
@@ -68,11 +69,15 @@ class StartedServers:
         *,
         side_by_side: bool = False,
     ) -> None:
-        for flag in arguments:
-            if flag.partition("=")[0] in _OUR_FLAGS:
+        for flag in (argument.partition("=")[0] for argument in arguments):
+            if flag in _OUR_FLAGS:
                 raise BenchError(
-                    f"leave {flag.partition('=')[0]} to the benchmark: --model and --pattern say "
-                    "what is served"
+                    f"leave {flag} to the benchmark: --model and --pattern say what is served"
+                )
+            if flag.startswith(_KEY_FLAGS):
+                raise BenchError(
+                    f"leave {flag} out: flags are kept with the results, and a server that "
+                    "is started here needs no key"
                 )
         self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
         if side_by_side:
@@ -145,22 +150,20 @@ class RunningServers:
     """Servers that somebody else started.
 
     Args:
-        urls: by configuration name. A server in live mode may stand for several configurations;
-            it is switched between them.
+        clients: by configuration name, patient ones (:data:`TIMEOUT`). A server in live mode may
+            stand for several configurations; it is switched between them.
     """
 
     side_by_side = True
     started_here = False
 
-    def __init__(self, urls: Mapping[str, str]) -> None:
-        self._urls = urls
+    def __init__(self, clients: Mapping[str, Client]) -> None:
+        self._clients = clients
 
     @contextmanager
     def visit(self, configuration: Configuration) -> Iterator[Client]:
         """See :class:`Servers`."""
-        client = Client(self._urls[configuration.name], timeout=TIMEOUT)
-        if not client.is_ready():
-            raise BenchError(f"no server answers at {client.url}")
+        client = self._clients[configuration.name]
         [state, *_] = client.states()
         if state["mode"] == "live" and state["pattern"] != configuration.pattern:
             client.switch_pattern(configuration.pattern)
@@ -174,31 +177,31 @@ class RunningServers:
 def open_servers(
     model: Path,
     served: Sequence[Configuration],
-    urls: Sequence[str],
+    clients: Sequence[Client],
     flags: Sequence[str],
     logs: Path,
     environment: Mapping[str, str],
     *,
     side_by_side: bool = False,
 ) -> AbstractContextManager[Servers]:
-    """The servers at ``urls``, or those that are started with ``flags`` where there are none.
+    """The servers of ``clients``, or those that are started with ``flags`` where there are none.
 
     Args:
         model: checkpoint folder.
         served: what to serve.
-        urls: one for each of ``served``, or one in live mode for all.
+        clients: one for each of ``served``, or one in live mode for all.
         flags: of the servers that are started.
         logs: folder for their logs.
         environment: variables for them.
         side_by_side: keep all of them up.
 
     Raises:
-        BenchError: another number of URLs, or flags for servers that run already.
+        BenchError: another number of clients, or flags for servers that run already.
     """
-    if not urls:
+    if not clients:
         return StartedServers(str(model), flags, logs, environment, side_by_side=side_by_side)
     names = [configuration.name for configuration in served]
-    every = [*urls] * len(names) if len(urls) == 1 else urls
+    every = [*clients] * len(names) if len(clients) == 1 else clients
     if len(every) != len(names) or flags or environment:
         raise BenchError(
             f"give one --url, or one for each of {', '.join(names)}, and no server flags or --env: "

@@ -9,12 +9,15 @@ import typer
 
 from sglang_indexcache.cli.common import (
     CONTEXTS,
+    AdminApiKeyOption,
+    ApiKeyOption,
     ContextsOption,
     ModelOption,
     OutputOption,
     PatternsOption,
     SeedOption,
     UrlsOption,
+    connect,
     group,
     name_and_value,
     out,
@@ -49,6 +52,8 @@ def latency_command(
     pattern: PatternsOption = None,
     context: ContextsOption = None,
     url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
     rounds: RoundsOption = 3,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 64,
     metric: Annotated[
@@ -78,7 +83,7 @@ def latency_command(
     """
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.results import METRICS, configurations
-    from sglang_indexcache.bench.servers import open_servers
+    from sglang_indexcache.bench.servers import TIMEOUT, open_servers
     from sglang_indexcache.support.lengths import parse_length
     from sglang_indexcache.support.plots import check_installed
 
@@ -96,8 +101,9 @@ def latency_command(
     settings.check()
     check_installed()
     flags, variables = passed_on.args, dict(name_and_value(text, "--env") for text in env or [])
+    clients = connect(url, api_key, admin_api_key, TIMEOUT)
     with open_servers(
-        model, served, url or (), flags, output / "logs", variables, side_by_side=side_by_side
+        model, served, clients, flags, output / "logs", variables, side_by_side=side_by_side
     ) as servers:
         result = latency.run(target, servers, served, settings, arguments=flags, report=_say)
     written = latency.write_latency(result, output)
@@ -118,6 +124,8 @@ def replay_command(
     ],
     pattern: PatternsOption = None,
     url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
     rounds: RoundsOption = 2,
     sessions: Annotated[int, typer.Option(help="How many conversations there are.")] = 32,
     turns: Annotated[float, typer.Option(help="Mean number of turns of a conversation.")] = 3.0,
@@ -135,7 +143,7 @@ def replay_command(
     """
     from sglang_indexcache.bench import latency, replay
     from sglang_indexcache.bench.results import configurations
-    from sglang_indexcache.bench.servers import open_servers
+    from sglang_indexcache.bench.servers import TIMEOUT, open_servers
     from sglang_indexcache.bench.traffic import Mix
     from sglang_indexcache.support.lengths import parse_length
     from sglang_indexcache.support.plots import check_installed
@@ -155,8 +163,9 @@ def replay_command(
     check_installed()
     logs, flags = output / "logs", passed_on.args
     variables = dict(name_and_value(text, "--env") for text in env or [])
+    clients = connect(url, api_key, admin_api_key, TIMEOUT)
     with open_servers(
-        model, served, url or (), flags, logs, variables, side_by_side=side_by_side
+        model, served, clients, flags, logs, variables, side_by_side=side_by_side
     ) as servers:
         result = replay.run(
             target, model, servers, served, mix, logs, rounds=rounds, arguments=flags, report=_say

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from sglang_indexcache.errors import IndexCacheError
+
+if TYPE_CHECKING:
+    from sglang_indexcache.client import Client
 
 out = Console()
 
@@ -51,6 +55,24 @@ UrlOption = Annotated[str, typer.Option(help="Base URL of the server.")]
 UrlsOption = Annotated[
     list[str] | None, typer.Option("--url", help="Base URL of a running server. Repeat it.")
 ]
+# Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
+# be sent to a server by accident.
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SGLANG_API_KEY",
+        help="API key of the servers at --url. Better in the variable: others on this machine can "
+        "read a command line.",
+    ),
+]
+AdminApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SGLANG_ADMIN_API_KEY",
+        help="Admin API key of the servers at --url, if they have one: it is needed to switch "
+        "patterns and to flush caches.",
+    ),
+]
 
 
 class Reporting(TyperGroup):
@@ -77,6 +99,20 @@ def _missing(package: str, group: str | None) -> str:
         f"this command needs {package}, which is not installed: "
         f"pip install 'sglang-indexcache[{extra}]'"
     )
+
+
+def connect(
+    urls: Iterable[str] | None,
+    api_key: str | None,
+    admin_api_key: str | None = None,
+    timeout: float = 600.0,
+) -> list[Client]:
+    """A client of each server. The keys go no further than these, so that nothing records them."""
+    from sglang_indexcache.client import Client
+
+    return [
+        Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls or ()
+    ]
 
 
 def group(help: str) -> typer.Typer:

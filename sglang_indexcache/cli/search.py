@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +13,14 @@ from rich.table import Table
 
 from sglang_indexcache.cli.common import (
     CONTEXTS,
+    AdminApiKeyOption,
+    ApiKeyOption,
     ContextOption,
     ModelOption,
     OutputOption,
     SeedOption,
     UrlsOption,
+    connect,
     group,
     json_or_text,
     name_and_value,
@@ -99,6 +103,8 @@ def run_command(
     output: OutputOption,
     model: OptionalModelOption = None,
     url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
@@ -138,7 +144,8 @@ def run_command(
 
     options = Options.parse(method, refine, budget)
     measured = Data(data, _length(context), batches, per_batch, held_out, seed)
-    with _source(measured, model, url, engine, synthetic, dtype).open() as setup:
+    servers = connect(url, api_key, admin_api_key)
+    with _source(measured, model, servers, engine, synthetic, dtype).open() as setup:
         own = setup.checkpoint.own
         constraints = Constraints.make(
             own, parse_layers(keep_full), parse_layers(force_shared), stage_starts(len(own), stages)
@@ -156,6 +163,8 @@ def compare_command(
     output: OutputOption,
     model: ModelOption,
     url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
     engine: EnginesOption = None,
     data: DataOption = "machine",
     context: SequenceOption = None,
@@ -177,7 +186,8 @@ def compare_command(
     if held_out < 2:
         raise SearchError("a comparison needs at least two held-out batches (--held-out)")
     measured = Data(data, _length(context), batches, per_batch, held_out, seed, use_held_out=True)
-    source = _source(measured, model, url, engine, dtype=dtype)
+    servers = connect(url, api_key, admin_api_key)
+    source = _source(measured, model, servers, engine, dtype=dtype)
     with source.open() as setup, out.status("measuring ..."):
         parsed = [setup.resolve(value) for value in patterns]
         found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets, setup.uncounted)
@@ -232,6 +242,8 @@ def stability_command(
     sets: Annotated[int, typer.Option(help="Number of disjoint calibration sets.")] = 3,
     model: OptionalModelOption = None,
     url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
@@ -253,7 +265,10 @@ def stability_command(
         raise SearchError("stability needs at least two calibration sets (--sets)")
     options = Options.parse(method, share=budget)
     measured = Data(data, _length(context), batches, per_batch, seed=seed)
-    sources = [_source(part, model, url, engine, synthetic, dtype) for part in measured.parts(sets)]
+    servers = connect(url, api_key, admin_api_key)
+    sources = [
+        _source(part, model, servers, engine, synthetic, dtype) for part in measured.parts(sets)
+    ]
     result = search_each(sources, target, options, output, out)
     out.print(f"order of the flips: Kendall tau {result.kendall_tau:.3f} on average")
     for mark, share in result.common_full_layers.items():
@@ -300,7 +315,7 @@ def cost_command(
 def _source(
     data: Data,
     model: Path | None,
-    urls: list[str] | None = None,
+    servers: Sequence[LiveEngine] = (),
     keywords: list[str] | None = None,
     synthetic: int = 0,
     dtype: str | None = None,
@@ -308,9 +323,9 @@ def _source(
     """The source that the options of a command describe."""
     from sglang_indexcache.search.sources import InProcess, Local, Served, Synthetic
 
-    if sum(map(bool, (urls, keywords, synthetic))) > 1:
+    if sum(map(bool, (servers, keywords, synthetic))) > 1:
         raise SearchError("give only one of --url, --engine and --synthetic")
-    if dtype and (urls or keywords or synthetic):
+    if dtype and (servers or keywords or synthetic):
         raise SearchError("--dtype is for transformers, not for --url, --engine or --synthetic")
     if dtype not in (None, "float32", "bfloat16"):
         raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")
@@ -320,8 +335,8 @@ def _source(
         return Synthetic(synthetic, data)
     if model is None:
         raise SearchError("give the checkpoint's folder with --model")
-    if urls:
-        return Served(model, data, tuple(urls))
+    if servers:
+        return Served(model, data, tuple(servers))
     if keywords:
         return InProcess(model, data, lambda: _engine(model, keywords))
     return Local(model, data, dtype or "float32")

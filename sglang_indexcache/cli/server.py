@@ -6,43 +6,68 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_indexcache.cli.common import UrlOption, group, out
+from sglang_indexcache.cli.common import (
+    AdminApiKeyOption,
+    ApiKeyOption,
+    UrlOption,
+    UrlsOption,
+    connect,
+    group,
+    out,
+)
+from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 
 @app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def doctor_command(context: typer.Context) -> None:
+def doctor_command(
+    context: typer.Context,
+    url: UrlsOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
     """Say what a server started with these flags would do, without loading weights.
 
     It takes the flags of `python -m sglang.launch_server`, for example: indexcache server doctor
     --model-path MODEL --indexcache-pattern 1/4. Where SGLang is not installed, it reads the
-    checkpoint's config and checks the pattern alone.
+    checkpoint's config and checks the pattern alone. With --url, repeated for every node, it asks
+    servers that run instead: whether every rank has the plugin, and all of them the same plan.
     """
-    from sglang_indexcache.serving.doctor import examine
+    if url:
+        from sglang_indexcache.serving.fleet import examine_servers
 
-    if not examine(context.args, out):
+        if context.args:
+            raise SettingsError(f"--url asks servers that run; leave {context.args[0]} away")
+        fine = examine_servers(connect(url, api_key), out)
+    else:
+        from sglang_indexcache.serving.doctor import examine
+
+        fine = examine(context.args, out)
+    if not fine:
         raise typer.Exit(1)
 
 
 @app.command("show")
-def live_show(url: UrlOption = "http://127.0.0.1:30000") -> None:
+def live_show(
+    url: UrlOption = "http://127.0.0.1:30000",
+    api_key: ApiKeyOption = None,
+) -> None:
     """Show a running server's pattern and what its layers did so far."""
-    from sglang_indexcache.client import Client
-
-    _print_states(Client(url).states())
+    [client] = connect([url], api_key)
+    _print_states(client.states())
 
 
 @app.command("set")
 def live_set(
     pattern: Annotated[str, typer.Argument(help="As --indexcache-pattern takes it.")],
     url: UrlOption = "http://127.0.0.1:30000",
+    api_key: ApiKeyOption = None,
+    admin_api_key: AdminApiKeyOption = None,
 ) -> None:
     """Replace the pattern of a server that runs in live mode."""
-    from sglang_indexcache.client import Client
-
-    _print_states(Client(url).switch_pattern(pattern))
+    [client] = connect([url], api_key, admin_api_key)
+    _print_states(client.switch_pattern(pattern))
 
 
 def _print_states(states: list[dict[str, Any]]) -> None:

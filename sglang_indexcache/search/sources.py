@@ -148,15 +148,13 @@ class Served:
 
     model: Path
     data: Data
-    urls: tuple[str, ...]
+    engines: tuple[LiveEngine, ...]
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
         """Reach the servers; several measure several candidates at a time."""
-        from sglang_indexcache.client import Client
-
         ready = _Ready.read(self.model, self.data)
-        members = [ServedEvaluator(Client(url), ready.calibration) for url in self.urls]
+        members = [ServedEvaluator(engine, ready.calibration) for engine in self.engines]
         yield ready.setup("sglang", members[0] if len(members) == 1 else EvaluatorPool(members))
 
 

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_indexcache import __version__
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
@@ -91,6 +92,7 @@ class ActivePattern:
         """State for ``/server_info``: plain numbers and strings."""
         pattern = self.pattern
         return {
+            "version": __version__,
             "pattern": str(pattern),
             "source": self.source,
             "mode": self.plan.mode,

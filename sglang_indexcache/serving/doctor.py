@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import logging
+import sys
 import warnings
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,13 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, Checkpoint
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, Checkpoint, read_config
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.library import Library, names
+from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.features import FEATURES
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
@@ -46,20 +49,30 @@ def examine(arguments: Sequence[str], console: Console) -> bool:
         Whether such a server would start.
     """
     try:
+        if not arguments:
+            raise SettingsError(
+                "say what to look at: the flags that you would give python -m "
+                "sglang.launch_server, such as --model-path MODEL --indexcache-pattern 1/4; or "
+                "--url URL of each server that runs"
+            )
         if importlib.util.find_spec("sglang") is None:
             _print_config(arguments, console)
         else:
+            print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
             _print(_resolve(arguments), console)
     except SystemExit as usage:  # argparse has said what is wrong with the flags
-        console.print(f"[red]problem[/red]  {usage.code}", soft_wrap=True, highlight=False)
-        return False
+        return say_problem(console, str(usage.code))
     except IndexCacheError as error:
-        console.print(f"[red]problem[/red]  {error}", soft_wrap=True, highlight=False)
-        return False
+        return say_problem(console, str(error))
     except (ValueError, AssertionError, OSError) as error:
-        console.print(f"[red]problem[/red]  SGLang refuses: {error}", soft_wrap=True)
-        return False
+        return say_problem(console, f"SGLang refuses: {error}")
     return True
+
+
+def say_problem(console: Console, text: str) -> bool:
+    """Print a problem on a line of its own; returns False, the finding."""
+    console.print(f"[red]problem[/red]  {escape(text)}", soft_wrap=True, highlight=False)
+    return False
 
 
 def _print_config(arguments: Sequence[str], console: Console) -> None:
@@ -84,7 +97,9 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     if not isinstance(given.json_model_override_args, dict):
         raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
     request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
-    checkpoint, library = Checkpoint.read(given.model_path), Library.default()
+    config = read_config(given.model_path)
+    checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
+    check_config({**config, **given.json_model_override_args}, str(given.model_path))
     plan = make_plan(request, checkpoint, given.json_model_override_args, library)
     facts = [
         *_facts(plan, given.model_path, checkpoint.shape),
@@ -121,7 +136,8 @@ def _resolve(arguments: Sequence[str]) -> Any:
         server_args.resolve_once()
         return server_args
     except SystemExit:
-        raise SystemExit(said.getvalue().strip().splitlines()[-1]) from None
+        last = said.getvalue().strip().splitlines()[-1]  # "sglang serve: error: ..."
+        raise SystemExit(last.partition(" error: ")[2] or last) from None
     finally:
         logging.disable(logging.NOTSET)
 

@@ -28,6 +28,7 @@ from sglang_indexcache.library import Library
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving import hooks, live, seams
 from sglang_indexcache.serving.active import activate
+from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
 from sglang_indexcache.serving.settings import (
@@ -194,6 +195,7 @@ def _resolve(server_args: Any) -> None:
     overrides = json.loads(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
+    check_config(config, cfg.model_path)
     plan = make_plan(request, checkpoint, overrides, Library.default())
     if plan.mode == "live":
         _check_live(cfg, plan)

@@ -25,9 +25,6 @@ from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.text import make_tokenizer
 from sglang_indexcache.training.recipe import ModelRecipe
 
-# What SGLang reads and transformers' config classes do not write. Real checkpoints have it.
-_FOR_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-
 
 def build(
     recipe: ModelRecipe, seed: int, folder: Path
@@ -107,7 +104,7 @@ def save_checkpoint(
     model.save_pretrained(folder, state_dict=stored)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
-    config = {**json.loads(path.read_text()), "dtype": dtype, **_FOR_SGLANG}
+    config = {**json.loads(path.read_text()), "dtype": dtype}
     # transformers >= 5.19 maps num_experts onto n_routed_experts; SGLang reads both.
     experts = model.config.n_routed_experts
     config |= {"n_routed_experts": experts, "num_experts": experts}

@@ -24,6 +24,12 @@ class Behaviour:
         prefill: seconds a prompt token.
         step: seconds a decode step.
         fault: "", or one of the faults of :class:`Handler`.
+        version: of the plugin.
+        role: its side of a disaggregated service.
+        plugins: whether each data-parallel rank has loaded the plugin; () if all have.
+        launched: whether its launcher has.
+        api_key: what it wants on ordinary routes.
+        admin_api_key: what it wants to be switched or flushed; without one, ``api_key``.
     """
 
     pattern: str
@@ -35,6 +41,12 @@ class Behaviour:
     mode: str = "static"
     architecture: str = "GlmMoeDsaForCausalLM"
     fault: str = ""
+    version: str = "0.1.0"
+    role: str = "null"
+    plugins: tuple[bool, ...] = ()
+    launched: bool = True
+    api_key: str = ""
+    admin_api_key: str = ""
     indexer_share: float = 0.0
     requests: int = 0
     runs: list[int] = field(default_factory=list)
@@ -55,11 +67,21 @@ class Behaviour:
         for layer in Pattern(self.really).full_layers:
             self.runs[layer] += 1
 
+    def rank(self, number: int) -> dict[str, Any]:
+        state = self.state()
+        if self.plugins and not self.plugins[number]:
+            del state["indexcache"]
+        return state
+
     def state(self) -> dict[str, Any]:
         indexcache = {
             "pattern": self.pattern,
             "architecture": self.architecture,
             "mode": self.mode,
+            "source": "a test",
+            "version": self.version,
+            "checkpoint_pattern": "F" * len(self.pattern),
+            "forwards": self.requests,
             "last_rejection": "",
             "indexer_selections": list(self.runs),
             "index_k_bytes_per_token": 132 * self.pattern.count("F"),
@@ -80,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if not self._may():
+            return
         info = {
             "device": "cpu",
             "tp_size": self.behaviour.dp,
@@ -87,12 +111,17 @@ class Handler(BaseHTTPRequestHandler):
             "enable_dp_attention": self.behaviour.dp > 1,
             "chunked_prefill_size": 512,
             "page_size": 64,
-            "internal_states": [self.behaviour.state()] * self.behaviour.dp,
+            "version": "0.5.23",
+            "disaggregation_mode": self.behaviour.role,
+            "json_model_override_args": '{"indexcache": {}}' if self.behaviour.launched else "{}",
+            "internal_states": [self.behaviour.rank(i) for i in range(self.behaviour.dp)],
         }
         self._reply(200, info if self.path == "/server_info" else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if not self._may():
+            return
         if self.path == "/set_internal_state":
             [key] = body["server_args"]
             self.behaviour.switch(key.partition("=")[2])
@@ -101,6 +130,22 @@ class Handler(BaseHTTPRequestHandler):
             self._generate(body)
         else:
             self._reply(200, {})
+
+    def _may(self) -> bool:
+        """The rules of ``sglang.srt.utils.auth``, and of a proxy that forbids everything."""
+        me = self.behaviour
+        wanted = me.api_key
+        if self.path.startswith(("/set_internal_state", "/flush_cache")):
+            wanted = me.admin_api_key or wanted
+        if self.path.startswith("/health"):
+            wanted = ""
+        if me.fault == "forbidden":
+            self._reply(403, {"error": "Forbidden"})
+        elif wanted and self.headers["Authorization"] != f"Bearer {wanted}":
+            self._reply(401, {"error": "Unauthorized"})
+        else:
+            return True
+        return False
 
     def _generate(self, body: dict[str, Any]) -> None:
         me = self.behaviour

@@ -44,11 +44,11 @@ def measure(
 ) -> LatencyResult:
     served = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
     with ExitStack() as stack:
-        urls = {
-            name: stack.enter_context(fake_server(behaviour))
+        clients = {
+            name: Client(stack.enter_context(fake_server(behaviour)))
             for name, behaviour in behaviours.items()
         }
-        return run(TARGET, RunningServers(urls), served, settings)
+        return run(TARGET, RunningServers(clients), served, settings)
 
 
 def good(**changes: object) -> dict[str, Behaviour]:
@@ -168,6 +168,12 @@ def test_flags_that_would_serve_something_else(flag: str, tmp_path: Path) -> Non
         StartedServers("m", ["--tp", "2", flag], tmp_path)
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--api-key=k", "--admin-api-key", "--api"])
+def test_a_key_among_the_flags_would_end_up_in_the_results(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="flags are kept with the results"):
+        StartedServers("m", [flag, "k"], tmp_path)
+
+
 def test_a_server_with_another_pattern() -> None:
     with pytest.raises(BenchError, match="serves FFFFFFFF on rank 0, not the FSFSFSFS of 1/2"):
         measure({"full": good()["full"], "1/2": Behaviour("F" * 8)})
@@ -198,7 +204,7 @@ def test_one_live_server_stands_for_all() -> None:
     behaviour = Behaviour("F" * 8, mode="live", indexer_share=0.5)
     with fake_server(behaviour) as url:
         served = configurations(("full", "uniform:1/4"), CHECKPOINT)
-        result = run(TARGET, RunningServers({c.name: url for c in served}), served, QUICK)
+        result = run(TARGET, RunningServers({c.name: Client(url) for c in served}), served, QUICK)
     assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
     assert {v.facts.mode for v in result.visits} == {"live"}
     assert not result.started_here
@@ -245,8 +251,8 @@ def test_who_is_up_while_one_is_measured(
 
 def test_a_missing_server() -> None:
     served = configurations(("full",), CHECKPOINT)
-    with pytest.raises(BenchError, match="no server answers"):
-        run(TARGET, RunningServers({"full": "http://127.0.0.1:9"}), served, QUICK)
+    with pytest.raises(ServerError, match=r"cannot reach the server at http://127\.0\.0\.1:9"):
+        run(TARGET, RunningServers({"full": Client("http://127.0.0.1:9")}), served, QUICK)
 
 
 def test_a_prompt_that_does_not_fit() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_indexcache.bench import replay
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.replay import (
     Replay,
@@ -23,6 +25,7 @@ from sglang_indexcache.bench.replay import (
 )
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
+from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.support.text import make_tokenizer
 
@@ -82,6 +85,29 @@ def test_sessions_fit_the_limit(
         assert session.turns
         assert min(session.turns) >= 32
         assert session.total(mix) <= max(limit, system + 32 + mix.answer + 16)
+
+
+def test_sglangs_benchmark_gets_the_key_and_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes the whole of ``/server_info`` beside its figures, and that has the server's key."""
+    key = "the-key"
+    seen: dict[str, Any] = {}
+
+    def benchmark(command: list[str], **how: Any) -> SimpleNamespace:
+        seen.update(command=command, key=how["env"].get("OPENAI_API_KEY"))
+        output = Path(command[command.index("--output-file") + 1])
+        output.write_text(json.dumps(raw(server_info={"api_key": key})) + "\n")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(replay.subprocess, "run", benchmark)
+    client = Client("http://127.0.0.1:9", api_key=key)
+    assert replay._drive(client, tmp_path, tmp_path / "trace", MIX, tmp_path)["duration"] == 3.0
+    assert seen["key"] == key
+    assert key not in seen["command"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text()]
+    assert not Path(seen["command"][seen["command"].index("--output-file") + 1]).exists()
 
 
 def test_lengths_have_the_stated_percentiles() -> None:

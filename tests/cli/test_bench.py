@@ -65,6 +65,30 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
     assert "the servers ran already" in (out / "latency.md").read_text()
 
 
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_key_reaches_the_server_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    keys = {"api_key": "the-first-secret", "admin_api_key": "the-second-secret"}
+    model, out = folder(tmp_path, CONFIG), tmp_path / "out"
+    command = ["latency", "--model", model, "-o", str(out), "--pattern", "full", "--context", "256"]
+    command += ["--pattern", "half=uniform:1/2", "--rounds", "1", "--new-tokens", "6"]
+    command += ["--metric", "prefill"]
+    given = []
+    for name, key in keys.items():
+        if by == "variable":
+            monkeypatch.setenv(f"SGLANG_{name.upper()}", key)
+        else:
+            given += [f"--{name.replace('_', '-')}", key]
+    with fake_server(Behaviour("F" * 8, mode="live", **keys)) as url:
+        text = said(*command, "--url", url, *given, code=0)
+    written = [path for path in out.rglob("*") if path.is_file()]
+    assert written
+    for key in keys.values():
+        assert key not in text
+        assert not [path for path in written if key.encode() in path.read_bytes()]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

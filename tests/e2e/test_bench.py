@@ -91,7 +91,7 @@ def test_one_live_server_stands_for_all_patterns(
     glm: Path, serve: Serve, target: Target, served: tuple[Configuration, ...]
 ) -> None:
     with serve(glm, "--indexcache-mode", "live", *POOL) as live:
-        running = RunningServers({c.name: live.url for c in served})
+        running = RunningServers({c.name: live for c in served})
         result = latency.run(target, running, served, SETTINGS)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [
         ("full", "live"), ("half", "live"),
@@ -124,7 +124,7 @@ def test_a_prompt_longer_than_the_pool_is_refused(full: Client) -> None:
 def test_a_server_that_ignores_the_pattern_is_refused(
     full: Client, target: Target, served: tuple[Configuration, ...]
 ) -> None:
-    running = RunningServers({c.name: full.url for c in served})
+    running = RunningServers({c.name: full for c in served})
     with pytest.raises(BenchError, match="serves FFFFFF on rank 0, not the FSFSFS of half"):
         latency.run(target, running, served, SETTINGS)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.fleet import examine_servers
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 
@@ -54,6 +57,12 @@ def test_dp_attention(dp_attention: Client, oracle: Oracle, text: str) -> None:
     for state in dp_attention.switch_pattern(text):
         assert state["pattern"] == text
     check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
+
+
+def test_doctor_hears_every_rank(dp_attention: Client) -> None:
+    said = io.StringIO()
+    assert examine_servers([dp_attention], Console(file=said, width=200)), said.getvalue()
+    assert "rank 1" in said.getvalue()
 
 
 def test_dp_attention_ranks_count_their_own_work(dp_attention: Client) -> None:

@@ -67,7 +67,7 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
 
 
 def test_a_search_over_http(live: Client, glm: Path, library: Path) -> None:
-    source = Served(glm, Data(context=160, batches=4), (live.url,))
+    source = Served(glm, Data(context=160, batches=4), (live,))
     with source.open() as setup:
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "2"], rules)

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import doctor
 from sglang_indexcache.serving.settings import Plan
@@ -26,6 +29,7 @@ CONFIG = {
     "n_routed_experts": 256,
     "index_topk": 2048,
     "index_n_heads": 32,
+    **BY_ARCHITECTURE["GlmMoeDsaForCausalLM"].extra_config,
 }
 
 
@@ -89,6 +93,46 @@ def test_what_is_wrong_is_one_line(folder: Path, arguments: list[str], message: 
     assert not fine
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_without_arguments_it_says_how_it_is_used() -> None:
+    fine, said = examine()
+    assert not fine
+    assert "--model-path MODEL" in said
+    assert "--url URL" in said
+
+
+def test_it_names_the_lines_that_transformers_does_not_write(folder: Path) -> None:
+    lines = BY_ARCHITECTURE["GlmMoeDsaForCausalLM"].extra_config
+    bare = {name: value for name, value in CONFIG.items() if name not in lines}
+    (folder / "config.json").write_text(json.dumps(bare))
+    fine, said = examine("--model-path", folder)
+    assert not fine
+    for name, value in lines.items():
+        assert f"{json.dumps(name)}: {json.dumps(value)}" in said
+    assert said.count("\n") == 1
+    assert examine("--model-path", folder, "--json-model-override-args", json.dumps(lines))[0]
+
+
+def test_a_problem_is_printed_as_it_is() -> None:
+    """Brackets are no markup."""
+    said = io.StringIO()
+    doctor.say_problem(Console(file=said), "a [bold] folder")
+    assert said.getvalue() == "problem  a [bold] folder\n"
+
+
+def test_it_says_at_once_that_it_is_at_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before SGLang is imported, which takes long; and not among its findings."""
+
+    def resolve(arguments: Sequence[str]) -> None:
+        raise SettingsError(f"asked after: {capsys.readouterr().err}")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor, "_resolve", resolve)
+    _, said = examine("--model-path", "m")
+    assert "asked after: asking SGLang" in said
 
 
 def test_a_checkpoint_must_be_named() -> None:

@@ -51,7 +51,7 @@ BASE = {
     "dtype": "bfloat16",
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "GlmMoeDsaForCausalLM": {"model_type": "glm_moe_dsa"},
+    "GlmMoeDsaForCausalLM": {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True},
     "DeepseekV32ForCausalLM": {"model_type": "deepseek_v32"},
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3"},
     "HYV4ForCausalLM": {"model_type": "hy_v4", "indexer_types": ["full"] * 8},
@@ -141,6 +141,20 @@ def test_pattern_reaches_every_architecture(
 ) -> None:
     server_args = resolve(model(architecture), *WAYS[way])
     assert built_pattern(server_args) == "FSSFSFSS"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"moe_layer_freq": None}, 'Add to its config.json: "moe_layer_freq": 1'),
+        ({"index_head_dim": 64}, "index_head_dim is 64 and must be 128"),
+    ],
+)
+def test_a_config_that_sglang_would_die_of_is_refused_at_the_start(
+    model: Callable[..., Path], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(IndexCacheError, match=message):
+        resolve(model(**fields))
 
 
 @pytest.mark.parametrize("architecture", MODELS)

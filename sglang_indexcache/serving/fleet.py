@@ -1,0 +1,127 @@
+"""``indexcache server doctor --url``: whether servers that run all do the same.
+
+A data-parallel rank answers for the tensor-parallel ranks and pipeline stages behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.doctor import say_problem
+from sglang_indexcache.serving.settings import BACKEND_NAME, CONFIG_KEY
+
+ALIKE = {
+    "sglang": "SGLang's version. Install the same one everywhere.",
+    "version": "sglang-indexcache's version. Install the same one everywhere.",
+    "architecture": "the model. These servers do not belong together.",
+    "checkpoint_pattern": "the checkpoint's own sharing. These servers do not belong together.",
+    "mode": "the mode. Start all of them with the same --indexcache-mode.",
+    "pattern": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
+    "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
+    "a KV cache that is wrong for one of them.",
+}
+"""What every rank must say alike, and what it is that differs if they do not."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one data-parallel rank says of itself.
+
+    Attributes:
+        name: its server's URL, and its number where there are several.
+        role: prefill, decode or both.
+        launched: whether its launcher had the plugin and was asked for IndexCache.
+        state: IndexCache's report and SGLang's version; None if the plugin is not at work in it.
+    """
+
+    name: str
+    role: str
+    launched: bool
+    state: dict[str, Any] | None
+
+
+def examine_servers(clients: Sequence[Client], console: Console) -> bool:
+    """Print what servers do, and where they differ.
+
+    Args:
+        clients: one for each server.
+        console: where to print.
+
+    Returns:
+        Whether every rank runs IndexCache, with the same plan.
+    """
+    try:
+        ranks = [rank for client in clients for rank in _ranks(client)]
+    except ServerError as error:
+        return say_problem(console, str(error))
+    console.print(_table(ranks))
+    problems = [_missing(rank) for rank in ranks if rank.state is None]
+    problems += _differences({rank.name: rank.state for rank in ranks if rank.state is not None})
+    for problem in problems:
+        say_problem(console, problem)
+    if not problems:
+        console.print("[green]no problem found[/green]")
+    return not problems
+
+
+def _ranks(client: Client) -> list[Rank]:
+    info = client.server_info()
+    states = info["internal_states"]
+    launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
+    role = info.get("disaggregation_mode") or "null"
+    return [
+        Rank(
+            name=f"{client.url} rank {number}" if len(states) > 1 else client.url,
+            role="both" if role == "null" else role,
+            launched=launched,
+            state=ours and {**ours, "sglang": info["version"]},
+        )
+        for number, ours in enumerate(state.get("indexcache") for state in states)
+    ]
+
+
+def _table(ranks: Sequence[Rank]) -> Table:
+    table = Table("server", "serves", "SGLang", "plugin", "mode", "pattern", box=SIMPLE)
+    for rank in ranks:
+        if (state := rank.state) is None:
+            table.add_row(rank.name, rank.role, "", "not at work", "", "")
+            continue
+        pattern = Pattern(state["pattern"])
+        about = (state["sglang"], state["version"], state["mode"])
+        table.add_row(rank.name, rank.role, *about, f"{pattern}\n{pattern.summary()}")
+    return table
+
+
+def _missing(rank: Rank) -> str:
+    if not rank.launched:
+        return (
+            f"{rank.name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
+        )
+    return (
+        f"{rank.name} was started with IndexCache, but its worker did not load the plugin: in live "
+        "mode every layer runs its indexer there. The worker's log says why; look for an error at "
+        "its start, SGLANG_PLUGINS, or another Python environment on its node"
+    )
+
+
+def _differences(states: dict[str, dict[str, Any]]) -> list[str]:
+    """A sentence for each of :data:`ALIKE` that is not the same everywhere."""
+    found = []
+    for field, words in ALIKE.items():
+        names: dict[str, list[str]] = {}
+        for name, state in states.items():
+            names.setdefault(str(state[field]), []).append(name)
+        if len(names) > 1:
+            who = "; ".join(f"{value} on {', '.join(where)}" for value, where in names.items())
+            found.append(f"they differ in {words} ({who})")
+    return found

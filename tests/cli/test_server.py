@@ -1,0 +1,52 @@
+"""``indexcache server`` against a fake server."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_indexcache.cli import app
+from tests.bench.fake_server import Behaviour, fake_server
+
+KEYS = {"api_key": "the-key", "admin_api_key": "the-admin-key"}
+
+
+def said(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["server", *arguments])
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
+
+
+def test_show_and_set_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    behaviour = Behaviour("FFFF", mode="live", **KEYS)
+    with fake_server(behaviour) as url:
+        assert "wants an API key" in said("show", "--url", url, code=1)
+        assert "4 of 4 layers" in said("show", "--url", url, "--api-key", KEYS["api_key"])
+        monkeypatch.setenv("SGLANG_API_KEY", KEYS["api_key"])
+        refused = said("set", "FSFS", "--url", url, code=1)
+        assert "/set_internal_state answered 401" in refused
+        assert behaviour.pattern == "FFFF"
+        monkeypatch.setenv("SGLANG_ADMIN_API_KEY", KEYS["admin_api_key"])
+        assert "2 of 4 layers" in said("set", "FSFS", "--url", url)
+
+
+def test_doctor_asks_running_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Behaviour("FSFS", api_key="k"), Behaviour("FSFS", api_key="k")
+    with fake_server(one) as first, fake_server(other) as second:
+        both = ("doctor", "--url", first, "--url", second)
+        assert "wants an API key" in said(*both, code=1)
+        assert "no problem found" in said(*both, "--api-key", "k")
+        assert "leave --tp away" in said(*both, "--api-key", "k", "--tp", "8", code=1)
+        other.switch("FSSS")
+        assert "they differ in the pattern" in said(*both, "--api-key", "k", code=1)
+
+
+def test_doctor_without_arguments() -> None:
+    assert "--model-path MODEL" in said("doctor", code=1)
+
+
+def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "the-key")
+    text = said("show", "--help")
+    assert "SGLANG_API_KEY" in text
+    assert "the-key" not in text

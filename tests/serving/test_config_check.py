@@ -1,0 +1,89 @@
+"""What SGLang takes for granted in a config: told before it starts, and all of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.models import BY_NAME, Family, small_config
+from sglang_indexcache.serving.config_check import check_config
+from sglang_indexcache.serving.seams import sglang_folder
+
+FAMILIES = list(BY_NAME.values())
+READERS = ("models/deepseek_v2.py", "models/deepseek_common/deepseek_weight_loader.py")
+ASKED_FIRST = {"quantization_config", "rope_theta", "num_nextn_predict_layers"}
+"""Read only after hasattr, or for a draft model."""
+
+
+def saved_by_transformers(family: Family, folder: Path, **fields: Any) -> dict[str, Any]:
+    made = AutoConfig.for_model(family.model_type, **small_config(family, "tiny", 512, fields))
+    made.save_pretrained(folder)
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Family, dict[str, Any]]:
+    return request.param, saved_by_transformers(request.param, tmp_path)
+
+
+def test_a_fresh_config_lacks_lines_that_are_named(fresh: tuple[Family, dict[str, Any]]) -> None:
+    family, config = fresh
+    with pytest.raises(CheckpointError, match="the config of m") as raised:
+        check_config(config, "m")
+    lines, override = str(raised.value).split("; or start with --json-model-override-args ")
+    named = json.loads("{" + lines.partition("config.json: ")[2] + "}")
+    assert json.loads(override.strip("'.")) == named == family.extra_config
+    check_config({**config, **named}, "m")
+
+
+def test_no_field_that_sglang_reads_is_forgotten(
+    fresh: tuple[Family, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Every ``config.field`` in SGLang's code of these models, in what it makes of the file."""
+    from sglang.srt.utils.hf_transformers.config import get_config
+
+    family, _ = fresh
+    read = {name for reader in READERS for name in fields_of(sglang_folder() / "srt" / reader)}
+    assert {"moe_layer_freq", "kv_lora_rank", "topk_group"} <= read
+    config = get_config(str(tmp_path), trust_remote_code=False)
+    lacking = {name for name in read - ASKED_FIRST if not hasattr(config, name)}
+    assert lacking == family.extra_config.keys() - {"indexer_rope_interleave"}
+
+
+def fields_of(path: Path) -> set[str]:
+    """What is read of ``config`` and ``self.config`` without a default."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("config", "hf_config", "self.config")
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"index_head_dim": 64}, "index_head_dim is 64 and must be 128"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' and must be silu"),
+        ({"n_group": 3}, "n_group is 3 and must divide n_routed_experts"),
+        ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, "mlp_layer_types must be what first"),
+    ],
+)
+def test_a_value_that_sglang_cannot_serve(
+    fresh: tuple[Family, dict[str, Any]], fields: dict[str, Any], message: str
+) -> None:
+    family, config = fresh
+    with pytest.raises(CheckpointError, match=f"SGLang cannot serve m: {message}"):
+        check_config({**config, **family.extra_config, **fields}, "m")
+
+
+def test_what_a_config_class_fills_in_is_not_missed() -> None:
+    """A published config.json leaves defaults out; only SGLang's reading of it has them all."""
+    family = BY_NAME["glm-5"]
+    check_config({"architectures": [family.architecture], **family.extra_config}, "m")

@@ -1,0 +1,69 @@
+"""``server doctor --url``: what servers say of themselves, and where they differ."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sglang_indexcache.client import Client
+from sglang_indexcache.serving.fleet import examine_servers
+from tests.bench.fake_server import Behaviour, fake_server
+
+
+def examine(*behaviours: Behaviour) -> tuple[bool, str]:
+    said = io.StringIO()
+    with ExitStack() as stack:
+        clients = [Client(stack.enter_context(fake_server(one))) for one in behaviours]
+        fine = examine_servers(clients, Console(file=said, width=200))
+    return fine, said.getvalue()
+
+
+def test_servers_that_do_the_same() -> None:
+    fine, said = examine(
+        Behaviour("FSFS", role="prefill", dp=2), Behaviour("FSFS", role="decode", mode="static")
+    )
+    assert fine
+    assert said.count("FSFS") == 3  # one for each rank
+    for text in ("rank 0", "rank 1", "prefill", "decode", "0.5.23", "0.1.0", "no problem found"):
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": "FSSS"}, "they differ in the pattern."),
+        ({"mode": "live"}, "they differ in the mode."),
+        ({"version": "0.0.9"}, "they differ in sglang-indexcache's version."),
+        ({"architecture": "DeepseekV32ForCausalLM"}, "they differ in the model."),
+    ],
+)
+def test_servers_that_differ(change: dict[str, Any], message: str) -> None:
+    fine, said = examine(Behaviour("FSFS"), Behaviour(**{"pattern": "FSFS", **change}))
+    assert not fine
+    assert message in said
+    assert said.count("problem") == 1
+    assert next(iter(change.values())) in said.partition(message)[2]
+
+
+def test_a_rank_whose_worker_did_not_load_the_plugin() -> None:
+    """SGLang logs a plugin that raises, and goes on without it."""
+    fine, said = examine(Behaviour("FSFS", dp=2, plugins=(True, False)))
+    assert not fine
+    assert "rank 1 was started with IndexCache, but its worker did not load the plugin" in said
+    assert "rank 0 was started" not in said
+
+
+def test_a_server_without_indexcache() -> None:
+    fine, said = examine(Behaviour("FSFS"), Behaviour("FSFS", plugins=(False,), launched=False))
+    assert not fine
+    assert "does not run IndexCache. Start it with --attention-backend indexcache" in said
+
+
+def test_a_server_that_does_not_answer() -> None:
+    said = io.StringIO()
+    assert not examine_servers([Client("http://127.0.0.1:9")], Console(file=said, width=200))
+    assert said.getvalue().startswith("problem  cannot reach the server at http://127.0.0.1:9")
