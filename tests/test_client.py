@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache import client as serving
-from sglang_indexcache.client import Server, free_port
+from sglang_indexcache.client import Client, Server, free_port
 from sglang_indexcache.errors import ServerError
 
 
@@ -58,3 +58,14 @@ def test_without_sglang_no_server_is_started(
         Server([], tmp_path / "log").start()
     assert raised.value.name == "sglang"  # from which the command line says what to install
     assert not (tmp_path / "log").exists()
+
+
+def test_a_server_that_cannot_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine, failed = {"indexcache": {"pattern": "FF"}}, {"indexcache": {"error": "KeyError: 'x'"}}
+    info = {"internal_states": [fine, fine]}
+    monkeypatch.setattr(Client, "server_info", lambda self: info)
+    client = Client("http://127.0.0.1:1")
+    assert client.states() == [{"pattern": "FF"}] * 2
+    info["internal_states"][1] = failed
+    with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
+        client.states()

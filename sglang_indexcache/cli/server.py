@@ -41,7 +41,10 @@ def live_set(
 ) -> None:
     """Replace the pattern of a server that runs in live mode."""
     from sglang_indexcache.client import Client
+    from sglang_indexcache.library import Library, names_a_file
 
+    if names_a_file(pattern):  # this machine's: a server reads none
+        pattern = str(Library.default().resolve(pattern).pattern)
     _print_states(Client(url).switch_pattern(pattern))
 
 
