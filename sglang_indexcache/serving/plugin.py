@@ -26,7 +26,7 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import hooks, live, refusals, seams
+from sglang_indexcache.serving import agreement, hooks, live, refusals, seams
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
@@ -65,6 +65,7 @@ def register() -> None:
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
     register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
     _register_backend()
+    agreement.install()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
 
@@ -78,8 +79,15 @@ def _register_backend() -> None:
     def create(runner: Any) -> Any:
         return create_backend(runner, original)
 
-    for name in ("dsa", BACKEND_NAME):
-        attention_registry.register_attention_backend(name)(create)
+    def refuse(runner: Any) -> Any:
+        if runner.is_draft_worker:
+            return original(runner)
+        raise agreement.unresolved(f"the attention backend {BACKEND_NAME}")
+
+    attention_registry.register_attention_backend("dsa")(create)
+    # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
+    # SGLang would dispatch the model's layers for a backend that it does not know.
+    attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
 
 
 def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
