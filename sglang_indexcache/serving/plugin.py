@@ -26,7 +26,7 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import agreement, hooks, live, refusals, seams
+from sglang_indexcache.serving import agreement, foreign_kv, hooks, live, refusals, seams
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
@@ -107,6 +107,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         return original(runner)
     active = activate(plan)
     live.install()
+    foreign_kv.install(plan)
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
