@@ -163,8 +163,10 @@ def _clear_cached_kv(scheduler: Scheduler) -> None:
         )
     was_paused = scheduler._engine_paused
     scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-    flushed = scheduler.flush_cache(empty_cache=False)
-    if not was_paused:
-        scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    try:
+        flushed = scheduler.flush_cache(empty_cache=False)
+    finally:
+        if not was_paused:
+            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     if not flushed:
         raise SettingsError("the KV cache is in use and could not be flushed. Try again.")

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
+from sglang_indexcache.serving.in_process import InProcessEngine
 from sglang_indexcache.serving.settings import Plan
 
 PLAN = Plan(Pattern("FFFF"), "test", "live", Pattern("FFFF"), (0, 1, 2, 3), "GlmMoeDsaForCausalLM")
@@ -105,6 +107,34 @@ def test_a_switch_that_fails_is_an_answer(
     assert "Traceback" in caplog.text
     assert ask(scheduler(), "indexcache_pattern=FSFS")
     assert str(serving.pattern) == "FSFS"
+
+
+def test_a_switch_that_fails_leaves_no_server_paused(
+    monkeypatch: pytest.MonkeyPatch, serving: active.ActivePattern
+) -> None:
+    bag = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
+    done: list[str] = []
+    engine = scheduler()
+    engine.is_fully_idle = lambda: False
+    engine._engine_paused = False
+    engine.pause_generation = lambda request: done.append(request.mode)
+    engine.flush_cache = None
+    engine.continue_generation = lambda request: done.append("continue")
+    assert not ask(engine, "indexcache_pattern=FSFS")
+    assert serving.last_rejection.startswith("TypeError: ")
+    assert done == ["retract", "continue"]
+
+
+def test_an_engine_in_this_process_that_cannot_say_what_it_does() -> None:
+    engine = InProcessEngine.__new__(InProcessEngine)
+    internal = [{"indexcache": {"pattern": "FF"}}]
+    info = {"internal_states": internal}
+    engine._engine = SimpleNamespace(get_server_info=lambda: info)
+    assert engine.states() == [{"pattern": "FF"}]
+    internal.append({"indexcache": {"error": "KeyError: 'x'"}})
+    with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
+        engine.states()
 
 
 def test_no_file_of_the_servers_is_read(serving: active.ActivePattern, tmp_path: Path) -> None:
