@@ -110,7 +110,7 @@ class Client:
         """What IndexCache reports, one entry per data-parallel rank.
 
         Raises:
-            ServerError: the server does not run IndexCache.
+            ServerError: the server does not run IndexCache, or cannot say what it does.
         """
         internal = self.server_info()["internal_states"]
         states = [state["indexcache"] for state in internal if "indexcache" in state]
@@ -119,6 +119,12 @@ class Client:
                 f"the server at {self.url} does not run IndexCache. Start it with "
                 "--attention-backend indexcache."
             )
+        for state in states:
+            if "error" in state:
+                raise ServerError(
+                    f"the server at {self.url} cannot say what IndexCache does: {state['error']}. "
+                    "Its log has the details."
+                )
         return states
 
     def switch_pattern(self, value: str) -> list[dict[str, Any]]:

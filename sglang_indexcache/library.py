@@ -229,7 +229,7 @@ class Library:
         return resolved
 
     def _spelled_out(self, value: str) -> Resolved:
-        if value.endswith((".yaml", ".yml")) or os.sep in value:
+        if names_a_file(value):
             return _from_entry(load_entry(Path(value)), f"file {value}")
         if value and value not in self.entries and _looks_literal(value):
             return Resolved(Pattern(value), "given literally")
@@ -252,6 +252,13 @@ class Library:
             names = ", ".join(entry.name for entry in matching)
             raise LibraryError(f"several patterns at retention {value} fit: {names}. Name one.")
         return _from_entry(matching[0], f"library entry {matching[0].name}")
+
+
+def names_a_file(value: str) -> bool:
+    """Whether what a user wrote for a pattern is the path of a YAML file, there or not."""
+    if value.startswith("uniform:") or _RATIO.fullmatch(value):
+        return False
+    return value.endswith((".yaml", ".yml")) or os.sep in value
 
 
 def _from_entry(entry: Entry, description: str) -> Resolved:

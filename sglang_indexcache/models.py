@@ -67,6 +67,7 @@ class Family:
         refused: why its layers cannot share indices; empty if they can.
         layer_ids: from the language model's config, the layers with an indexer, in order.
         live: whether it can run in live mode.
+        hands_on: whether SGLang hands indices from one pipeline stage to the next.
         name: what users call it in recipes and ``indexcache demo model``.
         model_type: its transformers model type, if it can be trained.
         dense_type: the transformers model type that becomes this one by adding indexers.
@@ -81,6 +82,7 @@ class Family:
     refused: str = ""
     layer_ids: Callable[[Any], tuple[int, ...]] = _every_layer
     live: bool = True
+    hands_on: bool = True
     name: str = ""
     model_type: str = ""
     dense_type: str = ""
@@ -167,7 +169,12 @@ FAMILIES = (
     Family("HYV4ForCausalLM"),
     Family("LongcatFlashForCausalLM", layer_ids=_two_a_block),
     # Live mode stores keys by a path of SGLang's that this model's layers do not take.
-    Family("Glm5NextForConditionalGeneration", layer_ids=_without_linear_attention, live=False),
+    Family(
+        "Glm5NextForConditionalGeneration",
+        layer_ids=_without_linear_attention,
+        live=False,
+        hands_on=False,
+    ),
     *(
         Family(one, refused="SGLang loads no indexer weights for it, so it would select at random")
         for one in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from hashlib import sha256
 from itertools import pairwise
 
 from sglang_indexcache.errors import PatternError
@@ -107,6 +108,11 @@ class Pattern:
     def retention(self) -> Fraction:
         """F layers over all layers, exactly."""
         return Fraction(len(self.full_layers), len(self))
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits that stand for the pattern where its text is too long, as in a key."""
+        return sha256(self.text.encode()).hexdigest()[:12]
 
     def summary(self) -> str:
         """One phrase for logs and tables: ``12 of 47 layers keep their indexer (25.5 %)``."""

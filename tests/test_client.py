@@ -121,3 +121,14 @@ def test_a_key_that_no_header_can_carry_is_not_repeated(key: str) -> None:
     with pytest.raises(ServerError, match="no HTTP header can carry") as raised:
         Client("http://127.0.0.1:9", api_key=key)
     assert key not in str(raised.value)
+
+
+def test_a_server_that_cannot_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine, failed = {"indexcache": {"pattern": "FF"}}, {"indexcache": {"error": "KeyError: 'x'"}}
+    info = {"internal_states": [fine, fine]}
+    monkeypatch.setattr(Client, "server_info", lambda self: info)
+    client = Client("http://127.0.0.1:1")
+    assert client.states() == [{"pattern": "FF"}] * 2
+    info["internal_states"][1] = failed
+    with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
+        client.states()

@@ -8,7 +8,7 @@ import yaml
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, LibraryError, PatternError
-from sglang_indexcache.library import LIBRARY_VARIABLE, Library, load_entry
+from sglang_indexcache.library import LIBRARY_VARIABLE, Library, load_entry, names_a_file
 from sglang_indexcache.pattern import Pattern
 
 PAPER = {  # name: (layers, F layers) as the paper's appendix states them
@@ -218,3 +218,13 @@ def test_another_models_pattern_is_named_as_such(library: Library) -> None:
     config = {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 12, "index_topk": 64}
     with pytest.raises(PatternError, match=r"glm-5-1of4 is for GLM-5.*78 .*has 12.*patterns list"):
         library.resolve("glm-5-1of4", Checkpoint.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("a.yaml", True), ("b.yml", True), ("../b", True), ("/etc/passwd", True), ("FSFS", False),
+     ("1/4", False), ("uniform:1/4", False), ("uniform:x/4", False), ("full", False),
+     ("glm-5-1of4", False)],
+)  # fmt: skip
+def test_what_names_a_file(value: str, expected: bool) -> None:
+    assert names_a_file(value) is expected

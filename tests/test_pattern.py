@@ -1,5 +1,6 @@
 """Pattern: every rule about F/S strings."""
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -160,3 +161,10 @@ def test_is_a_value() -> None:
     assert {Pattern("FS"): 1}[Pattern("FS")] == 1
     with pytest.raises(AttributeError):
         Pattern("FS").text = "FF"  # type: ignore[misc]
+
+
+def test_a_digest_stands_for_one_pattern() -> None:
+    digests = {text: Pattern(text).digest for text in ("FS", "FF", "FSS", "FSF")}
+    assert len(set(digests.values())) == len(digests)
+    assert Pattern("FS").digest == digests["FS"]
+    assert all(re.fullmatch("[0-9a-f]{12}", digest) for digest in digests.values())

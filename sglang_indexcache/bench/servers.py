@@ -272,6 +272,7 @@ def server_facts(client: Client) -> ServerFacts:
         capacity = min(int(state["memory_usage"]["token_capacity"]) for state in states)
     except (KeyError, TypeError) as error:
         raise BenchError(f"the server at {client.url} does not tell its KV capacity") from error
+    ours = client.states()[0]
     return ServerFacts(
         device=info["device"],
         tp=info["tp_size"],
@@ -280,8 +281,8 @@ def server_facts(client: Client) -> ServerFacts:
         chunked_prefill=info["chunked_prefill_size"],
         page=info["page_size"],
         capacity=capacity,
-        index_k_bytes=states[0]["indexcache"]["index_k_bytes_per_token"],
-        mode=states[0]["indexcache"]["mode"],
+        index_k_bytes=ours["index_k_bytes_per_token"],
+        mode=ours["mode"],
     )
 
 

@@ -66,6 +66,10 @@ def live_set(
     admin_api_key: AdminApiKeyOption = None,
 ) -> None:
     """Replace the pattern of a server that runs in live mode."""
+    from sglang_indexcache.library import Library, names_a_file
+
+    if names_a_file(pattern):  # this machine's: a server reads none
+        pattern = str(Library.default().resolve(pattern).pattern)
     [client] = connect([url], api_key, admin_api_key)
     _print_states(client.switch_pattern(pattern))
 

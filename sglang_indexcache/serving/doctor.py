@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import sys
 import warnings
 from argparse import ArgumentError, ArgumentParser
@@ -128,6 +129,7 @@ def _resolve(arguments: Sequence[str]) -> Any:
         from sglang.srt.server_args import prepare_server_args
 
         load_plugins()
+        _check_loaded()
         from sglang_indexcache.serving.plugin import RAISE_ERRORS
 
         with redirect_stderr(said):
@@ -140,6 +142,24 @@ def _resolve(arguments: Sequence[str]) -> Any:
         raise SystemExit(last.partition(" error: ")[2] or last) from None
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _check_loaded() -> None:
+    """SGLang would only call our backend an invalid choice."""
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+    if BACKEND_NAME in ATTENTION_BACKEND_CHOICES:
+        return
+    given = {name: os.environ.get(name) for name in ("SGLANG_PLATFORM", "SGLANG_PLUGINS")}
+    said = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+    raise SettingsError(
+        f"SGLang did not load this plugin because of {said}. SGLANG_PLATFORM shuts out every "
+        "package that has another platform, as this one has for CPUs, and SGLANG_PLUGINS every "
+        "plugin that it does not name. Unset them, or name indexcache (on a CPU indexcache_cpu "
+        "too) in SGLANG_PLUGINS."
+        if said
+        else "SGLang could not load this plugin; its log says why."
+    )
 
 
 def _print(server_args: Any, console: Console) -> None:

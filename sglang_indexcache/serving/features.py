@@ -56,7 +56,9 @@ FEATURES = (
     Feature("prefill context parallelism", "--enable-prefill-cp", "yes", "no", CONTRACT,
             lambda cfg: cfg.enable_prefill_cp),
     Feature("disaggregation", "--disaggregation-mode", "yes, the same pattern on both sides",
-            "switch when idle", CONTRACT, lambda cfg: cfg.disaggregation_mode != "null"),
-    Feature("HiCache", "--enable-hierarchical-cache", "yes, one store per pattern",
-            "not across switches", CONTRACT, lambda cfg: cfg.enable_hierarchical_cache),
+            "live on both sides, switch when idle", CONTRACT,
+            lambda cfg: cfg.disaggregation_mode != "null"),
+    Feature("HiCache", "--enable-hierarchical-cache",
+            "yes, stored pages are kept apart by pattern", "without a storage backend", CONTRACT,
+            lambda cfg: cfg.enable_hierarchical_cache),
 )  # fmt: skip

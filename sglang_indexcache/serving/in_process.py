@@ -35,9 +35,17 @@ class InProcessEngine:
         self._engine.shutdown()
 
     def states(self) -> list[dict[str, Any]]:
-        """What IndexCache reports, one entry per data-parallel rank."""
+        """What IndexCache reports, one entry per data-parallel rank.
+
+        Raises:
+            ServerError: the engine cannot say what it does.
+        """
         internal = self._engine.get_server_info()["internal_states"]
-        return [state["indexcache"] for state in internal if "indexcache" in state]
+        states = [state["indexcache"] for state in internal if "indexcache" in state]
+        for state in states:
+            if "error" in state:
+                raise ServerError(f"the engine cannot say what IndexCache does: {state['error']}")
+        return states
 
     def switch_pattern(self, value: str) -> list[dict[str, Any]]:
         """Make ``value`` the pattern on every rank; returns the new states.

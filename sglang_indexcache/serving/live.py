@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library import Library, names_a_file
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving.refusals import stage_starts
 from sglang_indexcache.serving.settings import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from torch.nn import Module
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,17 @@ def install() -> None:
 
 def _report(output: Any, controller: Any, _request: Any) -> None:
     active = current()
-    if active is not None:
-        output.internal_state["indexcache"] = active.report() | {
+    if active is None:
+        return
+    try:
+        state = active.report() | {
             "index_k_bytes_per_token": _index_k_bytes_per_token(controller.scheduler),
             "indexer_weight_bytes": _indexer_weight_bytes(controller.scheduler),
         }
+    except Exception as error:  # in the scheduler's loop: it would end the server
+        logger.exception("IndexCache: the state could not be reported")
+        state = {"error": f"{type(error).__name__}: {error}"}
+    output.internal_state["indexcache"] = state
 
 
 def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
@@ -63,8 +72,14 @@ def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
 
 def _indexer_weight_bytes(scheduler: Scheduler) -> dict[str, int]:
     """Bytes of indexer weights by layer, of the layers of this process that have any."""
+    return dict(_weighed(scheduler.tp_worker.model_runner.model))
+
+
+@lru_cache(maxsize=1)
+def _weighed(model: Module) -> dict[str, int]:
+    """Once for a model: it has ten thousand parameters and more, and they do not change."""
     found: dict[str, int] = {}
-    for name, parameter in scheduler.tp_worker.model_runner.model.named_parameters():
+    for name, parameter in model.named_parameters():
         layer, inside, _ = name.partition(".self_attn.indexer.")
         if inside:
             number = layer.rpartition(".")[2]
@@ -87,10 +102,15 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
         switch(controller.scheduler, active, values[0])
     except IndexCacheError as error:
         logger.warning("IndexCache: pattern not switched: %s", error)
-        if active is not None:
-            active.last_rejection = str(error)
-        return SetInternalStateReqOutput(updated=False)
-    return SetInternalStateReqOutput(updated=True)
+        reason = str(error)
+    except Exception as error:  # in the scheduler's loop: it would end the server
+        logger.exception("IndexCache: pattern not switched")
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return SetInternalStateReqOutput(updated=True)
+    if active is not None:
+        active.last_rejection = reason
+    return SetInternalStateReqOutput(updated=False)
 
 
 def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
@@ -99,39 +119,33 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
     Args:
         scheduler: SGLang's scheduler of this process, between two batches.
         active: the pattern to replace.
-        value: as for ``--indexcache-pattern``.
+        value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     plan = active.plan
     if plan.mode != "live":
         raise SettingsError(
             f"the server was started in static mode, where shared layers have no indexer. Start "
             f"it with {MODE.flag} live."
         )
+    if names_a_file(value):
+        raise SettingsError(
+            f"{value!r} is a file, and a server reads none for whoever can reach it. Send its F/S "
+            "string, or start the server with SGLANG_INDEXCACHE_LIBRARY and send the name."
+        )
     resolved = Library.default().resolve(value, plan.checkpoint())
-    resolved.pattern.check_stages(_stage_starts(plan.layer_ids))
+    layers, stages = plan.layer_ids, get_parallel().pp_size
+    resolved.pattern.check_stages(stage_starts(layers, layers[-1] + 1, stages))
     active.last_rejection = ""
     if resolved.pattern == active.pattern:
         return
     _clear_cached_kv(scheduler)
     active.replace(resolved.pattern, f"/set_internal_state {value} ({resolved.description})")
     logger.info("IndexCache: now %s", resolved.pattern.summary())
-
-
-def _stage_starts(layer_ids: tuple[int, ...]) -> list[int]:
-    """Pattern positions at which a pipeline stage after the first begins.
-
-    SGLang ships indices between stages only where the model was built with S layers, and in live
-    mode it was not.
-    """
-    from sglang.srt.distributed.utils import get_pp_indices
-    from sglang.srt.runtime_context import get_parallel
-
-    stages = get_parallel().pp_size
-    starts = [get_pp_indices(layer_ids[-1] + 1, rank, stages)[0] for rank in range(1, stages)]
-    return [next(i for i, layer in enumerate(layer_ids) if layer >= start) for start in starts]
 
 
 def _clear_cached_kv(scheduler: Scheduler) -> None:
@@ -149,8 +163,10 @@ def _clear_cached_kv(scheduler: Scheduler) -> None:
         )
     was_paused = scheduler._engine_paused
     scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-    flushed = scheduler.flush_cache(empty_cache=False)
-    if not was_paused:
-        scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    try:
+        flushed = scheduler.flush_cache(empty_cache=False)
+    finally:
+        if not was_paused:
+            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     if not flushed:
         raise SettingsError("the KV cache is in use and could not be flushed. Try again.")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
@@ -25,8 +26,7 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.models import BY_ARCHITECTURE
-from sglang_indexcache.serving import hooks, live, seams
+from sglang_indexcache.serving import agreement, foreign_kv, hooks, live, refusals, seams
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import platform as platform_cpu
@@ -34,7 +34,6 @@ from sglang_indexcache.serving.cuda.choice import check_reference, choose
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
-    MODE,
     OPTIONS,
     Plan,
     Request,
@@ -67,6 +66,7 @@ def register() -> None:
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
     register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
     _register_backend()
+    agreement.install()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
 
@@ -80,8 +80,15 @@ def _register_backend() -> None:
     def create(runner: Any) -> Any:
         return create_backend(runner, original)
 
-    for name in ("dsa", BACKEND_NAME):
-        attention_registry.register_attention_backend(name)(create)
+    def refuse(runner: Any) -> Any:
+        if runner.is_draft_worker:
+            return original(runner)
+        raise agreement.unresolved(f"the attention backend {BACKEND_NAME}")
+
+    attention_registry.register_attention_backend("dsa")(create)
+    # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
+    # SGLang would dispatch the model's layers for a backend that it does not know.
+    attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
 
 
 def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
@@ -101,6 +108,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         return original(runner)
     active = activate(plan)
     live.install()
+    foreign_kv.install(plan)
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
@@ -197,8 +205,7 @@ def _resolve(server_args: Any) -> None:
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
     check_config(config, cfg.model_path)
     plan = make_plan(request, checkpoint, overrides, Library.default())
-    if plan.mode == "live":
-        _check_live(cfg, plan)
+    refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
     platform_cpu.check_plan(server_args, plan)
     _declare(server_args, plan, overrides, config)
     logger.info(plan.describe())
@@ -275,24 +282,16 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     return deepcopy(config)
 
 
-def _check_live(cfg: Any, plan: Plan) -> None:
-    """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
-    reasons = {
-        "--speculative-algorithm": cfg.speculative_algorithm is not None,
-        "--enable-prefill-cp": cfg.enable_prefill_cp,
-        "--cuda-graph-config": cfg.cuda_graph_config is not None,
-        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
-    }
-    if found := [name for name, present in reasons.items() if present]:
-        raise SettingsError(
-            f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
-        )
-
-
 def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
-    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop."""
-    if Plan.from_hf_config(hf_config) is None:
-        original(server_args, hf_config)
+    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop.
+
+    Without a plan its rule stands, also for LongCat's way to say it, which it overlooks.
+    """
+    if Plan.from_hf_config(hf_config) is not None:
+        return
+    if (cli_factor := getattr(hf_config, "cli_factor", None) or 1) > 1:
+        hf_config = SimpleNamespace(index_topk_freq=cli_factor)
+    original(server_args, hf_config)
 
 
 def merged_overrides(plan: Plan, overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:

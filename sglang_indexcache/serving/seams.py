@@ -53,6 +53,7 @@ _STATE = "sglang.srt.managers.scheduler_components.internal_state"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _MESSAGES = "sglang.srt.managers.io_struct"
 _HOOKS = "sglang.srt.plugins.hook_registry"
+_PD = "sglang.srt.disaggregation.common.conn"
 _DEEPSEEK = "sglang.srt.models.deepseek_v2"
 _MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 
@@ -119,7 +120,13 @@ LAUNCH_SEAMS = (
         "the model's shape, which decides whether our kernels can run",
         ("server_args",),
     ),
-    Seam("sglang.srt.distributed.utils", "get_pp_indices", "stage boundaries for live switching"),
+    Seam("sglang.srt.distributed.utils", "get_pp_indices", "stage boundaries"),
+    Seam(
+        "sglang.srt.arg_groups.overrides",
+        "attention_backends_of",
+        "whether a launch path left our name unresolved",
+        ("cfg",),
+    ),
 )
 """What resolving the command line needs."""
 
@@ -184,6 +191,42 @@ WORKER_SEAMS = (
         "the backend of the forward in progress, a sub-batch's own under overlap",
     ),
     Seam("sglang.srt.runtime_context", "get_model", "the resolved config in a worker"),
+    Seam(
+        "sglang.srt.distributed.bootstrap",
+        "init_parallel_runtime",
+        "the ranks have met and no weight is read: compare their plans",
+        ("server_args",),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "Req.__init__",
+        "keep cached KV apart by pattern",
+        ("extra_key",),
+    ),
+    Seam(
+        "sglang.srt.mem_cache.utils",
+        "get_storage_hash_str",
+        "stored pages are found by extra_key too",
+        ("key",),
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler.attach_hicache_storage_wrapped",
+        "no storage in live mode",
+        ("recv_req",),
+    ),
+    Seam(
+        _PD,
+        "CommonKVManager.__init__",
+        "tell a disaggregated peer the pattern with the KV dtype",
+        ("args",),
+    ),
+    Seam(
+        _PD,
+        "CommonKVManager.try_ensure_parallel_info",
+        "turn away a prefill node with another pattern",
+        ("bootstrap_addr",),
+    ),
 )
 """What every worker needs."""
 

@@ -170,6 +170,25 @@ class Plan:
             f"pattern {self.pattern} from {self.source}"
         )
 
+    @property
+    def terms(self) -> str:
+        """What every process of a server must agree on; where it was said may differ."""
+        return (
+            f"{self.mode} mode, pattern {self.pattern}, kernels {self.kernels}, index keys "
+            f"{self.index_k_dtype}"
+        )
+
+    @property
+    def kv_namespace(self) -> str | None:
+        """What keeps cached KV apart from that of other patterns.
+
+        None where there is nothing to keep apart: under the checkpoint's own sharing stock SGLang
+        computes the same KV and may have it, and in live mode no KV outlives the pattern.
+        """
+        if self.mode == "live" or self.pattern == self.own:
+            return None
+        return f"indexcache-{self.pattern.digest}"
+
     def hf_overrides(self) -> dict[str, Any]:
         """What to write into the HF config so that SGLang builds this plan.
 

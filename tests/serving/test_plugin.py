@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,6 +324,24 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         (["--indexcache-kernels", "auto"], "auto chooses GPU kernels, and the CPU platform has"),
         (["--indexcache-kernels", "reference"], "reference chooses GPU kernels"),
         (["--device", "cuda"], "no accelerator is visible"),
+        (["--use-ray"], "does not work with --use-ray"),
+        (
+            ["--indexcache-mode", "live", "--enable-hierarchical-cache",
+             "--hicache-storage-backend", "file"],
+            "live mode does not work with --hicache-storage-backend",
+        ),
+        (
+            ["--indexcache-mode", "live", "--enable-lmcache"],
+            "live mode does not work with --enable-lmcache",
+        ),
+        (
+            ["--indexcache-pattern", "FSSFSFSS", "--enable-flexkv"],
+            "--enable-flexkv does not work with --indexcache-pattern",
+        ),
+        (
+            ["--indexcache-mode", "live", "--indexcache-pattern", "FFFFSFFF", "--pp-size", "2"],
+            "pipeline stages start at layers 4, which are S",
+        ),
         (
             ["--indexcache-mode", "live", "--cuda-graph-config", '{"decode": {"backend": "full"}}'],
             "live mode does not work with --cuda-graph-config",
@@ -417,6 +436,38 @@ def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[...
     graphs.decode.backend = "full"
     with pytest.raises(IndexCacheError, match="--cuda-graph-backend-decode disabled"):
         plugin._check_kernels(server_args)
+
+
+def test_longcats_own_sharing_under_two_batch_overlap() -> None:
+    """SGLang's check reads every other key; with a plan, our buffer carries the indices."""
+    from sglang.srt.arg_groups import model_hook, overrides
+
+    def check(**config: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            flags = SimpleNamespace(enable_two_batch_overlap=True)
+            for module in (model_hook, overrides):
+                patch.setattr(module, "resolving_view", lambda _: flags)
+            model_hook._validate_dsa_tbo_index_sharing(flags, SimpleNamespace(**config))
+
+    for config in ({"cli_factor": 2}, {"index_topk_freq": 4}):
+        with pytest.raises(ValueError, match="not supported with DSA index-topk sharing"):
+            check(**config)
+    for config in ({"cli_factor": 1}, {"cli_factor": None}, {}):
+        check(**config)
+    pattern = Pattern("FSFSFSFS")
+    layers, architecture = tuple(range(8)), "LongcatFlashForCausalLM"
+    plan = Plan(pattern, "test", "static", pattern, layers, architecture)
+    check(cli_factor=2, **plan.hf_overrides())
+
+
+def test_doctor_says_why_the_plugin_is_not_there(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    command = ["-m", "sglang_indexcache.cli", "server", "doctor", "--model-path", str(model())]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "did not load this plugin because of SGLANG_PLUGINS=another" in done.stdout
 
 
 def test_settings_with_another_backend(model: Callable[..., Path]) -> None:

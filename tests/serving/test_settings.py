@@ -198,3 +198,14 @@ def test_upstream_obeys_the_overrides() -> None:
 def test_request_is_empty_without_choices() -> None:
     assert not flags()
     assert Request({"indexcache_mode": Choice("live", "--indexcache-mode")})
+
+
+def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:
+    """What stock SGLang computes too, it may have; in live mode the pattern does not stay."""
+    apart = plan(flags(pattern="FSSFSS")).kv_namespace
+    assert apart is not None
+    assert apart == plan(flags(pattern="FSSFSS"), own="FFSFSS").kv_namespace
+    assert apart != plan(flags(pattern="FSFSFS")).kv_namespace
+    assert plan(own="FSSFSS").kv_namespace is None
+    assert plan(flags(pattern="full")).kv_namespace is None
+    assert plan(flags(pattern="FSSFSS", mode="live")).kv_namespace is None

@@ -1,0 +1,117 @@
+"""Before a worker loads weights: it has the plan that was asked for, and all ranks have the same.
+
+Every node resolves its own settings, so a variable that is set on one node only makes ranks
+disagree. They tell each other through the store in which they met and not by a collective: a rank
+without the plugin would never take part in one, and the others would wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.serving import hooks
+from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.settings import BACKEND_NAME, Plan, Request
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+PATIENCE = timedelta(minutes=2)
+"""How long a rank waits for what the others have to say. All have just met in the store."""
+
+_BOOTSTRAP = "sglang.srt.distributed.bootstrap"
+_NOTHING = "no IndexCache"
+
+
+def install() -> None:
+    """Look once the ranks have met.
+
+    Only a process that has loaded SGLang's scheduler will meet others; importing that module
+    elsewhere would slow every start.
+    """
+    if _BOOTSTRAP in sys.modules:
+        hooks.after("sglang.srt.distributed.bootstrap.init_parallel_runtime", _look, at_start=True)
+
+
+def _look(_result: None, *, server_args: Any, **_: Any) -> None:
+    import torch.distributed as dist
+
+    plan = published_plan()
+    if plan is None and (asked := _asked_for(server_args)):
+        raise unresolved(asked)
+    world = dist.group.WORLD
+    assert world is not None, "the function that has just returned makes it"
+    if world.size() > 1:
+        agree(plan, world.rank(), world.size(), world.get_group_store())
+
+
+def _asked_for(server_args: Any) -> str:
+    """What asks for IndexCache in a process that has no plan, or "" if nothing does."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+
+    if BACKEND_NAME in attention_backends_of(resolved_view(server_args)):
+        return f"the attention backend {BACKEND_NAME}"
+    return ", ".join(o.origin for o in Request.collect({}, as_keywords=False).choices.values())
+
+
+def unresolved(asked: str) -> SettingsError:
+    """The error for a launch path that resolved its arguments without this plugin.
+
+    Args:
+        asked: what asks for IndexCache.
+    """
+    return SettingsError(
+        f"{asked} was not acted on, because the server's arguments were resolved before SGLang "
+        "loaded its plugins. Call sglang.srt.plugins.load_plugins() before you make ServerArgs; "
+        "sglang.Engine and the command line do it themselves."
+    )
+
+
+def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
+    """Compare this rank's plan with those of all others.
+
+    Args:
+        plan: this rank's; None if it does not run IndexCache. It then says so and does not wait.
+        rank: its number.
+        ranks: how many there are.
+        store: in which all of them have met.
+
+    Raises:
+        SettingsError: with the plans that differ and the nodes that have them.
+    """
+    store.set(_key(rank), json.dumps([socket.gethostname(), plan.terms if plan else _NOTHING]))
+    if plan is None:
+        return
+    _wait(ranks, store)
+    holders: dict[str, str] = {}
+    for other in range(ranks):
+        node, terms = json.loads(store.get(_key(other)))
+        holders.setdefault(terms, f"rank {other} on {node}")
+    if len(holders) > 1:
+        said = "; ".join(f"{holder} has {terms}" for terms, holder in holders.items())
+        raise SettingsError(
+            f"the ranks of this server disagree: {said}. Every node resolves its own settings: "
+            "give all of them the same flags and the same SGLANG_INDEXCACHE_* variables."
+        )
+
+
+def _wait(ranks: int, store: Store) -> None:
+    try:
+        store.wait([_key(rank) for rank in range(ranks)], PATIENCE)
+    except RuntimeError as error:  # kinds of store differ in what they raise
+        silent = [rank for rank in range(ranks) if not store.check([_key(rank)])]
+        if not silent:
+            raise
+        raise SettingsError(
+            f"rank {', '.join(map(str, silent))} did not say which pattern it runs. Is "
+            "sglang-indexcache installed on its node, and loaded (SGLANG_PLUGINS, SGLANG_PLATFORM)?"
+        ) from error
+
+
+def _key(rank: int) -> str:
+    return f"indexcache/plan/{rank}"

@@ -1,0 +1,110 @@
+"""What a plan cannot be combined with: each refused, with the reason, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.models import BY_ARCHITECTURE
+from sglang_indexcache.serving.cpu import platform as platform_cpu
+from sglang_indexcache.serving.settings import KERNELS, MODE, PATTERN, Plan
+
+
+def check(cfg: Any, plan: Plan, num_layers: int) -> None:
+    """Refuse what would fail later, or go wrong without a word.
+
+    Args:
+        cfg: SGLang's resolving view of the server's arguments.
+        plan: what this server is to do.
+        num_layers: of the model, those without an indexer too.
+
+    Raises:
+        SettingsError, PatternError: the first reason found, and what to do.
+    """
+    _check_platform(plan)
+    if cfg.use_ray:
+        raise SettingsError(
+            "IndexCache does not work with --use-ray: SGLang loads no plugins in Ray's scheduler "
+            "actors, where layers would be built without it. Drop the flag."
+        )
+    if plan.mode == "live":
+        _check_live(cfg, plan)
+    _check_caches(cfg, plan)
+    if plan.mode == "live" or not BY_ARCHITECTURE[plan.architecture].hands_on:
+        plan.pattern.check_stages(stage_starts(plan.layer_ids, num_layers, cfg.pp_size))
+
+
+def _check_platform(plan: Plan) -> None:
+    from sglang.srt.platforms import current_platform
+
+    if current_platform.is_rocm():
+        if plan.mode == "live":
+            raise SettingsError(
+                "live mode does not work on AMD GPUs: SGLang writes the index keys of F and S "
+                f"layers with different quantisers there. Use {MODE.flag} static."
+            )
+        if plan.kernels != "engine":
+            raise SettingsError(
+                f"{KERNELS.flag} {plan.kernels} does not work on AMD GPUs: our kernels read index "
+                "keys in the layout of NVIDIA's. Drop the flag."
+            )
+    elif not (current_platform.is_cuda() or platform_cpu.is_active()):
+        raise SettingsError(
+            f"IndexCache does not serve on this platform ({current_platform.device_name}): SGLang "
+            "has another attention backend for it, in which nothing would be shared. It serves on "
+            "NVIDIA GPUs, on AMD GPUs in static mode, and for reference on a CPU."
+        )
+
+
+def _check_live(cfg: Any, plan: Plan) -> None:
+    """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
+    reasons = {
+        "--speculative-algorithm": cfg.speculative_algorithm is not None,
+        "--enable-prefill-cp": cfg.enable_prefill_cp,
+        "--cuda-graph-config": cfg.cuda_graph_config is not None,
+        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise SettingsError(
+            f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
+        )
+
+
+def _check_caches(cfg: Any, plan: Plan) -> None:
+    """KV outside the server must not be read under another pattern than it was computed with."""
+    by_tokens_alone = {
+        "--enable-flexkv": cfg.enable_flexkv,
+        "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
+    }
+    outliving = by_tokens_alone | {
+        "--hicache-storage-backend": cfg.hicache_storage_backend is not None,
+        "--enable-lmcache": cfg.enable_lmcache,
+        "--enable-unified-cache-external-linker": cfg.enable_unified_cache_external_linker,
+    }
+    if plan.mode == "live" and (found := [name for name, used in outliving.items() if used]):
+        raise SettingsError(
+            f"live mode does not work with {found[0]}: what is stored would outlive the pattern "
+            f"that computed it. Use {MODE.flag} static, or drop the flag."
+        )
+    if plan.kv_namespace and (found := [name for name, used in by_tokens_alone.items() if used]):
+        raise SettingsError(
+            f"{found[0]} does not work with {PATTERN.flag}: FlexKV finds KV by its tokens alone "
+            "and would hand out what another pattern computed. Drop one of them, or use HiCache or "
+            "LMCache."
+        )
+
+
+def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list[int]:
+    """Pattern positions of the first indexer layers of the pipeline stages after the first.
+
+    Args:
+        layer_ids: model layer of each pattern position.
+        num_layers: of the model.
+        stages: pipeline stages.
+    """
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    starts = [get_pp_indices(num_layers, rank, stages)[0] for rank in range(1, stages)]
+    positions = {sum(layer < start for layer in layer_ids) for start in starts}
+    return sorted(positions - {len(layer_ids)})  # a stage without any indexer has no first one

@@ -1,0 +1,162 @@
+"""Report and switch inside the scheduler: whatever goes wrong there must not end the server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import active, live
+from sglang_indexcache.serving.in_process import InProcessEngine
+from sglang_indexcache.serving.settings import Plan
+
+PLAN = Plan(Pattern("FFFF"), "test", "live", Pattern("FFFF"), (0, 1, 2, 3), "GlmMoeDsaForCausalLM")
+
+
+class Model(torch.nn.Module):
+    """Two layers, one with an indexer; counts how often its weights are looked through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        weights = {"layers.0.self_attn.indexer.wk": 10, "layers.1.self_attn.q_proj": 20}
+        self.weights = {name: torch.zeros(count) for name, count in weights.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        self.looks += 1
+        return self.weights.items()
+
+
+def scheduler(**pool: Any) -> SimpleNamespace:
+    """SGLang's scheduler as far as a report looks into it."""
+    whole = {
+        "index_buf_size": 96,
+        "page_size": 32,
+        "index_key_cache": SimpleNamespace(buffer=[torch.zeros(128)]),
+    }
+    pool = SimpleNamespace(**whole | pool)
+    return SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
+        is_fully_idle=lambda: True,
+        flush_cache=lambda empty_cache: True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
+    monkeypatch.setattr(active, "_active", None)
+    bag = SimpleNamespace(pp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
+    live._weighed.cache_clear()
+    return active.activate(PLAN)
+
+
+def report(engine: SimpleNamespace) -> Any:
+    output = SimpleNamespace(internal_state={})
+    live._report(output, SimpleNamespace(scheduler=engine), None)
+    return output.internal_state["indexcache"]
+
+
+def ask(engine: SimpleNamespace, *keys: str) -> bool:
+    """What ``/set_internal_state`` answers."""
+    request = SimpleNamespace(server_args=dict.fromkeys(keys, 1))
+    controller = SimpleNamespace(scheduler=engine)
+    return bool(live._accept(lambda *_: None, controller, request).updated)
+
+
+def test_the_report_counts_what_is_allocated() -> None:
+    state = report(scheduler())
+    assert state["pattern"] == "FFFF"
+    assert state["index_k_bytes_per_token"] == 4
+    assert state["indexer_weight_bytes"] == {"0": 40}
+
+
+def test_weights_are_looked_through_once() -> None:
+    engine = scheduler()
+    first = report(engine)["indexer_weight_bytes"]
+    first.clear()  # whoever gets it may change it
+    assert report(engine)["indexer_weight_bytes"] == {"0": 40}
+    assert engine.tp_worker.model_runner.model.looks == 1
+    other = scheduler()
+    report(other)
+    assert other.tp_worker.model_runner.model.looks == 1
+
+
+def test_a_report_that_fails_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    state = report(scheduler(index_key_cache=None))
+    assert state.keys() == {"error"}
+    assert "AttributeError: 'NoneType' object has no attribute 'buffer'" in state["error"]
+    assert "Traceback" in caplog.text
+
+
+def test_a_switch_that_fails_is_an_answer(
+    serving: active.ActivePattern, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scheduler()
+    engine.flush_cache = None  # not what SGLang has there
+    assert not ask(engine, "indexcache_pattern=FSFS")
+    assert serving.last_rejection.startswith("TypeError: ")
+    assert str(serving.pattern) == "FFFF"
+    assert "Traceback" in caplog.text
+    assert ask(scheduler(), "indexcache_pattern=FSFS")
+    assert str(serving.pattern) == "FSFS"
+
+
+def test_a_switch_that_fails_leaves_no_server_paused(
+    monkeypatch: pytest.MonkeyPatch, serving: active.ActivePattern
+) -> None:
+    bag = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
+    done: list[str] = []
+    engine = scheduler()
+    engine.is_fully_idle = lambda: False
+    engine._engine_paused = False
+    engine.pause_generation = lambda request: done.append(request.mode)
+    engine.flush_cache = None
+    engine.continue_generation = lambda request: done.append("continue")
+    assert not ask(engine, "indexcache_pattern=FSFS")
+    assert serving.last_rejection.startswith("TypeError: ")
+    assert done == ["retract", "continue"]
+
+
+def test_an_engine_in_this_process_that_cannot_say_what_it_does() -> None:
+    engine = InProcessEngine.__new__(InProcessEngine)
+    internal = [{"indexcache": {"pattern": "FF"}}]
+    info = {"internal_states": internal}
+    engine._engine = SimpleNamespace(get_server_info=lambda: info)
+    assert engine.states() == [{"pattern": "FF"}]
+    internal.append({"indexcache": {"error": "KeyError: 'x'"}})
+    with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
+        engine.states()
+
+
+def test_no_file_of_the_servers_is_read(serving: active.ActivePattern, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("password: swordfish")
+    for value in (str(secret), "secret.yml", "../secret"):
+        assert not ask(scheduler(), f"indexcache_pattern={value}")
+        assert "is a file, and a server reads none" in serving.last_rejection
+        assert "password" not in serving.last_rejection
+    assert ask(scheduler(), "indexcache_pattern=uniform:1/2")
+    assert str(serving.pattern) == "FSFS"
+
+
+def test_a_static_server_says_how_to_get_a_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "_active", None)
+    static = active.activate(replace(PLAN, mode="static"))
+    assert not ask(scheduler(), "indexcache_pattern=FSFS")
+    assert "--indexcache-mode live" in static.last_rejection
+
+
+def test_other_settings_are_sglangs() -> None:
+    seen = []
+    request = SimpleNamespace(server_args={"max_running_requests": 4})
+    live._accept(lambda _, request: seen.append(request), None, request)
+    assert seen == [request]

@@ -1,0 +1,136 @@
+"""What a plan is not combined with; real command lines are in ``test_plugin.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt import platforms
+from sglang.srt.platforms.device_mixin import PlatformEnum
+
+from sglang_indexcache.errors import PatternError, SettingsError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.refusals import check, stage_starts
+from sglang_indexcache.serving.settings import Plan
+
+LIVE = {"mode": "live"}
+
+
+def plan(text: str = "FSFS", **fields: Any) -> Plan:
+    pattern = Pattern(text)
+    own, layers = Pattern.full(len(text)), tuple(range(len(text)))
+    return replace(Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM"), **fields)
+
+
+def flags(**given: Any) -> SimpleNamespace:
+    """What a plain command line resolves to, and what was ``given``."""
+    plain = {
+        "use_ray": False,
+        "pp_size": 1,
+        "speculative_algorithm": None,
+        "enable_prefill_cp": False,
+        "cuda_graph_config": None,
+        "enable_flexkv": False,
+        "radix_cache_backend": None,
+        "hicache_storage_backend": None,
+        "enable_lmcache": False,
+        "enable_unified_cache_external_linker": False,
+    }
+    return SimpleNamespace(**plain | given)
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An NVIDIA GPU; a test may make it another device."""
+    made = type("Platform", (platforms.CudaSRTPlatform,), {})()
+    monkeypatch.setattr(platforms, "current_platform", made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({}, {}),
+        (LIVE, {}),
+        ({}, {"hicache_storage_backend": "mooncake"}),
+        ({}, {"enable_lmcache": True}),
+        ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
+        ({"kernels": "triton"}, {}),
+        ({}, {"pp_size": 4}),
+    ],
+    ids=str,
+)
+def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> None:
+    check(flags(**given), plan(**fields), 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "message"),
+    [
+        ({}, {"use_ray": True}, "does not work with --use-ray"),
+        (LIVE, {"hicache_storage_backend": "file"}, "live mode.*--hicache-storage-backend"),
+        (LIVE, {"enable_lmcache": True}, "live mode does not work with --enable-lmcache"),
+        (
+            LIVE,
+            {"enable_unified_cache_external_linker": True},
+            "live mode does not work with --enable-unified-cache-external-linker",
+        ),
+        ({}, {"enable_flexkv": True}, "FlexKV finds KV by its tokens alone"),
+        ({}, {"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv does not work"),
+        (LIVE, {"pp_size": 2, "enable_prefill_cp": True}, "--enable-prefill-cp"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(fields: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        check(flags(**given), plan(**fields), 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "message"),
+    [
+        (PlatformEnum.ROCM, LIVE, "live mode does not work on AMD GPUs"),
+        (PlatformEnum.ROCM, {"kernels": "auto"}, "auto does not work on AMD GPUs"),
+        (PlatformEnum.NPU, {}, r"does not serve on this platform \(npu\)"),
+        (PlatformEnum.XPU, {}, "SGLang has another attention backend for it"),
+        (PlatformEnum.CPU, {}, "does not serve on this platform"),
+    ],
+    ids=str,
+)
+def test_platforms_that_are_not_served(
+    platform: Any, device: PlatformEnum, fields: dict[str, Any], message: str
+) -> None:
+    type(platform)._enum, type(platform).device_name = device, device.name.lower()
+    with pytest.raises(SettingsError, match=message):
+        check(flags(), plan(**fields), 4)
+
+
+def test_amd_serves_a_static_pattern_with_the_engines_kernels(platform: Any) -> None:
+    type(platform)._enum = PlatformEnum.ROCM
+    check(flags(), plan(), 4)
+
+
+def test_a_stage_in_live_mode_starts_on_a_full_layer() -> None:
+    check(flags(pp_size=2), plan("FSFS", mode="live"), 4)
+    with pytest.raises(PatternError, match="pipeline stages start at layers 2, which are S"):
+        check(flags(pp_size=2), plan("FFSS", mode="live"), 4)
+    check(flags(pp_size=2), plan("FFSS"), 4)  # static: SGLang hands the indices on
+
+
+HYBRID = {"architecture": "Glm5NextForConditionalGeneration", "layer_ids": (3, 7, 11)}
+
+
+def test_a_model_that_hands_no_indices_on_starts_every_stage_on_a_full_layer() -> None:
+    check(flags(pp_size=2), plan("FFS", **HYBRID), 14)  # the second stage begins at layer 7
+    with pytest.raises(PatternError, match="pipeline stages start at layers 1, which are S"):
+        check(flags(pp_size=2), plan("FSF", **HYBRID), 14)
+    check(flags(), plan("FSS", **HYBRID), 14)
+
+
+def test_stage_starts_in_pattern_positions() -> None:
+    assert stage_starts(range(6), 6, 2) == [3]
+    assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
+    assert stage_starts((3, 7, 11), 14, 14) == [0, 1, 2]
+    assert stage_starts(range(6), 6, 1) == []
