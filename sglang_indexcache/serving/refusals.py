@@ -31,7 +31,15 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     if plan.mode == "live":
         _check_live(cfg, plan)
     _check_caches(cfg, plan)
-    if plan.mode == "live" or not BY_ARCHITECTURE[plan.architecture].hands_on:
+    if cfg.enable_two_batch_overlap and cfg.enable_return_indexer_topk:
+        raise SettingsError(
+            "--enable-return-indexer-topk does not work with --enable-two-batch-overlap: SGLang "
+            "records both halves of a batch in the same rows. Drop one of them."
+        )
+    # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
+    # to hand to the next stage.
+    carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
+    if not carries or cfg.enable_two_batch_overlap:
         plan.pattern.check_stages(stage_starts(plan.layer_ids, num_layers, cfg.pp_size))
 
 

@@ -28,6 +28,8 @@ def flags(**given: Any) -> SimpleNamespace:
     """What a plain command line resolves to, and what was ``given``."""
     plain = {
         "use_ray": False,
+        "enable_two_batch_overlap": False,
+        "enable_return_indexer_topk": False,
         "pp_size": 1,
         "speculative_algorithm": None,
         "enable_prefill_cp": False,
@@ -70,6 +72,11 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
     ("fields", "given", "message"),
     [
         ({}, {"use_ray": True}, "does not work with --use-ray"),
+        (
+            {},
+            {"enable_two_batch_overlap": True, "enable_return_indexer_topk": True},
+            "--enable-return-indexer-topk does not work with --enable-two-batch-overlap",
+        ),
         (LIVE, {"hicache_storage_backend": "file"}, "live mode.*--hicache-storage-backend"),
         (LIVE, {"enable_lmcache": True}, "live mode does not work with --enable-lmcache"),
         (
@@ -117,6 +124,14 @@ def test_a_stage_in_live_mode_starts_on_a_full_layer() -> None:
     with pytest.raises(PatternError, match="pipeline stages start at layers 2, which are S"):
         check(flags(pp_size=2), plan("FFSS", mode="live"), 4)
     check(flags(pp_size=2), plan("FFSS"), 4)  # static: SGLang hands the indices on
+
+
+def test_a_stage_under_overlap_starts_on_a_full_layer() -> None:
+    """SGLang drops the halves' indices, and would hand on an earlier layer's without a word."""
+    overlap = {"pp_size": 2, "enable_two_batch_overlap": True}
+    check(flags(**overlap), plan("FSFS"), 4)
+    with pytest.raises(PatternError, match="pipeline stages start at layers 2, which are S"):
+        check(flags(**overlap), plan("FFSS"), 4)
 
 
 HYBRID = {"architecture": "Glm5NextForConditionalGeneration", "layer_ids": (3, 7, 11)}

@@ -27,12 +27,13 @@ from sglang.srt.model_executor.runner_utils.forward_batch import (
 )
 from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
-from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.errors import PatternError, StaleIndexError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.refusals import stage_starts
 from tests.serving.cuda.fake_graphs import breakable_graphs, fake_cuda, full_graphs, launch
 from tests.serving.cuda.test_backend import plan
 
@@ -149,7 +150,9 @@ def test_decode_graph_of_every_stage(
     pattern = Pattern(text)
     for start, end in stages(pattern, count):
         if first_overlapped is not None and not pattern.is_full(start):
-            continue  # such a server is refused: test_plugin.py
+            with pytest.raises(PatternError, match="which are S"):  # such a server is refused
+                pattern.check_stages(stage_starts(range(len(pattern)), len(pattern), count))
+            continue
         replay_stage(pattern, start, end, first_overlapped)
 
 
