@@ -26,7 +26,7 @@ from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsE
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
 from sglang_indexcache.models import BY_ARCHITECTURE
-from sglang_indexcache.serving import hooks, live, seams
+from sglang_indexcache.serving import engine_version, hooks, live
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
@@ -188,7 +188,7 @@ def _resolve(server_args: Any) -> None:
     if not _is_wanted(server_args, request):
         _warn_about_ignored_overrides(server_args)
         return
-    seams.check()
+    engine_version.check()
     hooks.check()
     cfg = resolving_view(server_args)
     overrides = json.loads(cfg.json_model_override_args)
