@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ class EngineSource:
             raise UnsupportedEngineError(
                 f"SGLang is not installed. Install it: pip install 'sglang=={SUPPORTED_VERSION}'."
             )
-        return cls(Path(spec.origin).parent, importlib.metadata.version("sglang"))
+        return cls(Path(spec.origin).parent, _version(sys.path))
 
     @classmethod
     def at(cls, place: Path) -> EngineSource:
@@ -57,7 +58,7 @@ class EngineSource:
         """
         for holder in _holders(place.resolve()):
             if (holder / "sglang" / "srt" / "server_args.py").is_file():
-                return cls(holder / "sglang", _version_at(holder))
+                return cls(holder / "sglang", _version([str(holder).rstrip("/")]))
         raise UnsupportedEngineError(
             f"there is no SGLang in {place}. Name a wheel (pip download --no-deps sglang==VERSION "
             "fetches one) or a folder that holds sglang/, such as site-packages or a checkout's "
@@ -127,9 +128,9 @@ def _holders(place: Path) -> Sequence[Path | zipfile.Path]:
     return [place, place / "python", *([place.parent] if place.name == "sglang" else [])]
 
 
-def _version_at(holder: Path | zipfile.Path) -> str | None:
-    """What the ``.dist-info`` beside ``sglang/`` says."""
-    found = importlib.metadata.distributions(name="sglang", path=[str(holder).rstrip("/")])
+def _version(places: list[str]) -> str | None:
+    """What its ``.dist-info`` says; none is beside a checkout."""
+    found = importlib.metadata.distributions(name="sglang", path=places)
     return next((distribution.version for distribution in found), None)
 
 
