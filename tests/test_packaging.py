@@ -9,6 +9,7 @@ import pytest
 import tomllib
 
 from sglang_indexcache.cli.common import EXTRAS
+from sglang_indexcache.serving.seams import SUPPORTED_VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -21,6 +22,7 @@ PARTS = [
     *WHEEL["force-include"],
 ]
 IMAGES = sorted((ROOT / "docker").glob("Dockerfile*"))
+INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "EXPOSE", "ENTRYPOINT", "CMD"}
 OPTIONAL = PROJECT["project"]["optional-dependencies"]
 
 
@@ -29,17 +31,36 @@ def packages(requirements: list[str]) -> set[str]:
     return {match[0] for match in found if match}
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_images_get_every_part_of_the_wheel(part: str) -> None:
-    assert (ROOT / part).exists()
-    for image in IMAGES:
-        copied = {
-            source
-            for line in image.read_text().splitlines()
-            if line.startswith("COPY ")
-            for source in line.split()[1:-1]
-        }
-        assert part in copied, f"{image.name} does not copy {part}"
+def steps(image: Path) -> list[tuple[str, str]]:
+    """Each instruction of a recipe and what follows it."""
+    lines = [line for line in image.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n *", "", "\n".join(lines))
+    return [(line.split()[0], line.partition(" ")[2]) for line in joined.splitlines()]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
+def test_images_are_recipes(image: Path) -> None:
+    instructions = [instruction for instruction, _ in steps(image)]
+    assert set(instructions) <= INSTRUCTIONS
+    assert instructions[-1] in ("CMD", "ENTRYPOINT")
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
+def test_images_get_every_part_of_the_wheel(image: Path) -> None:
+    copied = {
+        source
+        for instruction, rest in steps(image)
+        if instruction == "COPY"
+        for source in rest.split()[:-1]
+    }
+    assert {*PARTS} <= copied
+    assert {source for source in copied if not (ROOT / source).exists()} == set()
+
+
+def test_images_hold_the_supported_version() -> None:
+    version = re.compile(r"(?<![\d.])\d+\.\d+\.\d+(?![\d.])")  # and not an address
+    found = {image.name: set(version.findall(image.read_text())) for image in IMAGES}
+    assert found == {"Dockerfile": {SUPPORTED_VERSION}, "Dockerfile.cpu": set()}
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
@@ -54,7 +75,7 @@ def test_the_base_is_small() -> None:
 
 
 def test_extras_bring_what_they_are_for() -> None:
-    assert OPTIONAL["serve"] == ["sglang==0.5.23"]
+    assert OPTIONAL["serve"] == [f"sglang=={SUPPORTED_VERSION}"]
     assert packages(OPTIONAL["search"]) >= {"numpy", "scipy", "matplotlib", "transformers"}
     assert "sglang" not in packages(OPTIONAL["search"] + OPTIONAL["train"] + OPTIONAL["test"])
     assert set(EXTRAS.values()) <= set(OPTIONAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +46,23 @@ def doctor_command(
 
         fine = examine(context.args, out)
     if not fine:
+        raise typer.Exit(1)
+
+
+@app.command("seams")
+def seams_command(
+    sglang: Annotated[
+        Path | None,
+        typer.Option(help="A wheel, or a folder that holds sglang/; else the installed one."),
+    ] = None,
+) -> None:
+    """Say whether an SGLang is one that IndexCache can extend, and show what moved in it.
+
+    It only reads: nothing is installed, and no SGLang is imported.
+    """
+    from sglang_indexcache.serving.engine_version import show
+
+    if not show(sglang, out):
         raise typer.Exit(1)
 
 

@@ -52,7 +52,10 @@ def _look(_result: None, *, server_args: Any, **_: Any) -> None:
 
 def _asked_for(server_args: Any) -> str:
     """What asks for IndexCache in a process that has no plan, or "" if nothing does."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.arg_groups.model_override_base import (
+        attention_backends_of,
+        resolved_view,
+    )
 
     if BACKEND_NAME in attention_backends_of(resolved_view(server_args)):
         return f"the attention backend {BACKEND_NAME}"

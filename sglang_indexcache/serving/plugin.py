@@ -26,7 +26,7 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import agreement, foreign_kv, hooks, live, refusals, seams
+from sglang_indexcache.serving import agreement, engine_version, foreign_kv, hooks, live, refusals
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import platform as platform_cpu
@@ -197,7 +197,7 @@ def _resolve(server_args: Any) -> None:
     if not _is_wanted(server_args, request):
         _warn_about_ignored_overrides(server_args)
         return
-    seams.check()
+    engine_version.check()
     hooks.check()
     cfg = resolving_view(server_args)
     overrides = json.loads(cfg.json_model_override_args)

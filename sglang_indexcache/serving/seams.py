@@ -1,22 +1,15 @@
-"""Every SGLang internal that this package touches, in one table, and the check that it is there.
+"""Every SGLang internal that this package touches or whose behaviour it follows, in one table.
 
 SGLang offers official extension points (entry points, hook registry, resolution hooks, backend
 registry, out-of-tree forwards and platforms); the table lists those we use and the internals
-behind them. The check parses SGLang's source and imports nothing, so it can run in the launcher
-before the model is touched, and in the tests against whatever version is installed.
+behind them. ``engine_version.py`` holds an SGLang against it. After a change here::
+
+    python -m sglang_indexcache.serving.engine_version
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.metadata
-import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-from sglang_indexcache.errors import UnsupportedEngineError
 
 SUPPORTED_VERSION = "0.5.23"
 
@@ -30,12 +23,14 @@ class Seam:
         name: ``function``, ``Class`` or ``Class.method``, or a module-level name.
         parameters: parameters that we pass or rely on, in any order.
         why: what we use it for.
+        by_signature: only its parameters matter to us; what it does inside may change.
     """
 
     module: str
     name: str
     why: str
     parameters: tuple[str, ...] = ()
+    by_signature: bool = False
 
     @property
     def path(self) -> str:
@@ -44,6 +39,9 @@ class Seam:
 
 
 _SERVER_ARGS = "sglang.srt.server_args"
+_RESOLVING = "sglang.srt.arg_groups.model_override_base"
+_CONTEXT = "sglang.srt.runtime_context"
+_BATCH = "sglang.srt.model_executor.forward_batch_info"
 _DSA = "sglang.srt.layers.attention.dsa_backend"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 _METADATA = "sglang.srt.layers.attention.dsa.dsa_indexer_metadata"
@@ -55,15 +53,25 @@ _MESSAGES = "sglang.srt.managers.io_struct"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _PD = "sglang.srt.disaggregation.common.conn"
 _DEEPSEEK = "sglang.srt.models.deepseek_v2"
+_PLATFORM = "sglang.srt.platforms.interface"
 _MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 
 LAUNCH_SEAMS = (
     Seam(_HOOKS, "HookRegistry.register", "wrap a function", ("target", "hook", "hook_type")),
     Seam(_HOOKS, "HookRegistry.apply_hooks", "wrap once a worker knows its plan"),
     Seam(_HOOKS, "HookRegistry._patched", "wrap only once"),
-    Seam(_SERVER_ARGS, "ServerArgs.add_cli_args", "add the flags", ("parser",)),
+    Seam(_HOOKS, "HookType", "the kinds of wrapping, by name"),
+    Seam("sglang.srt.plugins", "load_plugins", "what calls us in every process, and the doctor"),
+    Seam(_SERVER_ARGS, "ServerArgs.add_cli_args", "add the flags", ("parser",), by_signature=True),
     Seam(_SERVER_ARGS, "ServerArgs.from_cli_args", "keep the flags' values", ("cls", "args")),
     Seam(_SERVER_ARGS, "ServerArgs.__reduce__", "our bookkeeping travels to child processes"),
+    Seam(_SERVER_ARGS, "prepare_server_args", "parse a command line", ("argv",)),
+    Seam("sglang.launch_server", "run_server", "serve with these arguments", ("server_args",)),
+    *(
+        Seam("sglang.cli.serve_backends", name, "sglang serve --model-type indexcache")
+        for name in ("SERVE_BACKEND_API_VERSION", "ServeBackend", "ServeRequest")
+    ),
+    Seam("sglang", "Engine", "search with an engine inside the command"),
     Seam("sglang.srt.entrypoints.engine", "Engine.server_args_class", "accept Engine keywords"),
     Seam("sglang.srt.arg_groups.choices", "add_attention_backend_choices", "the backend's name"),
     Seam(
@@ -72,6 +80,18 @@ LAUNCH_SEAMS = (
         "resolve the pattern at SGLang's own pipeline steps",
         ("name",),
     ),
+    Seam(
+        "sglang.srt.arg_groups.pipeline",
+        "run_resolution_pipeline",
+        "which steps come before and after those that we wrap",
+        ("server_args",),
+    ),
+    *(
+        Seam("sglang.srt.arg_groups.overrides", name, "where these two are imported from")
+        for name in ("model_config_of", "resolving_view")
+    ),
+    Seam(_RESOLVING, "resolving_view", "read what is decided so far", ("server_args",)),
+    Seam(_RESOLVING, "ResolvingConfig", "read what is decided so far"),
     Seam(
         "sglang.srt.arg_groups.overrides",
         "declare_resolution",
@@ -89,6 +109,7 @@ LAUNCH_SEAMS = (
         "handle_model_specific_adjustments",
         "the pipeline step that asks CUDA questions on any platform",
         ("server_args",),
+        by_signature=True,
     ),
     Seam(
         "sglang.srt.arg_groups.model_hook",
@@ -113,19 +134,31 @@ LAUNCH_SEAMS = (
         "handle_other_validations",
         "a pipeline step after SGLang's kernels and KV dtype are decided",
         ("server_args",),
+        by_signature=True,
     ),
     Seam(
-        "sglang.srt.arg_groups.model_override_base",
+        _RESOLVING,
         "model_config_of",
         "the model's shape, which decides whether our kernels can run",
         ("server_args",),
     ),
     Seam("sglang.srt.distributed.utils", "get_pp_indices", "stage boundaries"),
+    *(
+        Seam(
+            "sglang.srt.arg_groups.model_override_base",
+            name,
+            "whether a launch path left our name unresolved",
+            parameters,
+        )
+        for name, parameters in (
+            ("attention_backends_of", ("cfg",)),
+            ("resolved_view", ("server_args",)),
+        )
+    ),
     Seam(
-        "sglang.srt.arg_groups.overrides",
-        "attention_backends_of",
-        "whether a launch path left our name unresolved",
-        ("cfg",),
+        "sglang.srt.arg_groups.choices",
+        "ATTENTION_BACKEND_CHOICES",
+        "whether this plugin was loaded",
     ),
 )
 """What resolving the command line needs."""
@@ -142,6 +175,34 @@ WORKER_SEAMS = (
         "create_dsa_backend",
         "SGLang's own DSA backend, for draft models and plain --attention-backend dsa",
         ("runner",),
+    ),
+    Seam(_DEEPSEEK, "DeepseekV2AttentionMLA.__init__", "which layers get an indexer"),
+    Seam(
+        _DEEPSEEK,
+        "DeepseekV2Model.forward",
+        "carries indices between layers, and between pipeline stages",
+    ),
+    Seam(
+        "sglang.srt.layers.attention.index_topk_share",
+        "IndexTopKShareState",
+        "the indices that SGLang carries",
+    ),
+    Seam(
+        "sglang.srt.models.deepseek_common.attention_backend_handler",
+        "handle_attention_dsa",
+        "when attention selects tokens, and when it is dense",
+        ("attn", "forward_batch"),
+    ),
+    Seam(_KEYS, "IndexKeyCache._layer_num_pages", "no index keys on S layers", ("layer_idx",)),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        "KVCacheConfigurator._build_dsa_kv_pool",
+        "no index keys on S layers",
+    ),
+    Seam(
+        "sglang.srt.model_executor.pool_configurator",
+        "DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+        "the memory that S layers save",
     ),
     Seam(
         _DEEPSEEK,
@@ -173,6 +234,7 @@ WORKER_SEAMS = (
         "accept a new pattern over /set_internal_state",
         ("recv_req",),
     ),
+    Seam(_MESSAGES, "SetInternalStateReq.server_args", "the request for a switch"),
     Seam(_MESSAGES, "SetInternalStateReqOutput.updated", "the answer to a switch"),
     Seam(_MESSAGES, "PauseGenerationReqInput.mode", "retract running requests before a switch"),
     Seam(_MESSAGES, "ContinueGenerationReqInput.torch_empty_cache", "resume after a switch"),
@@ -190,7 +252,6 @@ WORKER_SEAMS = (
         "get_attn_backend",
         "the backend of the forward in progress, a sub-batch's own under overlap",
     ),
-    Seam("sglang.srt.runtime_context", "get_model", "the resolved config in a worker"),
     Seam(
         "sglang.srt.distributed.bootstrap",
         "init_parallel_runtime",
@@ -215,6 +276,7 @@ WORKER_SEAMS = (
         "no storage in live mode",
         ("recv_req",),
     ),
+    Seam(_MESSAGES, "AttachHiCacheStorageReqOutput", "the answer to who would attach one"),
     Seam(
         _PD,
         "CommonKVManager.__init__",
@@ -226,6 +288,21 @@ WORKER_SEAMS = (
         "CommonKVManager.try_ensure_parallel_info",
         "turn away a prefill node with another pattern",
         ("bootstrap_addr",),
+    ),
+    Seam(_CONTEXT, "get_model", "the resolved config in a worker"),
+    Seam(_CONTEXT, "get_exec", "whether two batches overlap"),
+    Seam(_CONTEXT, "get_parallel", "the pipeline's stages"),
+    Seam(_CONTEXT, "get_disagg", "whether prefill and decode are apart"),
+    *(
+        Seam(_BATCH, f"ForwardMode.{name}", "which phase a forward is of")
+        for name in (
+            "EXTEND",
+            "is_decode",
+            "is_decode_or_idle",
+            "is_draft_extend_v2",
+            "is_idle",
+            "is_target_verify",
+        )
     ),
 )
 """What every worker needs."""
@@ -266,6 +343,26 @@ CUDA_SEAMS = (
         "DeepseekSparseAttnBackend.get_topk_transform_method",
         "whether indices are pool slots or offsets into a flattened batch",
         ("forward_mode",),
+    ),
+    Seam(
+        _DSA,
+        "DeepseekSparseAttnBackend.set_dsa_prefill_impl",
+        "when a prefill is dense (use_mha) and takes no indices",
+        ("forward_batch",),
+    ),
+    Seam(
+        _DSA,
+        "DeepseekSparseAttnBackend.get_indexer_metadata",
+        "the geometry of a forward",
+        ("layer_id", "forward_batch"),
+    ),
+    Seam(_DSA, "TopkTransformMethod", "where it is imported from"),
+    Seam(_BATCH, "ForwardBatch.tbo_parent_token_range", "a sub-batch's rows of the whole batch"),
+    Seam(
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend",
+        "HybridLinearAttnBackend.__init__",
+        "hybrid models keep our backend inside theirs",
+        ("full_attn_backend",),
     ),
     Seam(
         _INDEXER,
@@ -372,7 +469,7 @@ CUDA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_topk_backend",
-        "TopkTransformMethod.RAGGED",
+        "TopkTransformMethod",
         "what indices of a prefill point at",
     ),
     Seam(
@@ -404,13 +501,40 @@ CUDA_SEAMS = (
 
 CPU_SEAMS = (
     Seam(
-        "sglang.srt.platforms.interface",
+        _PLATFORM,
         "SRTPlatform.apply_server_args_defaults",
         "defaults of the CPU platform",
         ("server_args",),
     ),
-    Seam("sglang.srt.platforms.interface", "SRTPlatform.get_kv_pool_cls", "our KV pool", ("kind",)),
-    Seam("sglang.srt.platforms.interface", "SRTPlatform.init_backend", "set up each worker"),
+    Seam(_PLATFORM, "SRTPlatform.get_kv_pool_cls", "our KV pool", ("kind",)),
+    Seam(_PLATFORM, "SRTPlatform.init_backend", "set up each worker"),
+    Seam(_PLATFORM, "SRTPlatform.get_dispatch_key_name", "the key of the indexer's forward"),
+    Seam(_PLATFORM, "SRTPlatform.get_default_attention_backend", "the DSA backend"),
+    Seam(_PLATFORM, "SRTPlatform.get_compile_backend", "compile nothing", ("mode",)),
+    Seam(_PLATFORM, "PlatformCapabilities", "what the CPU platform cannot do"),
+    Seam("sglang.srt.platforms.device_mixin", "PlatformEnum.OOT", "a platform from outside"),
+    Seam("sglang.srt.platforms.device_mixin", "DeviceMixin", "device questions on a CPU"),
+    Seam("sglang.srt.platforms", "current_platform", "whether ours is the one in use"),
+    Seam("sglang.srt.platforms", "_resolve_platform", "how SGLang comes to take ours"),
+    *(
+        Seam("sglang.srt.layers.attention.base_attn_backend", f"AttentionBackend.{name}", why)
+        for name, why in (
+            ("forward", "calls our prefill and decode"),
+            ("init_forward_metadata", "a forward begins"),
+            ("support_triton", "there is no Triton"),
+            ("get_cuda_graph_seq_len_fill_value", "pads batches under dp_attention"),
+        )
+    ),
+    *(
+        Seam(_BATCH, f"ForwardBatch.{name}", "the geometry of a forward")
+        for name in (
+            "forward_mode",
+            "seq_lens",
+            "extend_seq_lens",
+            "req_pool_indices",
+            "out_cache_loc",
+        )
+    ),
     Seam("sglang.srt.platforms.cpu", "CpuDeviceMixin", "device questions on a CPU"),
     Seam(
         "sglang.kernels.fused_op",
@@ -419,13 +543,35 @@ CPU_SEAMS = (
         ("op_cls", "fn", "platform_key"),
     ),
     Seam(
+        "sglang.kernels.fused_op",
+        "BaseFusedOp._resolve_forward_method",
+        "how SGLang comes to take the indexer's forward",
+    ),
+    Seam(
         _INDEXER,
         "Indexer.__init__",
-        "names of the indexer's parts",
+        "the indexer's parts, and the dtype of its head gates",
         ("index_n_heads", "index_head_dim", "rope_head_dim", "index_topk", "is_neox_style"),
     ),
-    Seam(_INDEXER, "Indexer.__init__", "keep the head gates in the model's dtype"),
     Seam(_INDEXER, "Indexer._maybe_rotate", "where a GPU applies the Hadamard rotation", ("x",)),
+    *(
+        Seam(_INDEXER, f"Indexer.{name}", "what a GPU computes, and our CPU indexer follows")
+        for name in (
+            "_get_q_k_bf16",
+            "_fused_q_prepare_and_store",
+            "_fused_k_prepare_and_store",
+            "_project_and_scale_head_gates",
+            "_scale_head_gates",
+            "_store_index_k_cache",
+        )
+    ),
+    *(
+        Seam("sglang.kernels.ops.kvcache.dsa_index_k_cache", name, "the layout of fp8 index keys")
+        for name in ("SetKAndS", "_set_k_and_s_triton", "_set_k_and_s_triton_kernel")
+    ),
+    Seam(_POOL, "DSATokenToKVPool.__init__", "the sizes of our index-K cache"),
+    Seam(_POOL, "MLATokenToKVPool.get_key_buffer", "the latent rows of a layer", ("layer_id",)),
+    Seam(_KEYS, "IndexKeyCache.__init__", "the buffers of our index-K cache"),
     Seam(_POOL, "DSATokenToKVPool._create_index_key_cache", "our index-K cache"),
     Seam(
         _POOL,
@@ -452,7 +598,7 @@ CPU_SEAMS = (
         "_is_cpu",
         "take the plain collectives instead of ops registered for another device",
     ),
-    Seam("sglang.srt.model_executor.forward_batch_info", "_is_cpu", "no pinned memory"),
+    Seam(_BATCH, "_is_cpu", "no pinned memory"),
     Seam("sglang.srt.layers.dp_attention", "memcpy_func", "no Triton copy under dp_attention"),
     Seam("sglang.srt.layers.dp_attention", "memcpy_cpu", "the copy to use instead"),
     Seam(
@@ -470,96 +616,3 @@ CPU_SEAMS = (
 """What the CPU platform needs."""
 
 SEAMS = (*LAUNCH_SEAMS, *WORKER_SEAMS, *CUDA_SEAMS, *CPU_SEAMS)
-
-
-def check(seams: tuple[Seam, ...] = SEAMS) -> None:
-    """Raise unless the installed SGLang is the supported version and every seam is in place.
-
-    Raises:
-        UnsupportedEngineError: naming the version, or what has moved.
-    """
-    version = importlib.metadata.version("sglang")
-    if version != SUPPORTED_VERSION:
-        raise UnsupportedEngineError(
-            f"sglang-indexcache extends SGLang {SUPPORTED_VERSION}, and {version} is installed. "
-            f"Install the supported one: pip install 'sglang=={SUPPORTED_VERSION}'."
-        )
-    moved = [problem for seam in seams if (problem := problem_with(seam))]
-    if moved:
-        raise UnsupportedEngineError(
-            f"this SGLang {version} is not the one that sglang-indexcache knows: "
-            f"{'; '.join(moved)}. Reinstall it: pip install --force-reinstall 'sglang=={version}'."
-        )
-
-
-def problem_with(seam: Seam) -> str | None:
-    """What is wrong with ``seam`` in the installed SGLang, or None."""
-    path = _module_file(seam.module)
-    if path is None:
-        return f"module {seam.module} is gone"
-    node = _find(_parse(path), seam.name.split("."))
-    if node is None:
-        return f"{seam.path} is gone"
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        missing = [p for p in seam.parameters if p not in _parameter_names(node)]
-        if missing:
-            return f"{seam.path} no longer takes {', '.join(missing)}"
-    return None
-
-
-def sglang_folder() -> Path:
-    """Where the installed SGLang's source lies."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
-        raise UnsupportedEngineError(
-            f"SGLang is not installed. Install it: pip install 'sglang=={SUPPORTED_VERSION}'."
-        )
-    return Path(spec.origin).parent
-
-
-def _module_file(module: str) -> Path | None:
-    stem = sglang_folder().parent.joinpath(*module.split("."))
-    for candidate in (stem.with_suffix(".py"), stem / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-@functools.cache
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-def _find(tree: ast.AST, names: list[str]) -> ast.AST | None:
-    """The definition or assignment of dotted ``names`` below ``tree``."""
-    for node in _definitions(tree):
-        if _defines(node, names[0]):
-            return node if len(names) == 1 else _find(node, names[1:])
-    return None
-
-
-def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Statements of a module or class body, also those inside ``if`` and ``try``."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If | ast.Try):
-            yield from _definitions(node)
-        else:
-            yield node
-
-
-def _defines(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return node.name == name
-    if isinstance(node, ast.Assign):
-        return any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-    if isinstance(node, ast.AnnAssign):
-        return isinstance(node.target, ast.Name) and node.target.id == name
-    if isinstance(node, ast.ImportFrom):  # replaced where it is used, not where it is from
-        return any((alias.asname or alias.name) == name for alias in node.names)
-    return False
-
-
-def _parameter_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    arguments = node.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return {argument.arg for argument in every}

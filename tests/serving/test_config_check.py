@@ -13,10 +13,11 @@ from transformers import AutoConfig
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.models import BY_NAME, Family, small_config
 from sglang_indexcache.serving.config_check import check_config
-from sglang_indexcache.serving.seams import sglang_folder
+from sglang_indexcache.serving.engine_source import EngineSource
 
 FAMILIES = list(BY_NAME.values())
 READERS = ("models/deepseek_v2.py", "models/deepseek_common/deepseek_weight_loader.py")
+SGLANG = Path(str(EngineSource.installed().root))
 ASKED_FIRST = {"quantization_config", "rope_theta", "num_nextn_predict_layers"}
 """Read only after hasattr, or for a draft model."""
 
@@ -49,7 +50,7 @@ def test_no_field_that_sglang_reads_is_forgotten(
     from sglang.srt.utils.hf_transformers.config import get_config
 
     family, _ = fresh
-    read = {name for reader in READERS for name in fields_of(sglang_folder() / "srt" / reader)}
+    read = {name for reader in READERS for name in fields_of(SGLANG / "srt" / reader)}
     assert {"moe_layer_freq", "kv_lora_rank", "topk_group"} <= read
     config = get_config(str(tmp_path), trust_remote_code=False)
     lacking = {name for name in read - ASKED_FIRST if not hasattr(config, name)}

@@ -1,69 +1,140 @@
-"""The contract with the installed SGLang, checked on its source without running it."""
+"""The table of what we rely on: that it is whole, and fresh for the SGLang that is installed."""
+
+from __future__ import annotations
 
 import ast
-import importlib.metadata
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import UnsupportedEngineError
-from sglang_indexcache.serving import seams
-from sglang_indexcache.serving.seams import SEAMS, Seam, problem_with
+from sglang_indexcache.serving import engine_version, seams
+from sglang_indexcache.serving.engine_source import EngineSource
+from sglang_indexcache.serving.seams import SEAMS, SUPPORTED_VERSION, Seam
 
-ROOT = Path(seams.__file__).parent
-
-
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
-def test_seam_is_in_place(seam: Seam) -> None:
-    assert problem_with(seam) is None
+SERVING = Path(seams.__file__).parent
+FILES = sorted(SERVING.rglob("*.py"))
 
 
-def test_check_accepts_the_installed_version() -> None:
-    seams.check()
+@cache
+def installed() -> EngineSource:
+    return EngineSource.installed()
 
 
-def test_other_version_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
-    with pytest.raises(UnsupportedEngineError, match=r"0\.6\.0 is installed.*pip install"):
-        seams.check()
+def test_the_installed_version_will_do() -> None:
+    assert engine_version.judge(installed()).moved == ()
+
+
+def test_the_supported_version_is_recorded() -> None:
+    assert SUPPORTED_VERSION in engine_version.recorded()
+
+
+@pytest.mark.parametrize("version", engine_version.recorded())
+def test_the_records_are_fresh(version: str) -> None:
+    """After a change of the table: python -m sglang_indexcache.serving.engine_version."""
+    record = engine_version.recorded()[version]
+    assert record.keys() == {seam.path for seam in SEAMS}
+    if version == installed().version:
+        assert record == {seam.path: installed().digest(seam) for seam in SEAMS}
+
+
+def test_a_seam_is_named_once() -> None:
+    assert len({seam.path for seam in SEAMS}) == len(SEAMS)
 
 
 @pytest.mark.parametrize(
-    ("seam", "message"),
-    [
-        (Seam("sglang.srt.nowhere", "x", ""), "module sglang.srt.nowhere is gone"),
-        (Seam("sglang.srt.server_args", "ServerArgs.nothing", ""), "nothing is gone"),
-        (
-            Seam("sglang.srt.server_args", "ServerArgs.add_cli_args", "", ("parser", "colour")),
-            "no longer takes colour",
-        ),
-    ],
+    "seam", [seam for seam in SEAMS if seam.parameters or seam.by_signature], ids=lambda s: s.path
 )
-def test_moved_seam_is_noticed(seam: Seam, message: str) -> None:
-    assert message in (problem_with(seam) or "")
-    with pytest.raises(UnsupportedEngineError, match=message):
-        seams.check((seam,))
+def test_a_seam_with_parameters_is_a_function_that_takes_them(seam: Seam) -> None:
+    assert {*seam.parameters} <= (installed().parameters(seam) or set())
 
 
-def hooked_paths() -> set[str]:
-    """Every string in the runtime package that names something in SGLang by its dotted path."""
+# -- whatever we use of SGLang is in the table -------------------------------------------------
+
+
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node below ``tree`` but those under ``TYPE_CHECKING``, which never run."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            yield from running(node)
+
+
+def is_module(name: str) -> bool:
+    return name == "sglang" or installed().has_module(Seam(name, "", ""))
+
+
+def imported(path: Path) -> set[str]:
+    """Every name that a file imports from SGLang, or takes from a module of it."""
+    nodes = list(running(ast.parse(path.read_text())))
+    names: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    names = {name: full for name, full in names.items() if full.split(".")[0] == "sglang"}
+    modules = {name: full for name, full in names.items() if is_module(full)}
+    return {full for full in names.values() if not is_module(full)} | {
+        f"{modules[node.value.id]}.{node.attr}"
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    }
+
+
+def hooked(path: Path) -> set[str]:
+    """Every function that a file wraps."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    texts = {
+        target.id: node.value.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return {
+        eval(compile(ast.Expression(node.args[0]), "", "eval"), {}, texts)
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).removeprefix("hooks.") in ("around", "after")
+    }
+
+
+def is_in_table(name: str) -> bool:
+    return any(f"{seam.path}.".startswith(f"{name}.") for seam in SEAMS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SERVING)))
+def test_what_a_file_imports_from_sglang_is_in_the_table(path: Path) -> None:
+    assert {name for name in imported(path) if not is_in_table(name)} == set()
+
+
+def test_what_is_wrapped_is_in_the_table() -> None:
+    wrapped = {target for path in FILES for target in hooked(path)}
+    assert len(wrapped) > 5
+    assert wrapped <= {seam.path for seam in SEAMS}
+
+
+def named(path: Path) -> set[str]:
+    """Every string in a file that names something in SGLang by its dotted path."""
     found = set()
-    for path in ROOT.rglob("*.py"):
-        if path.name == "seams.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                parts = node.value.split(".")
-                if parts[0] == "sglang" and len(parts) > 2 and all(p.isidentifier() for p in parts):
-                    found.add(node.value)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = node.value.split(".")
+            if parts[0] == "sglang" and len(parts) > 2 and all(p.isidentifier() for p in parts):
+                found.add(node.value)
     return found
 
 
-def test_whatever_is_hooked_by_name_is_in_the_table() -> None:
-    known = {seam.path for seam in SEAMS} | {seam.module for seam in SEAMS}
-    classes = {seam.path.rsplit(".", 1)[0] for seam in SEAMS}
-    assert hooked_paths() <= known | classes
+def test_what_is_named_by_its_path_is_in_the_table() -> None:
+    names = {name for path in FILES if path.name != "seams.py" for name in named(path)}
+    assert {name for name in names if not is_in_table(name)} == set()
 
+
+# -- what "dsa" means to SGLang ------------------------------------------------------------------
 
 # Every place where SGLang 0.5.23 says "dsa" or "nsa", by file and outermost definition, and why
 # ``indexcache`` passes it: resolution turns the name into "dsa" at its first step, so whatever
@@ -100,7 +171,7 @@ DSA_SITES = {
 
 def dsa_literals() -> set[tuple[str, str]]:
     """(file, outermost class or nothing) of every literal "dsa" or "nsa" in SGLang's code."""
-    base = seams.sglang_folder()
+    base = Path(str(installed().root))
     found = set()
     for path in base.rglob("*.py"):
         name = str(path.relative_to(base))
@@ -130,7 +201,7 @@ def test_every_special_treatment_of_dsa_is_known() -> None:
 
 def test_no_engine_code_reads_the_raw_backend_name() -> None:
     """Raw input keeps "indexcache"; whoever compared that with "dsa" would miss us."""
-    base = seams.sglang_folder() / "srt"
+    base = Path(str(installed().root)) / "srt"
     readers = []
     for path in base.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -98,7 +98,8 @@ def _platform_class() -> type:
             from sglang_indexcache.serving.cpu.indexer import indexer_forward
 
             BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
-            after(f"{Indexer.__module__}.Indexer.__init__", _keep_gate_precision)
+            indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+            after(f"{indexer}.__init__", _keep_gate_precision)
             after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
 
     return CpuReferencePlatform
