@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--with-servers", action="store_true")
     options = parser.parse_args()
     check = next(check for check in CHECKS if check.number == options.number)
-    report = Report(options.dry, options.seconds, options.with_servers)
+    report = Report(check.claims, options.dry, options.seconds, options.with_servers)
     import_module(f"benchmarks.card.{check.name}").run(report)
 
 

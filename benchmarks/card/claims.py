@@ -42,12 +42,15 @@ class Report:
     """The lines of one check.
 
     Attributes:
+        claims: the names of what the check decides, in its order.
         dry: there is no card; stand-ins take the place of what needs one.
         servers: a dry run may start real servers.
     """
 
-    def __init__(self, dry: bool, seconds: float, servers: bool = False) -> None:
-        self.dry, self.servers = dry, servers
+    def __init__(
+        self, claims: tuple[str, ...], dry: bool, seconds: float, servers: bool = False
+    ) -> None:
+        self.claims, self.dry, self.servers = claims, dry, servers
         self._ends = time.monotonic() + seconds
 
     @property
