@@ -118,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="numbers of checks, as 3,5; runs them again")
     parser.add_argument("--with-servers", action="store_true", help="a dry run starts real servers")
-    options = options_of(parser, RESULT)
+    options = options_of(parser, RESULT, seconds=570.0)
     if options is None:
         return 2
     only = [int(number) for number in options.only.split(",") if number]

@@ -90,7 +90,7 @@ def replays(case: tuple[str, int, int], report: Report) -> dict[str, Any]:
     """Capture a stage once, replay it with :data:`REPLAYS`.
 
     Raises:
-        Refuted: a replay is not what the pattern says of its own batch.
+        RefutedError: a replay is not what the pattern says of its own batch.
     """
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
     from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (

@@ -65,7 +65,7 @@ def replays(case: tuple[str, int, int, int], report: Report) -> dict[str, Any]:
     """Capture a stage once, replay it with three batches.
 
     Raises:
-        Refuted: an eager pass or a replay is not what the pattern says.
+        RefutedError: an eager pass or a replay is not what the pattern says.
     """
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
     from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (

@@ -1,6 +1,6 @@
 """The ten checks, the cheapest and most fundamental first, and the process that runs one.
 
-    python -m benchmarks.card.checks 3 --seconds 60 [--dry]
+python -m benchmarks.card.checks 3 --seconds 60 [--dry]
 """
 
 import argparse
@@ -75,11 +75,16 @@ CHECKS = (
         90,
         20,
     ),
-    Check(6, "breakable", ("breakable prefill: every replay uses its own batch's indices",), 90, 20),
+    Check(
+        6, "breakable", ("breakable prefill: every replay uses its own batch's indices",), 90, 20
+    ),
     Check(
         7,
         "metadata",
-        ("our decode selection over SGLang's metadata", "our prefill selection over SGLang's metadata"),
+        (
+            "our decode selection over SGLang's metadata",
+            "our prefill selection over SGLang's metadata",
+        ),
         90,
         30,
     ),

@@ -12,30 +12,30 @@ Outcome: TypeAlias = Literal["proven", "refuted", "not reached", "dry"]
 """``dry`` is what a claim that held on a CPU is called: it proves nothing about a card."""
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """What a claim needs is not on this machine, so nothing was found about it."""
 
 
-class Refuted(Exception):
+class RefutedError(Exception):
     """The claim does not hold."""
 
 
 def expect(holds: Any, otherwise: str) -> None:
     """Refute the claim at hand unless ``holds``."""
     if not holds:
-        raise Refuted(otherwise)
+        raise RefutedError(otherwise)
 
 
 def need(name: str) -> Any:
     """Import a module that may not be here.
 
     Raises:
-        Missing: it cannot be imported.
+        MissingError: it cannot be imported.
     """
     try:
         return import_module(name)
     except (ImportError, OSError, RuntimeError) as error:
-        raise Missing(f"{name} cannot be imported: {error}") from error
+        raise MissingError(f"{name} cannot be imported: {error}") from error
 
 
 class Report:
@@ -75,9 +75,9 @@ class Report:
         why = ""
         try:
             yield evidence
-        except Missing as missing:
+        except MissingError as missing:
             outcome, why = "not reached", str(missing)
-        except Refuted as refuted:
+        except RefutedError as refuted:
             outcome, why = "refuted", str(refuted)
         except Exception as error:  # whatever it is, the claim did not hold
             outcome, why = "refuted", f"{type(error).__name__}: {str(error)[:500]}"

@@ -23,9 +23,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._launched: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._launched.append((func, args, kwargs or {}, out))
         return out
@@ -109,7 +107,7 @@ def sglang_on(dry: bool) -> Iterator[Any]:
 
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", CpuGraph),
-        mock.patch.object(breakable_cuda_graph, "get_device_module", lambda: CPU),
+        mock.patch.object(breakable_cuda_graph, "get_device_module", return_value=CPU),
     ):
         yield CPU
 

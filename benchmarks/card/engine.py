@@ -20,7 +20,7 @@ def resolved(*flags: str) -> Any:
     """SGLang's arguments for the demo's checkpoint under :data:`PATTERN`, through its pipeline.
 
     Raises:
-        Missing: there is no SGLang here.
+        MissingError: there is no SGLang here.
     """
     need("sglang.srt.plugins").load_plugins()
     arguments = need("sglang.srt.server_args").prepare_server_args(

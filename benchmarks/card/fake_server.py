@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -16,11 +17,11 @@ class FakeServer:
     """As :class:`sglang_indexcache.client.Server`, in this process.
 
     Attributes:
-        pattern: what its answers depend on; from the flags, or the override that stock SGLang takes.
+        pattern: what its answers depend on; from the flags, or the override of stock SGLang.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, *, env: Any = None) -> None:
-        given = dict(zip(arguments, arguments[1:], strict=False))
+        given = dict(pairwise(arguments))
         override = json.loads(given.get("--json-model-override-args", "{}"))
         if types := override.get("indexer_types"):
             self.pattern = Pattern.from_indexer_types(types)

@@ -1,8 +1,8 @@
 """Check 3: our kernels in a CUDA graph give what they give outside of one.
 
-A captured kernel must take nothing from the time of its capture but addresses and shapes. So all its
-inputs are overwritten in place between replays (lengths, page tables, lists and values), the tensors
-that they were drawn into and every output with rubbish.
+A captured kernel must take nothing from the time of its capture but addresses and shapes. So before
+a replay all its inputs are overwritten in place (lengths, page tables, lists and values), and its
+outputs with rubbish.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.card.claims import Missing, Report, Refuted, expect
+from benchmarks.card.claims import MissingError, RefutedError, Report, expect
 from benchmarks.card.device import Replayed
 from sglang_indexcache.kernels.contract import PADDING, VALUE_DIM, IndexerBatch
 from sglang_indexcache.kernels.dispatch import Machine, named
@@ -31,7 +31,10 @@ INDEXER = (
     IndexerCase("prefill", 32, ((40, 900), (7, 300), (300, 4100)), topk=512, padding=3),
 )
 ATTENTION = tuple(
-    (AttentionCase((1024, 100, 0, 7), 1024, heads, fp8), AttentionCase((3, 1024, 64, 0), 1024, heads, fp8))
+    (
+        AttentionCase((1024, 100, 0, 7), 1024, heads, fp8),
+        AttentionCase((3, 1024, 64, 0), 1024, heads, fp8),
+    )
     for heads in (20, 64)
     for fp8 in (False, True)
 )
@@ -63,13 +66,13 @@ def jobs(implementation: str, report: Report) -> Iterator[Job]:
     """Every op that the implementation has, in the forms that serving uses.
 
     Raises:
-        Missing: it cannot run here.
+        MissingError: it cannot run here.
     """
     machine, one = Machine.here(), named(implementation)
     ops: dict[str, Callable[..., Any]] = {}
     for op in ("select", "topk", "sparse_mla"):
         if obstacle := one.obstacle(op, machine):
-            raise Missing(f"{implementation} {op}: {obstacle}")
+            raise MissingError(f"{implementation} {op}: {obstacle}")
         ops[op] = one.load(op)
     device = machine.device
     for case in TINY_INDEXER if report.dry else INDEXER:
@@ -152,7 +155,7 @@ def replays(job: Job, dry: bool) -> int:
         Bytes that the graph took.
 
     Raises:
-        Refuted: a replay differs from a run outside the graph, in any bit.
+        RefutedError: a replay differs from a run outside the graph, in any bit.
     """
     wanted = []
     for inputs in (job.first, job.second):
@@ -173,7 +176,7 @@ def replays(job: Job, dry: bool) -> int:
         for output, right in zip(job.outputs, wanted[number], strict=True):
             if not torch.equal(bits(output), bits(right)):
                 which = ("first", "second")[number]
-                raise Refuted(f"{job.name}: the replay with the {which} inputs differs")
+                raise RefutedError(f"{job.name}: the replay with the {which} inputs differs")
     return graph.pool_bytes
 
 

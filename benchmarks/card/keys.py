@@ -102,11 +102,17 @@ def indexer(inputs: Inputs, is_neox: bool, device: str, side: Any) -> Any:
     return made
 
 
-def stored(inputs: Inputs, is_neox: bool, key_only: bool, report: Report, side: Any) -> torch.Tensor:
+def stored(
+    inputs: Inputs, is_neox: bool, key_only: bool, report: Report, side: Any
+) -> torch.Tensor:
     """The pages after one layer's keys were stored by one of SGLang's paths."""
     module = need(INDEXER)
     mode = need("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
-    act_quant = quantize if report.dry else need("sglang.kernels.ops.quantization.act_quant_triton").act_quant
+    act_quant = (
+        quantize
+        if report.dry
+        else need("sglang.kernels.ops.quantization.act_quant_triton").act_quant
+    )
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=inputs.slots, attn_cp_metadata=None)
     pool, layer = Pool(report.device), indexer(inputs, is_neox, report.device, side)
     cls = module.Indexer
@@ -130,7 +136,9 @@ def stored(inputs: Inputs, is_neox: bool, key_only: bool, report: Report, side: 
 def exact_keys(inputs: Inputs, is_neox: bool) -> torch.Tensor:
     """``[TOKENS, 128]`` float32 on the CPU: the keys by their definition."""
     key = (inputs.x.cpu().float() @ inputs.wk.cpu().float().T).double()
-    key = (key - key.mean(-1, keepdim=True)) / (key.var(-1, correction=0, keepdim=True) + EPS).sqrt()
+    key = (key - key.mean(-1, keepdim=True)) / (
+        key.var(-1, correction=0, keepdim=True) + EPS
+    ).sqrt()
     weight, bias = (one.cpu().double() for one in inputs.norm)
     key = key * weight + bias
     powers = torch.arange(0, ROPE, 2).double() / ROPE
@@ -159,7 +167,15 @@ def kernels(dry: bool) -> Iterator[None]:
         return
 
     def norm_rope_store(
-        key: Any, pages: Any, slots: Any, weight: Any, bias: Any, eps: Any, cache: Any, positions: Any, _: Any
+        key: Any,
+        pages: Any,
+        slots: Any,
+        weight: Any,
+        bias: Any,
+        eps: Any,
+        cache: Any,
+        positions: Any,
+        _: Any,
     ) -> None:
         normed = torch.nn.functional.layer_norm(key.float(), (INDEX_DIM,), weight, bias, eps)
         cos, sin = cache[positions].float().chunk(2, -1)
@@ -183,7 +199,7 @@ def store_kernel(inputs: Inputs, report: Report) -> dict[str, Any]:
     """SGLang's quantising store against our reader's layout, byte for byte.
 
     Raises:
-        Refuted: other bytes.
+        RefutedError: other bytes.
     """
     keys = torch.cat([inputs.x[:, :INDEX_DIM], inputs.x[:5, :INDEX_DIM] * 1e-6])[-TOKENS:]
     wanted = Pool(report.device)

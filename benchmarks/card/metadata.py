@@ -1,8 +1,8 @@
 """Check 7: our selection over the metadata that SGLang's backend builds of a batch.
 
-Page tables, lengths, the grouping of MTP's rows and the offsets of a prefill are SGLang's to lay out
-and ours to read. What was selected is compared, as sets, with float64 logits over the keys that the
-batch's own slots hold.
+Page tables, lengths, the grouping of MTP's rows and the offsets of a prefill are SGLang's to lay
+out and ours to read. What was selected is compared, as sets, with float64 logits over the keys that
+the batch's own slots hold.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.card.claims import Missing, Refuted, Report, expect, need
+from benchmarks.card.claims import MissingError, RefutedError, Report, expect, need
 from benchmarks.card.engine import pool_in_use, published
 from benchmarks.card.keys import Pool
 from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, PAGE_TOKENS
@@ -57,7 +57,11 @@ class Requests:
 def backend(requests: Requests, report: Report) -> Any:
     """SGLang's DSA backend over a runner of our own."""
     pool = SimpleNamespace(
-        dsa_kv_cache_store_fp8=False, kv_cache_dim=576, dtype=torch.bfloat16, size=1 << 20, page_size=64
+        dsa_kv_cache_store_fp8=False,
+        kv_cache_dim=576,
+        dtype=torch.bfloat16,
+        size=1 << 20,
+        page_size=64,
     )
     hf_config = SimpleNamespace(architectures=["GlmMoeDsaForCausalLM"], index_topk=TOPK)
     config = SimpleNamespace(
@@ -123,7 +127,7 @@ def compare(select: Callable[..., Any], mode: str, requests: Requests, report: R
     """One mode with one of our kernels; the rows compared.
 
     Raises:
-        Refuted: a row selects what is not among its best, or another request's.
+        RefutedError: a row selects what is not among its best, or another request's.
     """
     ours = need("sglang_indexcache.serving.cuda.kernels")
     made, live = backend(requests, report), batch(mode, report.device)
@@ -138,7 +142,12 @@ def compare(select: Callable[..., Any], mode: str, requests: Requests, report: R
     run_ours = ours.select_prefill if mode == "EXTEND" else ours.select_decode
     with pool_in_use(requests.pool):
         chosen = run_ours(
-            select, q.to(report.device), weights.to(report.device), requests.pool.pages, metadata, TOPK
+            select,
+            q.to(report.device),
+            weights.to(report.device),
+            requests.pool.pages,
+            metadata,
+            TOPK,
         )
     for number, (request, length) in enumerate(rows):
         slots = requests.row(request, length)
@@ -149,7 +158,7 @@ def compare(select: Callable[..., Any], mode: str, requests: Requests, report: R
         found = [places.get(slot) for slot in listed.tolist()]
         what = f"{mode}, request {request}, {length} tokens"
         if None in found or len(set(found)) != min(TOPK, length):
-            raise Refuted(f"{what}: {len(set(found) - {None})} of its own tokens selected")
+            raise RefutedError(f"{what}: {len(set(found) - {None})} of its own tokens selected")
         least = logits.topk(len(found)).values[-1] - TOLERANCE * logits.abs().max()
         expect((logits[found] >= least).all(), f"{what}: not the best tokens")
     return len(rows)
@@ -157,7 +166,9 @@ def compare(select: Callable[..., Any], mode: str, requests: Requests, report: R
 
 def capability(dry: bool) -> Any:
     """SGLang's backend asks torch for a GPU's, whatever the platform."""
-    return mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)) if dry else nullcontext()
+    if not dry:
+        return nullcontext()
+    return mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
 
 
 def run(report: Report) -> None:
@@ -170,7 +181,7 @@ def run(report: Report) -> None:
             names = ("reference",) if report.dry else ("cuda", "triton")
             able = [n for n in names if named(n).obstacle("select", machine) is None]
             if not able:
-                raise Missing(f"neither of {', '.join(names)} runs here")
+                raise MissingError(f"neither of {', '.join(names)} runs here")
             for name in able:
                 select = named(name).load("select")
                 for mode in modes:

@@ -1,6 +1,6 @@
 """Pack what a bare machine with a card needs beside this repository, into one archive.
 
-    python -m benchmarks.card.pack [--out card.tar.gz] [--wheels FOLDER]
+    python -m benchmarks.card.pack [--out card.tar.xz] [--wheels FOLDER]
 
 Run it where SGLang is installed and a network is at hand. The card's machine (``machine.txt``) has
 another Python and another torch than SGLang is built for and no network: SGLang's own Python is
@@ -11,7 +11,9 @@ stub that says so when it is called. ``card-manifest.json`` in the archive lists
 import argparse
 import hashlib
 import importlib.metadata
+import io
 import json
+import lzma
 import re
 import subprocess
 import sys
@@ -25,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import ROOT
-from sglang_indexcache.support.files import write_json
 
 PYTHON = "3.12"
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2_31", "2_34", "2_39")
@@ -141,10 +142,11 @@ STUBS = (
 )
 
 
-def on_machine() -> set[str]:
-    """Normalised names of the distributions that the card's machine has."""
-    lines = (line.partition("#")[0] for line in MACHINE.read_text().splitlines())
-    return {normalised(re.split(r"[=<> ]", word)[0]) for line in lines for word in line.split()}
+def on_machine() -> dict[str, str]:
+    """Normalised names of the distributions that the card's machine has, and known versions."""
+    lines = (line.partition("#")[0].strip() for line in MACHINE.read_text().splitlines())
+    pairs = (line.partition("==") for line in lines if line)
+    return {normalised(name): version for name, _, version in pairs}
 
 
 def normalised(name: str) -> str:
@@ -225,7 +227,7 @@ def __getattr__(name):
 
 
 def own_metadata() -> dict[str, bytes]:
-    """What makes the repository's package an installed one: SGLang finds plugins by entry points."""
+    """What makes the repository an installed package: SGLang finds plugins by entry points."""
     found = importlib.metadata.distribution("sglang-indexcache")
     folder = f"sglang_indexcache-{found.version}.dist-info"
     names = ("METADATA", "entry_points.txt")
@@ -242,7 +244,8 @@ def collect(carried: Iterable[Carried], wheels: Path) -> tuple[dict[str, bytes],
     rows: list[Any] = []
     there = on_machine()
     for one in carried:
-        if normalised(one.name) in there:
+        version = one.version or importlib.metadata.version(one.name)
+        if there.get(normalised(one.name)) in ("", version):
             raise SystemExit(f"error: the card's machine has {one.name} already")
         source = files_here(one) if one.here else files_of_wheel(download(one, wheels))
         taken = {path: data for path, data in source if wanted(path, one)}
@@ -255,7 +258,7 @@ def collect(carried: Iterable[Carried], wheels: Path) -> tuple[dict[str, bytes],
         rows.append(
             {
                 "name": one.name,
-                "version": one.version or importlib.metadata.version(one.name),
+                "version": version,
                 "why": one.why,
                 "files": len(taken),
                 "bytes": sum(map(len, taken.values())),
@@ -267,15 +270,14 @@ def collect(carried: Iterable[Carried], wheels: Path) -> tuple[dict[str, bytes],
 
 def write_archive(files: dict[str, bytes], out: Path) -> None:
     """The same files give the same archive, byte for byte."""
-    import gzip
-    import io
-
-    with out.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
-        with tarfile.open(fileobj=packed, mode="w") as archive:
-            for path in sorted(files):
-                entry = tarfile.TarInfo(path)
-                entry.size = len(files[path])
-                archive.addfile(entry, io.BytesIO(files[path]))
+    with (
+        lzma.open(out, "wb", preset=2) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path in sorted(files):
+            entry = tarfile.TarInfo(path)
+            entry.size = len(files[path])
+            archive.addfile(entry, io.BytesIO(files[path]))
 
 
 def tracked_bytes() -> int:
@@ -297,7 +299,7 @@ def too_large(archive: int, tree: int) -> str | None:
 def main() -> int:
     """Pack; 0 if the archive can travel."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "card.tar.gz")
+    parser.add_argument("--out", type=Path, default=ROOT / "card.tar.xz")
     parser.add_argument("--wheels", type=Path, help="where wheels are kept between calls")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

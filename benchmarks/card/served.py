@@ -1,8 +1,8 @@
 """Check 8: a small model served end to end, and compared with stock SGLang token for token.
 
 Three servers on the one card: ours in static mode, SGLang's own ``dsa`` with the same
-``indexer_types``, and ours in live mode. What SGLang's start needs may be missing on a bare machine,
-so several ways to serve are tried. FlashAttention 3 is in none of them: it cannot be carried.
+``indexer_types``, and ours in live mode. What SGLang's start needs may be missing on a bare
+machine, so several ways to serve are tried. None uses FlashAttention 3: it cannot be carried.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card.claims import Missing, Refuted, Report, expect, need
+from benchmarks.card.claims import MissingError, RefutedError, Report, expect, need
 from benchmarks.card.engine import MODEL
 from benchmarks.card.fake_server import FakeServer
 from sglang_indexcache.client import Client, Server
@@ -24,7 +24,7 @@ TOKENS = 24
 START_SECONDS = 200
 INDEX_K_BYTES = 132
 COMMON = (
-    *("--max-total-tokens", "32768", "--context-length", "16384", "--max-running-requests", "8"),
+    *("--max-total-tokens", "32768", "--context-length", "8192", "--max-running-requests", "8"),
     *("--chunked-prefill-size", "2048", "--grammar-backend", "none", "--skip-server-warmup"),
     "--disable-radix-cache",
 )
@@ -98,14 +98,14 @@ class Setting:
 def setting(report: Report, folder: Path) -> Setting:
     """The demo's checkpoint on a CPU, random weights of a fitting shape on a card."""
     if report.dry:
-        model, pattern, lengths, vocabulary = MODEL, Pattern.uniform(12, 4), (200, 150, 40), 500
+        model, pattern, lengths = MODEL, Pattern.uniform(12, 4), (200, 150, 40)
     else:
         from sglang_indexcache.demo.model import ModelSpec, make_model
 
-        model, pattern, lengths, vocabulary = folder / "model", Pattern("FSSFSS"), (5000, 3001, 700), 500
+        model, pattern, lengths = folder / "model", Pattern("FSSFSS"), (5000, 3001, 700)
         make_model(ModelSpec("glm-5", "small", vocab_size=512, overrides=FITTING), model)
     draw = random.Random(0)
-    prompts = [[draw.randrange(10, vocabulary) for _ in range(length)] for length in lengths]
+    prompts = [[draw.randrange(10, 500) for _ in range(length)] for length in lengths]
     return Setting(model, pattern, prompts, report.dry)
 
 
@@ -132,8 +132,8 @@ class Servers:
         for kind in ("static", "stock", "live"):
             log = folder / f"{kind}.log"
             env = {**ENVIRONMENT, **dict(way.environment)}
-            make = Server if real else FakeServer
-            started[kind] = self._stack.enter_context(make(given.arguments(kind, way), log, env=env))
+            server = (Server if real else FakeServer)(given.arguments(kind, way), log, env=env)
+            started[kind] = self._stack.enter_context(server)
         for kind, server in started.items():
             try:
                 ready = server.wait_until_ready(min(START_SECONDS, report.left() - 30))
@@ -145,10 +145,10 @@ class Servers:
         """One of them.
 
         Raises:
-            Missing: it did not start.
+            MissingError: it did not start.
         """
         if kind not in self._clients:
-            raise Missing(f"the {kind} server did not start: {self.problems.get(kind)}")
+            raise MissingError(f"the {kind} server did not start: {self.problems.get(kind)}")
         return self._clients[kind]
 
     def stop(self) -> None:
@@ -160,7 +160,7 @@ def check_static(client: Client, given: Setting) -> dict[str, Any]:
     """It answers, and reports the pattern that it was given.
 
     Raises:
-        Refuted: it reports another, or layers did what the pattern does not say.
+        RefutedError: it reports another, or layers did what the pattern does not say.
     """
     found = answers(client, given)
     expect(all(len(tokens) == TOKENS for tokens in found), "an answer is not of full length")
@@ -181,7 +181,7 @@ def check_counts(state: dict[str, Any], pattern: Pattern) -> None:
     """Indexers ran on F layers, and nowhere else.
 
     Raises:
-        Refuted: the counters say otherwise.
+        RefutedError: the counters say otherwise.
     """
     ran = [position for position, count in enumerate(state["indexer_selections"]) if count]
     expect(ran == list(pattern.full_layers), f"indexers ran on {ran}, not {pattern.full_layers}")
@@ -191,17 +191,17 @@ def check_tokens(ours: Client, stock: Client, given: Setting) -> dict[str, Any]:
     """The same tokens as stock SGLang's, wherever that agrees with itself.
 
     Raises:
-        Refuted: other tokens.
-        Missing: stock gives other tokens at every run, so nothing can be compared.
+        RefutedError: other tokens.
+        MissingError: stock gives other tokens at every run, so nothing can be compared.
     """
     wanted, again, found = answers(stock, given), answers(stock, given), answers(ours, given)
     stable = [i for i, (one, other) in enumerate(zip(wanted, again, strict=True)) if one == other]
     if not stable:
-        raise Missing("stock SGLang answers every prompt otherwise when it is asked again")
+        raise MissingError("stock SGLang answers every prompt otherwise when it is asked again")
     for number in stable:
         same = sum(a == b for a, b in zip(wanted[number], found[number], strict=True))
         if same != TOKENS:
-            raise Refuted(f"prompt {number}: {same} of {TOKENS} tokens are the same")
+            raise RefutedError(f"prompt {number}: {same} of {TOKENS} tokens are the same")
     return {"prompts compared": len(stable), "left out": len(wanted) - len(stable)}
 
 
@@ -209,7 +209,7 @@ def check_live(client: Client, given: Setting) -> dict[str, Any]:
     """It answers under the pattern, under all F after a switch, and again under the pattern.
 
     Raises:
-        Refuted: a switch did not do what it said, or the first answers do not come back.
+        RefutedError: a switch did not do what it said, or the first answers do not come back.
     """
     first = answers(client, given)
     check_counts(client.states()[0], given.pattern)
@@ -250,7 +250,7 @@ def decide(report: Report, servers: Servers, given: Setting, tried: dict[str, An
     with report.claim(report.claims[0]) as evidence:
         evidence["ways tried"] = tried
         if "static" in servers.problems and "stock" not in servers.problems:
-            raise Refuted(f"stock starts, ours does not: {servers.problems['static'][-600:]}")
+            raise RefutedError(f"stock starts, ours does not: {servers.problems['static'][-600:]}")
         evidence |= check_static(servers.client("static"), given)
     with report.claim(report.claims[1]) as evidence:
         evidence |= check_tokens(servers.client("static"), servers.client("stock"), given)

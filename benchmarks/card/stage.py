@@ -28,14 +28,14 @@ def stub_kernels() -> Iterator[None]:
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend as Base
 
     def forward(
-        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **call: Any
+        backend: Any, q: Any, _k: Any, _v: Any, layer: Any, *_rest: Any, **call: Any
     ) -> Any:
-        return attend(q, self.keys[layer.layer_id], call["topk_indices"])
+        return attend(q, backend.keys[layer.layer_id], call["topk_indices"])
 
-    nothing = {
-        name: lambda self, *_, **__: None
-        for name in ("__init__", "init_forward_metadata", "init_forward_metadata_out_graph")
-    }
+    nothing = dict.fromkeys(
+        ("__init__", "init_forward_metadata", "init_forward_metadata_out_graph"),
+        lambda *_, **__: None,
+    )
     with ExitStack() as patches:
         for name, stub in {**nothing, "forward_decode": forward, "forward_extend": forward}.items():
             patches.enter_context(mock.patch.object(Base, name, stub))
@@ -130,8 +130,8 @@ def runner_backend(cls: type, device: Any, stream: Any, **fields: Any) -> Any:
     """One of SGLang's graph backends without the runner that would build it."""
     made: Any = cls.__new__(cls)
     runner = SimpleNamespace(
-        cuda_graph_output_capacity_rows=lambda output: None,
-        cuda_graph_output_rows=lambda output: None,
+        cuda_graph_output_capacity_rows=lambda _: None,
+        cuda_graph_output_rows=lambda _: None,
     )
     vars(made).update(
         _graphs={},

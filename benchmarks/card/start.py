@@ -7,7 +7,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.card.claims import Missing, Report, expect, need
+from benchmarks.card.claims import MissingError, Report, expect, need
 from benchmarks.card.engine import PATTERN, configuration, resolved
 from sglang_indexcache.support.provenance import package_version
 
@@ -32,13 +32,13 @@ WITH_A_DRIVER = {
 def imports(report: Report) -> dict[str, Any]:
     """Version and seconds of every module, or why it cannot be imported."""
     if find_spec("sglang") is None:
-        raise Missing("there is no SGLang here: unpack the archive of benchmarks.card.pack")
+        raise MissingError("there is no SGLang here: unpack the archive of benchmarks.card.pack")
     found: dict[str, Any] = {}
     for name, distribution in (EVERYWHERE | ({} if report.dry else WITH_A_DRIVER)).items():
         started = time.perf_counter()
         try:
             need(name)
-        except Missing as missing:
+        except MissingError as missing:
             found[name] = {"problem": str(missing)}
             continue
         seconds = round(time.perf_counter() - started, 2)
@@ -50,7 +50,7 @@ def resolution() -> dict[str, Any]:
     """What SGLang makes of our command line on this machine.
 
     Raises:
-        Refuted: it lost the backend or the pattern.
+        RefutedError: it lost the backend or the pattern.
     """
     cfg, types = configuration(resolved())
     expect(cfg.attention_backend == "dsa", f"the backend became {cfg.attention_backend!r}")

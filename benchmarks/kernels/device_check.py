@@ -1,18 +1,12 @@
-"""Build, check, sanitise and time the kernels on this machine's card, into one JSON.
+"""Build, check, sanitise and time the kernels on this machine's card: the steps of such a check.
 
-    benchmarks/device_check.sh [--dry] [--out FILE] [--seconds 450]
-
-Everything that can fault or hang runs in a process of its own with a time limit, and every step
-leaves what it found: the JSON is written whatever happens. ``--dry`` goes through the same steps
-on a CPU with the reference and tiny shapes; its times mean nothing.
+``benchmarks.card`` runs them. Everything that can fault or hang runs in a process of its own with a
+time limit, and every step returns what it found.
 """
 
 import argparse
-import json
-import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,19 +16,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.children import ROOT, Clock, Finished, module, run
+from benchmarks.children import Clock, Finished, module, run
 from benchmarks.engine_kernels import TOPKS
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
 from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
-from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES
+from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS
 from sglang_indexcache.kernels.grid.runner import GROUPS
-from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.provenance import commit, package_version, said
 
-RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
 BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS = 150, 120, 100
 MAX_RESTARTS = 6
 GRID = "sglang_indexcache.kernels.grid.runner"
@@ -78,8 +70,8 @@ def facts() -> dict[str, Any]:
         "name": "CPU",
         "capability": None,
     }
-    for module, packages in PACKAGES.items():
-        found[module] = package_version(*packages)
+    for name, packages in PACKAGES.items():
+        found[name] = package_version(*packages)
     found["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
@@ -255,49 +247,19 @@ def faster(timed: dict[str, Any]) -> dict[str, dict[str, bool | None]]:
     return found
 
 
-def summary(report: dict[str, Any]) -> str:
-    """What a person reads at the end."""
-    machine = report["machine"]
-    lines = [f"{machine['name']}, torch {machine['torch']}, commit {machine['commit']}"]
-    for folder, built in report.get("build", {}).items():
-        if isinstance(built, dict) and built.get("problem"):
-            lines.append(f"build {folder}: {str(built['problem'])[:300]}")
-    for anchor, warmed in report.get("anchors", {}).items():
-        problems = [warmed.get("problem"), *warmed.get("missing", {}).values()]
-        lines += [f"anchor {anchor}: {str(problem)[:300]}" for problem in problems if problem]
-    for name, groups in report["checks"].items():
-        for group, found in groups.items():
-            counts = f"{found['passed']} passed, {len(found['failed'])} failed"
-            problem = f", {found['problem']}" if found["problem"] else ""
-            lines.append(
-                f"check {name} {group}: {counts}, {len(found['skipped'])} skipped{problem}"
-            )
-            lines += [f"  {case}: {said[0]}" for case, said in list(found["failed"].items())[:4]]
-    for name, found in report["sanitizer"].items():
-        text = found if isinstance(found, str) else found["problem"] or "clean"
-        lines.append(f"sanitizer {name}: {text}")
-    for result in report["speed"]["results"]:
-        lines.append(result["workload"])
-        if result.get("bound"):
-            lines.append(f"  bound {result['bound']['us']:10.1f} us ({result['bound']['by']})")
-        for name, times in result.get("times", {}).items():
-            share = f", {times['of_bound']:.0%} of the bound" if "of_bound" in times else ""
-            lines.append(f"  {times['median_us']:16.1f} us  {name}{share}")
-        lines += [f"  not measured: {who}: {why}" for who, why in result.get("missing", {}).items()]
-    lines += [f"not measured: {work}" for work in report["speed"]["not_measured"]]
-    return "\n".join(lines)
-
-
-def options_of(parser: argparse.ArgumentParser, result: Path) -> argparse.Namespace | None:
+def options_of(
+    parser: argparse.ArgumentParser, result: Path, seconds: float = 450.0
+) -> argparse.Namespace | None:
     """The command line of a check, with ``out`` filled in; None, and said, if there is no GPU.
 
     Args:
         parser: with the check's own options.
         result: where a run on a card is kept; a dry run's goes to a temporary folder.
+        seconds: for everything, unless the command line says otherwise.
     """
     parser.add_argument("--dry", action="store_true", help="without a GPU, tiny sizes")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
     options = parser.parse_args()
     dry_result = Path(tempfile.gettempdir()) / f"{result.parent.name}_dry.json"
     options.out = options.out or (dry_result if options.dry else result)
@@ -305,32 +267,3 @@ def options_of(parser: argparse.ArgumentParser, result: Path) -> argparse.Namesp
         print("error: torch sees no GPU; on a CPU use --dry", file=sys.stderr)
         return None
     return options
-
-
-def main() -> int:
-    """Run every step; 0 if everything that ran was right."""
-    options = options_of(argparse.ArgumentParser(description=__doc__), RESULT)
-    if options is None:
-        return 2
-    clock = Clock(options.seconds)
-    implementations = ["reference"] if options.dry else list(NAMES)
-    report: dict[str, Any] = {"dry": options.dry, "machine": facts()}
-    skipped = "skipped: no GPU"
-    with ThreadPoolExecutor() as pool:
-        anchors = pool.submit(warm, clock, tiny=options.dry)
-        report["build"] = {} if options.dry else build(clock)
-        report["anchors"] = anchors.result()
-    report["checks"] = check(clock, implementations, large=not options.dry)
-    report["correct"] = verdicts(report["checks"])
-    report["sanitizer"] = {"all": skipped} if options.dry else sanitize(clock)
-    report["speed"] = time_all(clock, tiny=options.dry)
-    add_rooflines(report["speed"], report["machine"]["name"], tiny=options.dry)
-    report["faster"] = faster(report["speed"])
-    write_json(options.out, report)
-    print(summary(report))
-    print(f"wrote {options.out}")
-    return 0 if all(all(ops.values()) for ops in report["correct"].values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
