@@ -135,6 +135,8 @@ def run(report: Report) -> None:
     with report.claim(report.claims[0]) as evidence:
         need("sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend")
         need("sglang_indexcache.serving.cuda.backend")
+        if not report.dry:
+            need("sgl_kernel")  # its weak references are in every break
         for case in CASES:
             name = f"{case[0]}, layers {case[1]} to {case[2] - 1}"
             evidence[name] = {"errors": replays(case, report), "topk": TOPK}

@@ -75,7 +75,12 @@ def indexer(inputs: Inputs, is_neox: bool, device: str, side: Any) -> Any:
     norm = need("sglang.srt.layers.layernorm").LayerNorm(INDEX_DIM, eps=EPS)
     norm.weight.data, norm.bias.data = inputs.norm
     rope = need("sglang.srt.layers.rotary_embedding").get_rope(
-        ROPE, rotary_dim=ROPE, max_position=4096, base=10000, is_neox_style=is_neox
+        ROPE,
+        rotary_dim=ROPE,
+        max_position=4096,
+        base=10000,
+        is_neox_style=is_neox,
+        dtype=torch.bfloat16,  # the default while SGLang builds a model
     )
 
     def linear(weight: torch.Tensor) -> Any:

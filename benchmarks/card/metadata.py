@@ -5,6 +5,7 @@ out and ours to read. What was selected is compared, as sets, with float64 logit
 the batch's own slots hold.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -171,9 +172,19 @@ def capability(dry: bool) -> Any:
     return mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
 
 
+def settle_for_torch() -> None:
+    """Where DeepGEMM does not load, SGLang plans its index logits in torch."""
+    try:
+        need("deep_gemm")
+    except MissingError:
+        os.environ["SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"] = "1"
+
+
 def run(report: Report) -> None:
     """Decode (and MTP's verification, on a GPU), then a prefill with prefixes."""
     decode = ("DECODE",) if report.dry else ("DECODE", "TARGET_VERIFY")
+    if not report.dry:
+        settle_for_torch()
     for claim, modes in zip(report.claims, (decode, ("EXTEND",)), strict=True):
         with report.claim(claim) as evidence, capability(report.dry):
             published(*(("--dsa-topk-backend", "torch") if report.dry else ()))

@@ -28,7 +28,7 @@ COMMON = (
     *("--chunked-prefill-size", "2048", "--grammar-backend", "none", "--skip-server-warmup"),
     "--disable-radix-cache",
 )
-ON_A_CARD = ("--sampling-backend", "pytorch", "--mem-fraction-static", "0.25")
+ON_A_CARD = ("--sampling-backend", "pytorch", "--mem-fraction-static", "0.5")
 ENVIRONMENT = {
     # The carried sgl_kernel is older than SGLang asks for; pack.py says why.
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
