@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,21 +43,30 @@ class Finished:
     output: str
 
 
-def run(command: list[str], seconds: float) -> Finished:
-    """Run a child to its end or its time limit."""
+def run(command: list[str], seconds: float, *, group: bool = False) -> Finished:
+    """Run a child to its end or its time limit.
+
+    Args:
+        group: at the limit stop its own children too, those that share its process group.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, timeout=seconds, check=False
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, start_new_session=group
         )
-        out, err = done.stdout, done.stderr
-        problem = None if done.returncode == 0 else f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired as expired:
-        out, err = expired.stdout or b"", expired.stderr or b""
-        problem = f"stopped after {seconds:.0f} s"
     except OSError as error:
         return Finished([], str(error), "")
+    try:
+        out, err = child.communicate(timeout=seconds)
+        problem = None if child.returncode == 0 else f"exit code {child.returncode}"
+    except subprocess.TimeoutExpired:
+        if group:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+        out, err = child.communicate()
+        problem = f"stopped after {seconds:.0f} s"
     text, errors = (stream.decode(errors="replace") for stream in (out, err))
     lines = []
     for line in text.splitlines():

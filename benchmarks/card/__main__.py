@@ -26,7 +26,7 @@ RESULT = ROOT / "benchmarks" / "results" / "card" / "card.json"
 def perform(check: Check, seconds: float, flags: list[str]) -> dict[str, Any]:
     """Run one check to its end or its limit."""
     command = module("benchmarks.card.checks", str(check.number), "--seconds", f"{seconds:.0f}")
-    return entry(check, run([*command, *flags], seconds + 5))
+    return entry(check, run([*command, *flags], seconds + 5, group=True))
 
 
 def entry(check: Check, done: Finished) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Processes with a time limit."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,22 @@ def test_a_child_is_stopped_in_time() -> None:
     done = run([sys.executable, "-c", code], 5)
     assert done.lines == [{"line": 1}]
     assert done.problem == "stopped after 5 s"
+
+
+def test_a_group_is_stopped_with_its_own_children(tmp_path: Path) -> None:
+    """A grandchild that ran on would disturb what is checked next."""
+    pid = tmp_path / "pid"
+    grandchild = [sys.executable, "-c", "import time; time.sleep(60)"]
+    code = (
+        "import pathlib, subprocess\n"
+        f"child = subprocess.Popen({grandchild!r})\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    done = run([sys.executable, "-c", code], 5, group=True)
+    assert done.problem == "stopped after 5 s"
+    status = Path(f"/proc/{pid.read_text()}/status")
+    assert not status.exists() or "zombie" in status.read_text()
 
 
 def test_a_command_that_is_not_there() -> None:
