@@ -96,7 +96,7 @@ CHECKS = (
             "its tokens are those of stock SGLang with the same indexer_types",
             "live mode answers, counts and switches",
         ),
-        330,
+        420,
         120,
     ),
     Check(9, "sanitized", ("compute-sanitizer finds nothing in our CUDA kernels",), 120, 40),

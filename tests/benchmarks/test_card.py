@@ -337,7 +337,9 @@ class Broken(FakeServer):
 
     def wait_until_ready(self, timeout: float) -> Client:
         if self.fault == "does not start" and not self.is_stock:
-            raise ServerError("exit code 1: KeyError")
+            raise ServerError("the server ended with exit code 1: KeyError")
+        if self.fault == "starts too slowly" and not self.is_stock:
+            raise ServerError("the server was not ready after 240 s")
         if self.fault == "stock does not start" and self.is_stock:
             raise ServerError("exit code 1: no FlashAttention 3")
         return super().wait_until_ready(timeout)
@@ -373,6 +375,7 @@ SERVED, TOKENS, LIVE = number("served").claims
         ("stock is unstable", ("dry", "not reached", "dry")),
         ("stock does not start", ("dry", "not reached", "dry")),
         ("does not start", ("refuted", "not reached", "not reached")),
+        ("starts too slowly", ("not reached", "not reached", "not reached")),
         ("runs every indexer", ("refuted", "dry", "refuted")),
         ("does not switch", ("dry", "dry", "refuted")),
     ],
