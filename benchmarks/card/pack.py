@@ -94,7 +94,7 @@ CARRIED = (
         f"the engine's index logits; {TORCH_ABI}",
         version="0.1.5.post1",
     ),
-    Carried("sgl-flash-mla", "the engine's sparse attention", drop=("flash_mla/_C_legacy*",)),
+    Carried("sgl-flash-mla", "the engine's sparse attention; Hopper's is in its _C_legacy"),
     Carried("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),
     Carried("transformers", "SGLang and the checkpoints of hf.py are of this version"),
     *(
@@ -130,7 +130,6 @@ CARRIED = (
             "typing-inspection",
             "uvicorn",
             "watchfiles",
-            "zstandard",
         )
     ),
 )
@@ -139,6 +138,7 @@ STUBS = (
     Stub("soundfile", "for speech"),
     Stub("xgrammar", "large, and for constrained output: serve with --grammar-backend none"),
     Stub("xgrammar.structural_tag", "the same"),
+    Stub("zstandard", "large, and for compressed requests"),
 )
 
 
