@@ -1,42 +1,33 @@
-"""Build, check, sanitise and time the kernels on this machine's card, into one JSON.
+"""Build, check, sanitise and time the kernels on this machine's card: the steps of such a check.
 
-    benchmarks/device_check.sh [--dry] [--out FILE] [--seconds 450]
-
-Everything that can fault or hang runs in a process of its own with a time limit, and every step
-leaves what it found: the JSON is written whatever happens. ``--dry`` goes through the same steps
-on a CPU with the reference and tiny shapes; its times mean nothing.
+``benchmarks.card`` runs them. Everything that can fault or hang runs in a process of its own with a
+time limit, and every step returns what it found.
 """
 
 import argparse
-import json
-import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.children import Clock, Finished, module, run
 from benchmarks.engine_kernels import TOPKS
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
 from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
-from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES
+from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS
 from sglang_indexcache.kernels.grid.runner import GROUPS
-from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.provenance import commit, package_version, said
 
-ROOT = Path(__file__).parent.parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "kernels" / "device_check.json"
-BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS, RESERVE_SECONDS = 150, 120, 100, 15
+BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS = 150, 120, 100
 MAX_RESTARTS = 6
 GRID = "sglang_indexcache.kernels.grid.runner"
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -67,65 +58,6 @@ PACKAGES = {
 """Who installs what is timed."""
 
 
-@dataclass
-class Clock:
-    """The time that is left."""
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        self._started = time.perf_counter()
-
-    def left(self, at_most: float = float("inf")) -> float:
-        """Seconds for the next step."""
-        passed = time.perf_counter() - self._started
-        return max(1.0, min(at_most, self.seconds - RESERVE_SECONDS - passed))
-
-    def step(self, seconds: float) -> "Clock":
-        """A clock for one step, whose jobs share its time however many wait their turn."""
-        return Clock(self.left(seconds) + RESERVE_SECONDS)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A child's lines of JSON and how it ended."""
-
-    lines: list[dict[str, Any]]
-    problem: str | None
-    output: str
-
-
-def run(command: list[str], seconds: float) -> Finished:
-    """Run a child to its end or its time limit."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, timeout=seconds, check=False
-        )
-        out, err = done.stdout, done.stderr
-        problem = None if done.returncode == 0 else f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired as expired:
-        out, err = expired.stdout or b"", expired.stderr or b""
-        problem = f"stopped after {seconds:.0f} s"
-    except OSError as error:
-        return Finished([], str(error), "")
-    text, errors = (stream.decode(errors="replace") for stream in (out, err))
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    lines = [line for line in lines if isinstance(line, dict)]
-    return Finished(lines, problem, (text + errors)[-4000:])
-
-
-def module(name: str, *options: str) -> list[str]:
-    """The command that runs a module."""
-    return [sys.executable, "-m", name, *options]
-
-
 def facts() -> dict[str, Any]:
     """Card, driver, versions, commit."""
     found: dict[str, Any] = {
@@ -138,8 +70,8 @@ def facts() -> dict[str, Any]:
         "name": "CPU",
         "capability": None,
     }
-    for module, packages in PACKAGES.items():
-        found[module] = package_version(*packages)
+    for name, packages in PACKAGES.items():
+        found[name] = package_version(*packages)
     found["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit"]
@@ -315,49 +247,19 @@ def faster(timed: dict[str, Any]) -> dict[str, dict[str, bool | None]]:
     return found
 
 
-def summary(report: dict[str, Any]) -> str:
-    """What a person reads at the end."""
-    machine = report["machine"]
-    lines = [f"{machine['name']}, torch {machine['torch']}, commit {machine['commit']}"]
-    for folder, built in report.get("build", {}).items():
-        if isinstance(built, dict) and built.get("problem"):
-            lines.append(f"build {folder}: {str(built['problem'])[:300]}")
-    for anchor, warmed in report.get("anchors", {}).items():
-        problems = [warmed.get("problem"), *warmed.get("missing", {}).values()]
-        lines += [f"anchor {anchor}: {str(problem)[:300]}" for problem in problems if problem]
-    for name, groups in report["checks"].items():
-        for group, found in groups.items():
-            counts = f"{found['passed']} passed, {len(found['failed'])} failed"
-            problem = f", {found['problem']}" if found["problem"] else ""
-            lines.append(
-                f"check {name} {group}: {counts}, {len(found['skipped'])} skipped{problem}"
-            )
-            lines += [f"  {case}: {said[0]}" for case, said in list(found["failed"].items())[:4]]
-    for name, found in report["sanitizer"].items():
-        text = found if isinstance(found, str) else found["problem"] or "clean"
-        lines.append(f"sanitizer {name}: {text}")
-    for result in report["speed"]["results"]:
-        lines.append(result["workload"])
-        if result.get("bound"):
-            lines.append(f"  bound {result['bound']['us']:10.1f} us ({result['bound']['by']})")
-        for name, times in result.get("times", {}).items():
-            share = f", {times['of_bound']:.0%} of the bound" if "of_bound" in times else ""
-            lines.append(f"  {times['median_us']:16.1f} us  {name}{share}")
-        lines += [f"  not measured: {who}: {why}" for who, why in result.get("missing", {}).items()]
-    lines += [f"not measured: {work}" for work in report["speed"]["not_measured"]]
-    return "\n".join(lines)
-
-
-def options_of(parser: argparse.ArgumentParser, result: Path) -> argparse.Namespace | None:
+def options_of(
+    parser: argparse.ArgumentParser, result: Path, seconds: float = 450.0
+) -> argparse.Namespace | None:
     """The command line of a check, with ``out`` filled in; None, and said, if there is no GPU.
 
     Args:
         parser: with the check's own options.
         result: where a run on a card is kept; a dry run's goes to a temporary folder.
+        seconds: for everything, unless the command line says otherwise.
     """
     parser.add_argument("--dry", action="store_true", help="without a GPU, tiny sizes")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
     options = parser.parse_args()
     dry_result = Path(tempfile.gettempdir()) / f"{result.parent.name}_dry.json"
     options.out = options.out or (dry_result if options.dry else result)
@@ -365,32 +267,3 @@ def options_of(parser: argparse.ArgumentParser, result: Path) -> argparse.Namesp
         print("error: torch sees no GPU; on a CPU use --dry", file=sys.stderr)
         return None
     return options
-
-
-def main() -> int:
-    """Run every step; 0 if everything that ran was right."""
-    options = options_of(argparse.ArgumentParser(description=__doc__), RESULT)
-    if options is None:
-        return 2
-    clock = Clock(options.seconds)
-    implementations = ["reference"] if options.dry else list(NAMES)
-    report: dict[str, Any] = {"dry": options.dry, "machine": facts()}
-    skipped = "skipped: no GPU"
-    with ThreadPoolExecutor() as pool:
-        anchors = pool.submit(warm, clock, tiny=options.dry)
-        report["build"] = {} if options.dry else build(clock)
-        report["anchors"] = anchors.result()
-    report["checks"] = check(clock, implementations, large=not options.dry)
-    report["correct"] = verdicts(report["checks"])
-    report["sanitizer"] = {"all": skipped} if options.dry else sanitize(clock)
-    report["speed"] = time_all(clock, tiny=options.dry)
-    add_rooflines(report["speed"], report["machine"]["name"], tiny=options.dry)
-    report["faster"] = faster(report["speed"])
-    write_json(options.out, report)
-    print(summary(report))
-    print(f"wrote {options.out}")
-    return 0 if all(all(ops.values()) for ops in report["correct"].values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

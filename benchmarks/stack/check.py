@@ -13,7 +13,8 @@ times mean nothing.
 import argparse
 import sys
 
-from benchmarks.kernels.device_check import ROOT, Clock, build, facts, options_of, run
+from benchmarks.children import ROOT, Clock, run
+from benchmarks.kernels.device_check import build, facts, options_of
 from benchmarks.stack.tables import check_grids
 from benchmarks.stack.worker import CACHE_TOKENS, LENGTHS, TINY_CACHE_TOKENS, TINY_LENGTHS
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck

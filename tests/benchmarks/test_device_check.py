@@ -1,65 +1,25 @@
-"""The device check: its dry run end to end, and what it does when things break."""
+"""The steps of a device check: what they do when things break. ``test_card.py`` runs them dry."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import engine_kernels
+from benchmarks.children import Clock, Finished
 from benchmarks.kernels import device_check, speed, workloads
 from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS
-from sglang_indexcache.kernels.grid import cases
-from tests.dry_run import dry_run
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 
 
-def test_dry_run(tmp_path: Path) -> None:
-    """One command, every step, one JSON."""
-    out, _ = dry_run(tmp_path)
-    report = json.loads(out.read_text())
-    assert report["dry"] is True
-    assert set(report["anchors"]) == set(engine_kernels.TOPKS)
-    assert report["anchors"]["torch.topk"].keys() == {"topk", "seconds", "missing"}
-    assert set(report["machine"]) >= {"name", "capability", "torch", "cuda", "commit", "triton"}
-    assert report["correct"] == {"reference": dict.fromkeys(OPS, True)}
-    expected = {
-        "topk": len(cases.TOPK),
-        "indexer_prefill": len(cases.PREFILL),
-        "indexer_decode": len(cases.DECODE),
-        "sparse_mla": len(cases.ATTENTION),
-    }
-    groups = report["checks"]["reference"]
-    assert {group: found["passed"] for group, found in groups.items()} == expected
-    results = report["speed"]["results"]
-    assert [r["workload"] for r in results] == [str(w) for w in workloads.tiny_workloads()]
-    for result in results:
-        assert result["times"]["reference"]["repetitions"] >= 3
-        assert "needs an NVIDIA GPU" in result["missing"]["cuda"]
-        assert result["bound"] is None
-    assert report["faster"]["cuda"] == dict.fromkeys(speed.OPS)
-    assert report["speed"]["not_measured"] == []
-
-
-def test_no_gpu_is_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["device_check"])
-    assert device_check.main() == 2
-    assert "use --dry" in capsys.readouterr().err
-
-
 def test_a_contender_that_kills_the_process_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second try goes on where the first ended, without the one that ended it."""
     commands: list[list[str]] = []
-    died = device_check.Finished(
+    died = Finished(
         [
             {"begin": "cuda", "workload": "a"},
             {"number": 0, "result": {"workload": "a"}},
@@ -69,15 +29,15 @@ def test_a_contender_that_kills_the_process_is_left_out(monkeypatch: pytest.Monk
         "exit code -11",
         "Segmentation fault",
     )
-    survived = device_check.Finished([{"number": 1, "result": {"workload": "b"}}], None, "")
+    survived = Finished([{"number": 1, "result": {"workload": "b"}}], None, "")
     answers = [died, survived]
 
-    def answer(command: list[str], seconds: float) -> device_check.Finished:
+    def answer(command: list[str], seconds: float) -> Finished:
         commands.append(command)
         return answers.pop(0)
 
     monkeypatch.setattr(device_check, "run", answer)
-    timed = device_check.time_all(device_check.Clock(100), tiny=False)
+    timed = device_check.time_all(Clock(100), tiny=False)
     assert [result["workload"] for result in timed["results"]] == ["a", "b"]
     assert "Segmentation fault" in timed["ended_the_process"]["flash_mla"]
     assert commands[1][commands[1].index("--skip") + 1 :] == ["flash_mla"]
@@ -85,33 +45,14 @@ def test_a_contender_that_kills_the_process_is_left_out(monkeypatch: pytest.Monk
 
 
 def test_time_that_runs_out_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = device_check.Finished([{"out_of_time": ["x", "y"]}], None, "")
+    late = Finished([{"out_of_time": ["x", "y"]}], None, "")
     monkeypatch.setattr(device_check, "run", lambda *_: late)
-    timed = device_check.time_all(device_check.Clock(100), tiny=False)
+    timed = device_check.time_all(Clock(100), tiny=False)
     assert timed["not_measured"] == ["x", "y"]
-    hung = device_check.Finished([], "stopped after 50 s", "")
+    hung = Finished([], "stopped after 50 s", "")
     monkeypatch.setattr(device_check, "run", lambda *_: hung)
-    timed = device_check.time_all(device_check.Clock(100), tiny=True)
+    timed = device_check.time_all(Clock(100), tiny=True)
     assert len(timed["not_measured"]) == len(list(workloads.tiny_workloads()))
-
-
-def test_a_child_is_stopped_in_time() -> None:
-    code = "import time; print('{\"line\": 1}', flush=True); time.sleep(60)"
-    done = device_check.run([sys.executable, "-c", code], 5)
-    assert done.lines == [{"line": 1}]
-    assert done.problem == "stopped after 5 s"
-
-
-def test_a_command_that_is_not_there() -> None:
-    assert "No such file" in str(device_check.run(["/nowhere/tool"], 5).problem)
-
-
-def test_jobs_of_a_step_share_its_time() -> None:
-    clock = device_check.Clock(1000)
-    step = clock.step(0.5)
-    assert step.left() <= 1.0  # the least that any job gets
-    assert clock.step(100).left() == pytest.approx(100, abs=1)
-    assert device_check.Clock(30).step(100).left() == pytest.approx(15, abs=1)
 
 
 def outcome(name: str, complaints: list[str], skipped: str | None = None) -> dict[str, Any]:
@@ -132,9 +73,9 @@ def test_verdicts(
     monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], problem: str | None, right: bool
 ) -> None:
     """Correct is what ran, passed everything and came to an end."""
-    done = device_check.Finished(lines, problem, "")
+    done = Finished(lines, problem, "")
     monkeypatch.setattr(device_check, "run", lambda *_: done)
-    found = device_check.check(device_check.Clock(100), ["cuda"], large=True)
+    found = device_check.check(Clock(100), ["cuda"], large=True)
     assert device_check.verdicts(found) == {"cuda": dict.fromkeys(OPS, right)}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import device_check
+from benchmarks.children import Finished
 from benchmarks.stack import check
 from benchmarks.stack import tables as stack_tables
 from benchmarks.stack.worker import TINY_CACHE_TOKENS, TINY_LENGTHS
@@ -76,7 +76,7 @@ def line(result: LayerStackResult) -> dict[str, Any]:
 def test_a_set_that_dies_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     first = stack("cuda", row("prefill", 10_000, 1, 2.0, 1.0))
     second = stack("cuda", *first.rows, row("decode", 10_000, 1, 2.0, 1.0))
-    died = device_check.Finished([line(first), line(second)], "exit code -11", "Segmentation fault")
+    died = Finished([line(first), line(second)], "exit code -11", "Segmentation fault")
     monkeypatch.setattr(check, "run", lambda *_: died)
     result, problem = check.measure("cuda", [], 10)
     assert result == second
@@ -85,10 +85,10 @@ def test_a_set_that_dies_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_set_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = device_check.Finished([{"problem": "needs deep_gemm"}], "exit code 1", "noise")
+    refused = Finished([{"problem": "needs deep_gemm"}], "exit code 1", "noise")
     monkeypatch.setattr(check, "run", lambda *_: refused)
     assert check.measure("engine", [], 10) == (None, "needs deep_gemm")
-    silent = device_check.Finished([], None, "")
+    silent = Finished([], None, "")
     monkeypatch.setattr(check, "run", lambda *_: silent)
     assert check.measure("engine", [], 10) == (None, "it measured nothing")
 

@@ -1,0 +1,125 @@
+"""Check 5: ``IndexCacheBackend`` in SGLang's own decode graphs.
+
+SGLang begins a captured forward once and runs its layers three times: two warm-ups and the capture.
+What a layer takes from a warm-up is dead memory in every replay, so that memory is overwritten here
+before the replays.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.card.claims import Report, need
+from benchmarks.card.device import sglang_on
+from benchmarks.card.stage import KEYS, TOPK, Stage, runner_backend, stub_kernels
+
+ROWS = 6
+SPLIT = ((0, 2), (2, ROWS))
+CASES: dict[str, tuple[tuple[str, int, int, int], ...]] = {
+    # pattern, first layer, end, first layer on sub-batches
+    "a stage that starts on F": (("FSSFSS", 0, 6, 6), ("FSSFSS", 3, 6, 6)),
+    "a stage that starts on S": (("FSSFSS", 1, 6, 6), ("FSSFSS", 4, 6, 6)),
+    "sub-batches that start on S": (("FSSFSS", 0, 6, 1), ("FSSSSF", 0, 6, 2)),
+}
+
+
+def forward(stage: Stage) -> torch.Tensor:
+    """The layers as SGLang's model runs them; what it carries, it carries here."""
+    hidden, previous = stage.hidden.clone(), stage.carried.clone()
+    whole = [layer for layer in stage.layers if layer < stage.first_overlapped]
+    hidden, _ = layers(stage, stage.whole, whole, hidden, previous, None)
+    rest = [layer for layer in stage.layers if layer >= stage.first_overlapped]
+    if not rest:
+        return hidden
+    # Between sub-batches SGLang carries nothing.
+    parts = [
+        layers(stage, backend, rest, hidden[low:high], None, (low, high))[0]
+        for backend, (low, high) in zip(stage.parts, SPLIT, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def layers(
+    stage: Stage, backend: Any, numbers: list[int], hidden: Any, previous: Any, rows: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Some layers on one batch."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from benchmarks.card.stage import select
+
+    batch = SimpleNamespace(tbo_parent_token_range=rows, forward_mode=ForwardMode.DECODE)
+    for number in numbers:
+        if stage.pattern.is_full(number):
+            previous = select(hidden, stage.keys[number])
+        layer = SimpleNamespace(layer_id=number)
+        # In sub-batches the indices of the layer before are dropped, F or S.
+        given = previous if rows is None or stage.pattern.is_full(number) else None
+        hidden = hidden + backend.forward_decode(
+            hidden, None, None, layer, batch, topk_indices=given
+        )
+    return hidden, previous
+
+
+def replays(case: tuple[str, int, int, int], report: Report) -> dict[str, Any]:
+    """Capture a stage once, replay it with three batches.
+
+    Raises:
+        RefutedError: an eager pass or a replay is not what the pattern says.
+    """
+    from sglang.srt.model_executor.runner.shape_key import ShapeKey
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
+        FullCudaGraphBackend,
+    )
+
+    text, start, end, first = case
+    key = ShapeKey(ROWS)
+    errors = []
+    with stub_kernels(), sglang_on(report.dry) as device:
+        stage = Stage(text, start, end, ROWS, report.device, first)
+        backends = (stage.whole, *stage.parts)
+        graphs = runner_backend(
+            FullCudaGraphBackend,
+            device,
+            device.Stream(),
+            _reuse_output_buffer=False,
+            _output_buffer=None,
+        )
+        stage.fill(0)
+        for backend in backends:
+            backend.init_forward_metadata(None)
+        errors.append(stage.check(forward(stage), "the eager forward"))
+        for backend in backends:
+            backend.init_forward_metadata_out_graph(None, in_capture=True)
+        graphs.capture_one(key, lambda: forward(stage))
+        overwritten = overwrite_freed_memory(report.device)
+        for seed in (1, 2, 1):
+            stage.fill(seed)
+            for backend in backends:
+                backend.init_forward_metadata_out_graph(None)
+            output = graphs.replay(key, None)
+            device.synchronize()
+            errors.append(stage.check(output, f"the replay with batch {seed}"))
+        del overwritten
+    return {"largest errors": errors}
+
+
+def overwrite_freed_memory(device: str) -> list[torch.Tensor]:
+    """Take what the warm-ups freed, and write indices there that nobody selected."""
+    shapes = [(rows, TOPK) for rows in (ROWS, *(high - low for low, high in SPLIT))]
+    return [
+        torch.full(shape, KEYS - 1, dtype=torch.int32, device=device)
+        for shape in shapes
+        for _ in range(64)
+    ]
+
+
+def run(report: Report) -> None:
+    """One claim for each kind of start."""
+    for name, (kind, cases) in zip(report.claims, CASES.items(), strict=True):
+        assert name.endswith(kind)
+        with report.claim(name) as evidence:
+            need("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend")
+            need("sglang_indexcache.serving.cuda.backend")
+            for case in cases:
+                evidence[f"{case[0]}, layers {case[1]} to {case[2] - 1}"] = replays(case, report)

@@ -1,0 +1,326 @@
+"""Pack what a bare machine with a card needs beside this repository, into one archive.
+
+    python -m benchmarks.card.pack [--out card.tar.xz] [--wheels FOLDER]
+
+Run it where SGLang is installed and a network is at hand. The card's machine (``machine.txt``) has
+another Python and another torch than SGLang is built for and no network: SGLang's own Python is
+copied from here, everything compiled is downloaded for that machine, and what cannot travel gets a
+stub that says so when it is called. ``card-manifest.json`` in the archive lists it all.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import io
+import json
+import lzma
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from benchmarks.children import ROOT
+
+PYTHON = "3.12"
+PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2_31", "2_34", "2_39")
+"""glibc versions of wheels that the machine can load; pip wants each by name."""
+LIMIT_BYTES = 60_000_000
+CARRY_BYTES = 62 * 2**20
+"""The archive and the repository travel together; a little is left for results."""
+MANIFEST = "card-manifest.json"
+MACHINE = Path(__file__).parent / "machine.txt"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One distribution of the archive.
+
+    Attributes:
+        name: of the distribution.
+        why: what breaks without it.
+        version: to take; None is the one installed here.
+        here: copy the files installed here instead of downloading; for pure Python only.
+        keep: patterns of the paths to take; all if empty.
+        drop: patterns of the paths to leave behind.
+    """
+
+    name: str
+    why: str
+    version: str | None = None
+    here: bool = False
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A module that stands where one cannot travel."""
+
+    module: str
+    why: str
+
+
+TORCH_ABI = "the last one built for torch 2.11: newer ones miss symbols there, and TensorImpl moved"
+CARRIED = (
+    Carried(
+        "sglang",
+        "the engine",
+        here=True,
+        keep=("sglang/*", "*.dist-info/*"),
+        drop=(
+            "*.so",
+            "*.co",
+            "sglang/test/*",
+            "sglang/multimodal_gen/*",
+            "sglang/benchmark/*",
+            "sglang/kernels/jit/benchmark/*",
+        ),
+    ),
+    Carried(
+        "sglang-kernel",
+        f"sgl_kernel, which models import; {TORCH_ABI}",
+        version="0.4.5",
+        keep=("sgl_kernel/*.py", "sgl_kernel/*/*.py", "sgl_kernel/sm90/*", "*.dist-info/*"),
+    ),
+    Carried(
+        "sgl-deep-gemm",
+        f"the engine's index logits; {TORCH_ABI}",
+        version="0.1.5.post1",
+    ),
+    Carried("sgl-flash-mla", "the engine's sparse attention; Hopper's is in its _C_legacy"),
+    Carried("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),
+    Carried("transformers", "SGLang and the checkpoints of hf.py are of this version"),
+    *(
+        Carried(name, "imported by SGLang's processes")
+        for name in (
+            "annotated-types",
+            "compressed-tensors",
+            "dill",
+            "distro",
+            "fastapi",
+            "gguf",
+            "interegular",
+            "jiter",
+            "jsonschema",
+            "jsonschema-specifications",
+            "loguru",
+            "msgspec",
+            "openai",
+            "openai-harmony",
+            "opentelemetry-api",
+            "orjson",
+            "partial-json-parser",
+            "pybase64",
+            "pydantic",
+            "pydantic-core",
+            "python-multipart",
+            "pyzmq",
+            "referencing",
+            "rpds-py",
+            "setproctitle",
+            "sniffio",
+            "starlette",
+            "typing-inspection",
+            "uvicorn",
+            "watchfiles",
+        )
+    ),
+)
+STUBS = (
+    Stub("IPython.display", "for notebooks"),
+    Stub("soundfile", "for speech"),
+    Stub("xgrammar", "large, and for constrained output: serve with --grammar-backend none"),
+    Stub("xgrammar.structural_tag", "the same"),
+    Stub("zstandard", "large, and for compressed requests"),
+)
+
+
+def on_machine() -> dict[str, str]:
+    """Normalised names of the distributions that the card's machine has, and known versions."""
+    lines = (line.partition("#")[0].strip() for line in MACHINE.read_text().splitlines())
+    pairs = (line.partition("==") for line in lines if line)
+    return {normalised(name): version for name, _, version in pairs}
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as comparisons want it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def files_here(carried: Carried) -> Iterator[tuple[str, bytes]]:
+    """The files of an installed distribution.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
+    """
+    for file in importlib.metadata.distribution(carried.name).files or []:
+        if file.suffix != ".pyc" and ".." not in file.parts:
+            yield file.as_posix(), Path(str(file.locate())).read_bytes()
+
+
+def files_of_wheel(wheel: Path) -> Iterator[tuple[str, bytes]]:
+    """The files of a wheel as they lie in a site folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        for info in archive.infolist():
+            # What a wheel installs elsewhere (scripts, headers) nobody imports.
+            if not info.is_dir() and ".data/" not in info.filename:
+                yield info.filename, archive.read(info)
+
+
+def download(carried: Carried, folder: Path) -> Path:
+    """The wheel for the card's machine, by pip; one that lies in ``folder`` is taken as it is.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    version = carried.version or importlib.metadata.version(carried.name)
+    name = carried.name.replace("-", "_")
+    found = sorted(folder.glob(f"{name}-{version}-*.whl"))
+    if not found:
+        platforms = [f"--platform=manylinux_{p}_x86_64" for p in PLATFORMS]
+        platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms]
+        command += ["--dest", str(folder), f"{carried.name}=={version}"]
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(f"error: no wheel of {carried.name} {version} fits the card's machine")
+        found = sorted(folder.glob(f"{name}-{version}-*.whl"))
+    return found[0]
+
+
+def wanted(path: str, carried: Carried) -> bool:
+    """Whether a distribution's file travels."""
+    kept = not carried.keep or any(fnmatch(path, pattern) for pattern in carried.keep)
+    return kept and not any(fnmatch(path, pattern) for pattern in carried.drop)
+
+
+def misfit(path: str) -> str | None:
+    """Why a compiled file cannot be loaded by the card's Python, or None."""
+    tag = re.search(r"\.(cpython-\d+)[-.]", path)
+    if tag and tag[1] != "cpython-" + PYTHON.replace(".", ""):
+        return f"{path} is for {tag[1]}"
+    return None
+
+
+def stub_source(stub: Stub) -> str:
+    """A module whose names can be imported, and say why they are not there when they are used."""
+    return f'''"""Stands where {stub.module} could not travel: {stub.why}."""
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_, **__):
+        raise ImportError("{stub.module}." + name + " was not carried: {stub.why}")
+
+    anything = classmethod(lambda *_: {{"type": "any"}})  # it may be a field's type
+    return type(name, (), {{"__init__": missing, "__get_pydantic_core_schema__": anything}})
+'''
+
+
+def own_metadata() -> dict[str, bytes]:
+    """What makes the repository an installed package: SGLang finds plugins by entry points."""
+    found = importlib.metadata.distribution("sglang-indexcache")
+    folder = f"sglang_indexcache-{found.version}.dist-info"
+    names = ("METADATA", "entry_points.txt")
+    return {f"{folder}/{name}": (found.read_text(name) or "").encode() for name in names}
+
+
+def collect(carried: Iterable[Carried], wheels: Path) -> tuple[dict[str, bytes], list[Any]]:
+    """Every file of the archive, and the manifest's rows.
+
+    Raises:
+        SystemExit: a distribution that the machine has, or a compiled file that does not fit it.
+    """
+    files: dict[str, bytes] = {}
+    rows: list[Any] = []
+    there = on_machine()
+    for one in carried:
+        version = one.version or importlib.metadata.version(one.name)
+        if there.get(normalised(one.name)) in ("", version):
+            raise SystemExit(f"error: the card's machine has {one.name} already")
+        source = files_here(one) if one.here else files_of_wheel(download(one, wheels))
+        taken = {path: data for path, data in source if wanted(path, one)}
+        if misfits := [why for why in map(misfit, taken) if why]:
+            raise SystemExit(f"error: {one.name}: {misfits[0]}, the machine has Python {PYTHON}")
+        files |= taken
+        digest = hashlib.sha256()
+        for path in sorted(taken):
+            digest.update(path.encode() + b"\0" + taken[path])
+        rows.append(
+            {
+                "name": one.name,
+                "version": version,
+                "why": one.why,
+                "files": len(taken),
+                "bytes": sum(map(len, taken.values())),
+                "sha256": digest.hexdigest(),
+            }
+        )
+    return files, rows
+
+
+def write_archive(files: dict[str, bytes], out: Path) -> None:
+    """The same files give the same archive, byte for byte."""
+    with (
+        lzma.open(out, "wb", preset=2) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path in sorted(files):
+            entry = tarfile.TarInfo(path)
+            entry.size = len(files[path])
+            archive.addfile(entry, io.BytesIO(files[path]))
+
+
+def tracked_bytes() -> int:
+    """What the repository itself weighs."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    names = subprocess.run(command, capture_output=True, check=True).stdout.split(b"\0")
+    return sum((ROOT / name.decode()).stat().st_size for name in names if name)
+
+
+def too_large(archive: int, tree: int) -> str | None:
+    """Why an archive of so many bytes cannot travel, or None."""
+    if archive > LIMIT_BYTES:
+        return f"the archive has {archive:,} bytes, more than {LIMIT_BYTES:,}"
+    if archive + tree > CARRY_BYTES:
+        return f"archive and repository have {archive + tree:,} bytes, more than {CARRY_BYTES:,}"
+    return None
+
+
+def main() -> int:
+    """Pack; 0 if the archive can travel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "card.tar.xz")
+    parser.add_argument("--wheels", type=Path, help="where wheels are kept between calls")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        wheels = options.wheels or Path(temporary)
+        wheels.mkdir(parents=True, exist_ok=True)
+        files, rows = collect(CARRIED, wheels)
+    files |= own_metadata()
+    files |= {f"{s.module.replace('.', '/')}/__init__.py": stub_source(s).encode() for s in STUBS}
+    stubs = {stub.module: stub.why for stub in STUBS}
+    manifest = {"python": PYTHON, "carried": rows, "stubs": stubs}
+    files[MANIFEST] = (json.dumps(manifest, indent=1) + "\n").encode()
+    write_archive(files, options.out)
+    for row in sorted(rows, key=lambda row: -row["bytes"]):
+        print(f"{row['bytes']:12,}  {row['name']} {row['version']}")
+    size, tree = options.out.stat().st_size, tracked_bytes()
+    print(f"{size:12,}  {options.out}, and {tree:,} bytes of the repository")
+    if problem := too_large(size, tree):
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
