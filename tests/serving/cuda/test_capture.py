@@ -20,6 +20,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
+from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (
+    BreakableCudaGraphBackend,
+)
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
 from sglang.srt.model_executor.runner_utils.forward_batch import (
     get_forward_batch,
@@ -27,6 +31,8 @@ from sglang.srt.model_executor.runner_utils.forward_batch import (
 )
 from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
+from benchmarks.card.device import CPU, sglang_on
+from benchmarks.card.stage import runner_backend
 from sglang_indexcache.errors import PatternError, StaleIndexError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -34,10 +40,7 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts
-from tests.serving.cuda.fake_graphs import breakable_graphs, fake_cuda, full_graphs, launch
 from tests.serving.cuda.test_backend import plan
-
-__all__ = ["fake_cuda"]
 
 ROWS = 4
 KEY = ShapeKey(ROWS)
@@ -83,7 +86,7 @@ class Model:
     def forward(self, parts: tuple[Any, ...] = ()) -> torch.Tensor:
         """``DeepseekV2Model.forward``: without ``parts`` every layer sees the whole batch."""
         carried = torch.empty_like(self.carried)
-        launch(lambda: carried.copy_(self.carried))
+        carried.copy_(self.carried)
         previous = carried if self.start else None
         whole = batch(slice(0, ROWS), None)
         boundary = self.first_overlapped if parts else self.end
@@ -98,8 +101,7 @@ class Model:
         self, backend: IndexCacheBackend, layer: int, part: Any, previous: torch.Tensor | None
     ) -> torch.Tensor | None:
         if self.pattern.is_full(layer):
-            previous = torch.empty_like(self.batch[part.rows])
-            launch(lambda: previous.copy_(self.selected(layer, part.rows)))
+            previous = self.selected(layer, part.rows)
         said = SimpleNamespace(layer_id=layer, notes=(self.attended, part.rows))
         backend.forward_decode(None, None, None, said, part, topk_indices=previous)
         return previous
@@ -122,13 +124,20 @@ def batch(rows: slice, of_whole: tuple[int, int] | None) -> Any:
 
 
 @pytest.fixture(autouse=True)
+def recorded_graphs() -> Iterator[None]:
+    """SGLang captures and replays; a recording stands for the device's graphs."""
+    with sglang_on(dry=True):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's attention, replaced by a kernel that notes the indices it reads."""
 
     def note(self: Any, q: Any, k: Any, v: Any, layer: Any, part: Any, **call: Any) -> None:
         attended, rows = layer.notes
         indices = call["topk_indices"]
-        launch(lambda: attended[layer.layer_id, rows].copy_(indices.flatten()))
+        attended[layer.layer_id, rows].copy_(indices.flatten())
 
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
         monkeypatch.setattr(DeepseekSparseAttnBackend, name, lambda self, *_, **__: None)
@@ -144,9 +153,7 @@ def stages(pattern: Pattern, count: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("text", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("first_overlapped", [None, 1, 3], ids=["no overlap", "1", "3"])
-def test_decode_graph_of_every_stage(
-    fake_cuda: None, text: str, count: int, first_overlapped: int | None
-) -> None:
+def test_decode_graph_of_every_stage(text: str, count: int, first_overlapped: int | None) -> None:
     pattern = Pattern(text)
     for start, end in stages(pattern, count):
         if first_overlapped is not None and not pattern.is_full(start):
@@ -165,7 +172,9 @@ def replay_stage(
     parts = (batch(slice(0, 1), (0, 1)), batch(slice(1, ROWS), (1, ROWS))) if overlap else ()
     whole = SimpleNamespace(tbo_children=parts or None)
     model.backend.init_forward_metadata_out_graph(whole, in_capture=True)
-    graphs = full_graphs()
+    graphs = runner_backend(
+        FullCudaGraphBackend, CPU, None, _reuse_output_buffer=False, _output_buffer=None
+    )
     graphs.capture_one(KEY, lambda: model.forward(parts))
     for number in (1, 2):
         model.batch.copy_(torch.arange(ROWS).view(-1, 1) + 10 * number)
@@ -176,7 +185,7 @@ def replay_stage(
 
 
 def test_adopting_only_into_an_empty_buffer_would_be_noticed(
-    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the buffer did, and every pass but the first read what the first had left."""
     replay_stage(Pattern("FSSFS"), 2, 5)
@@ -215,7 +224,7 @@ class PrefillModel:
 
     def forward(self) -> torch.Tensor:
         carried = torch.empty_like(self.carried)
-        launch(lambda: carried.copy_(self.carried))
+        carried.copy_(self.carried)
         previous = carried
         for number, layer in self.layers.items():
             if self.pattern.is_full(number):
@@ -223,8 +232,7 @@ class PrefillModel:
                 select_into(number, previous)
             q = torch.zeros(ROWS, 1, 1)
             output = layer(q, None, None, get_forward_batch(), topk_indices=previous)
-            row = self.attended[number]
-            launch(lambda row=row, output=output: row.copy_(output.flatten()))
+            self.attended[number].copy_(output.flatten())
         return self.attended
 
 
@@ -260,7 +268,7 @@ def prefill_batch(rows: int, mark: int) -> Any:
 @pytest.mark.parametrize("text", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_breakable_prefill_graph_of_every_stage(
-    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, text: str, count: int
+    monkeypatch: pytest.MonkeyPatch, text: str, count: int
 ) -> None:
     """Replays with a full batch, a padded one, an idle rank's empty one, and a full one again."""
 
@@ -273,7 +281,14 @@ def test_breakable_prefill_graph_of_every_stage(
     pattern = Pattern(text)
     for start, end in stages(pattern, count):
         model = PrefillModel(pattern, start, end)
-        graphs = breakable_graphs()
+        graphs = runner_backend(
+            BreakableCudaGraphBackend,
+            CPU,
+            None,
+            _capture_inputs={},
+            _shared_output_buffer=None,
+            _debug_eager=False,
+        )
         with prefill(model, prefill_batch(ROWS, mark=0)), graphs.replay_session():
             model.backend.init_forward_metadata(get_forward_batch())
             graphs.capture_one(KEY, model.forward)
