@@ -41,13 +41,15 @@ class Rank:
         name: its server's URL, and its number where there are several.
         role: prefill, decode or both.
         launched: whether its launcher had the plugin and was asked for IndexCache.
-        state: IndexCache's report and SGLang's version; None if the plugin is not at work in it.
+        state: IndexCache's report and SGLang's version; None if there is none.
+        error: why its report failed, or "".
     """
 
     name: str
     role: str
     launched: bool
     state: dict[str, Any] | None
+    error: str = ""
 
 
 def examine_servers(clients: Sequence[Client], console: Console) -> bool:
@@ -79,22 +81,21 @@ def _ranks(client: Client) -> list[Rank]:
     states = info["internal_states"]
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     role = info.get("disaggregation_mode") or "null"
-    return [
-        Rank(
-            name=f"{client.url} rank {number}" if len(states) > 1 else client.url,
-            role="both" if role == "null" else role,
-            launched=launched,
-            state=ours and {**ours, "sglang": info["version"]},
-        )
-        for number, ours in enumerate(state.get("indexcache") for state in states)
-    ]
+    ranks = []
+    for number, ours in enumerate(state.get("indexcache") or {} for state in states):
+        name = f"{client.url} rank {number}" if len(states) > 1 else client.url
+        error = ours.get("error", "")
+        state = {**ours, "sglang": info["version"]} if ours and not error else None
+        ranks.append(Rank(name, "both" if role == "null" else role, launched, state, error))
+    return ranks
 
 
 def _table(ranks: Sequence[Rank]) -> Table:
     table = Table("server", "serves", "SGLang", "plugin", "mode", "pattern", box=SIMPLE)
     for rank in ranks:
         if (state := rank.state) is None:
-            table.add_row(rank.name, rank.role, "", "not at work", "", "")
+            what = "cannot report" if rank.error else "not at work"
+            table.add_row(rank.name, rank.role, "", what, "", "")
             continue
         pattern = Pattern(state["pattern"])
         about = (state["sglang"], state["version"], state["mode"])
@@ -103,6 +104,8 @@ def _table(ranks: Sequence[Rank]) -> Table:
 
 
 def _missing(rank: Rank) -> str:
+    if rank.error:
+        return f"{rank.name} cannot say what IndexCache does: {rank.error}. Its log has the details"
     if not rank.launched:
         return (
             f"{rank.name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"

@@ -71,6 +71,8 @@ class Behaviour:
         state = self.state()
         if self.plugins and not self.plugins[number]:
             del state["indexcache"]
+        if self.fault == "no report":
+            state["indexcache"] = {"error": "KeyError: 'x'"}
         return state
 
     def state(self) -> dict[str, Any]:

@@ -63,6 +63,12 @@ def test_a_server_without_indexcache() -> None:
     assert "does not run IndexCache. Start it with --attention-backend indexcache" in said
 
 
+def test_a_rank_whose_report_failed() -> None:
+    fine, said = examine(Behaviour("FSFS"), Behaviour("FSFS", fault="no report"))
+    assert not fine
+    assert "cannot say what IndexCache does: KeyError: 'x'. Its log has the details" in said
+
+
 def test_a_server_that_does_not_answer() -> None:
     said = io.StringIO()
     assert not examine_servers([Client("http://127.0.0.1:9")], Console(file=said, width=200))

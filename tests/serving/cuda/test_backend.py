@@ -156,6 +156,17 @@ def test_sub_batches_split_what_the_whole_batch_selected(
         assert seen[-1][1] is indices
 
 
+def test_a_model_without_dense_layers_is_overlapped_from_the_start(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    runner = SimpleNamespace(
+        layer_info=SimpleNamespace(start_layer=0),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace()),
+    )
+    made = IndexCacheBackend(runner, ActivePattern(plan("FS")))  # type: ignore[arg-type]
+    assert made.first_overlapped_layer == 0
+
+
 def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
     seen: list[tuple[int, torch.Tensor | None]],
 ) -> None:
