@@ -15,6 +15,8 @@ from sglang_indexcache.search.refinements import REFINEMENTS, Refinement
 from sglang_indexcache.search.refinements.exchange import Screened
 from sglang_indexcache.search.targets import Targets
 
+REFINEMENT_SHARE = 0.35
+"""Share of the budget that is kept for refinement, also after a method that keeps to none."""
 LEAST_EVALUATIONS_PER_LAYER = 2
 """The budget is never below this: a first look at every layer costs that much where there are few
 layers or batches."""
@@ -78,9 +80,15 @@ class Options:
     ) -> int | None:
         """Tokens of the whole search at most; None where nobody can say. See :meth:`budget`."""
         budget = self.budget(constraints, targets, full_evaluation)
-        found = self.method.tokens(constraints, targets, full_evaluation, budget)
-        refined = self.refinement.tokens(budget)
-        return None if found is None or refined is None else max(found, refined)
+        descent, refinement = self.divide(budget)
+        found = self.method.tokens(constraints, targets, full_evaluation, descent)
+        refined = self.refinement.tokens(refinement)
+        return None if found is None or refined is None else found + refined
+
+    def divide(self, budget: int) -> tuple[int, int]:
+        """The method's part of a budget and the refinement's."""
+        refinement = int(budget * REFINEMENT_SHARE)
+        return budget - refinement, refinement
 
 
 @dataclass(frozen=True)

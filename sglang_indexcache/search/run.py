@@ -105,7 +105,8 @@ class Search:
         """Yield each step and each mark as it is passed, then each mark in its final form."""
         rules, begun, pattern = self.constraints, self.ledger.spent, self.constraints.start
         budget = self.options.budget(rules, self.targets, self.ledger.full_evaluation)
-        for event in self.options.method.descend(self.ledger, rules, self.targets, budget):
+        descent, refinement = self.options.divide(budget)
+        for event in self.options.method.descend(self.ledger, rules, self.targets, descent):
             if isinstance(event, Step):
                 self.path.append(event)
                 self.start_loss = self.start_loss if self.path[1:] else event.loss
@@ -117,8 +118,10 @@ class Search:
         count = len(pattern.full_layers)
         if self.targets.loss_budget is not None and count not in self.found:
             yield self._pass(Mark(count, f"{count}/{len(pattern)}"), pattern)
+        # What the descent left over is refinement's, too.
+        end = max(begun + budget, self.ledger.spent + refinement)
         for place, passed in enumerate(list(self.found.values())):
-            left = (begun + budget - self.ledger.spent) // (len(self.found) - place)
+            left = (end - self.ledger.spent) // (len(self.found) - place)
             yield self._keep(self._refined(passed, left))
         self.search_tokens = self.ledger.spent - begun
         for passed in list(self.found.values()):

@@ -4,6 +4,8 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.methods.similarity import Similarity
 from sglang_indexcache.search.options import Options, cost
+from sglang_indexcache.search.refinements import Unrefined
+from sglang_indexcache.search.refinements.exchange import Screened
 from sglang_indexcache.search.run import Search
 from tests.search.helpers import free, landscape, targets
 
@@ -26,7 +28,7 @@ def test_options_in_words(method: str, refinement: str, words: str) -> None:
 def test_the_papers_search() -> None:
     """47 layers down to one: N(N-1)/2 passes over 768 sequences of 200K, and the start."""
     bill = cost(
-        free(47), targets(47, "1"), Options(Greedy()), sequences=768, context=200_000,
+        free(47), targets(47, "1"), Options(Greedy(), Unrefined()), sequences=768, context=200_000,
         tokens_per_second=1e6, gpus=8,
     )  # fmt: skip
     assert bill.evaluations == 1082
@@ -52,3 +54,38 @@ def test_bad_numbers() -> None:
         cost(free(4), targets(4, "1"), Options(), sequences=0, context=1)
     with pytest.raises(SearchError, match="no cost model"):
         cost(free(4), targets(4, "1"), Options(Similarity()), sequences=1, context=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_is_refined_too_and_its_bill_says_so(seed: int) -> None:
+    """It spends more than the budget itself, which once left nothing for the refinement."""
+    goal = targets(24, "1/4")
+    plain, refined = (
+        Search(landscape(24, seed, batches=16), free(24), goal, Options(Greedy(), refinement))
+        for refinement in (Unrefined(), Screened())
+    )
+    for search in (plain, refined):
+        for _ in search.run():
+            pass
+        assert search.search_tokens <= (search.expected_tokens or 0)
+    assert refined.search_tokens > plain.search_tokens
+    [before], [after] = plain.found.values(), refined.found.values()
+    assert after.loss <= before.loss
+    assert (after.exchanges > 0) == (after.loss < before.loss)
+
+
+def test_refinement_repairs_what_greedy_ran_into() -> None:
+    """On some of these landscapes greedy alone ends in a trap."""
+    gained = []
+    for seed in range(6):
+        search = Search(
+            landscape(24, seed, batches=8, coupling=20.0),
+            free(24),
+            targets(24, "1/4"),
+            Options(Greedy(), Screened()),
+        )
+        for _ in search.run():
+            pass
+        gained += [found.gained for found in search.found.values()]
+    assert max(gained) > 0
+    assert min(gained) >= 0

@@ -30,7 +30,7 @@ class Method(Protocol):
         """Yield the start as a step, then what it finds on its way to the fewest F layers.
 
         A step that arrives at a mark, and a pattern with as many F layers as a mark, is that
-        mark's answer. ``budget`` is in tokens and for the whole search, refinement included.
+        mark's answer. ``budget`` is in tokens, for a method that keeps to one.
         """
 
     def tokens(

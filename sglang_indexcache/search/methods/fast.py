@@ -36,8 +36,6 @@ _MEMORY = 64
 """Re-measurements from which the margin is taken."""
 _QUANTILE = 0.9
 """Share of those that the margin covers."""
-_DESCENT_SHARE = 0.65
-"""Share of a search's budget that the descent may take; the rest pays for refinement."""
 _LOOKS_PER_STEP = 4
 """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
 _LOOKING_SHARE = 0.5
@@ -54,7 +52,7 @@ class Fast:
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
     ) -> Iterator[Step]:
         """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return FastGreedy(ledger, constraints, targets, int(budget * _DESCENT_SHARE)).steps()
+        return FastGreedy(ledger, constraints, targets, budget).steps()
 
     def tokens(
         self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int

@@ -34,7 +34,7 @@ class Refinement(Protocol):
         """
 
     def tokens(self, budget: int) -> int | None:
-        """Tokens with which the whole search ends at most; None where nobody can say."""
+        """Tokens that it asks for at most; None where nobody can say."""
 
 
 @dataclass(frozen=True)
