@@ -53,15 +53,20 @@ def plan(text: str, mode: str = "static") -> Plan:
     )
 
 
+def runner(start_layer: int = 0, **config: Any) -> Any:
+    """What a backend reads of SGLang's ModelRunner."""
+    return SimpleNamespace(
+        layer_info=SimpleNamespace(start_layer=start_layer),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)),
+        attn_backend=None,
+    )
+
+
 def backend(text: str, mode: str = "static", first_overlapped: int = 1) -> IndexCacheBackend:
     """One for a runner of the whole model."""
-    config = SimpleNamespace(first_k_dense_replace=first_overlapped)
-    runner = SimpleNamespace(
-        layer_info=SimpleNamespace(start_layer=0),
-        model_config=SimpleNamespace(hf_config=config),
+    made = IndexCacheBackend(
+        runner(first_k_dense_replace=first_overlapped), ActivePattern(plan(text, mode))
     )
-    made = IndexCacheBackend(runner, ActivePattern(plan(text, mode)))  # type: ignore[arg-type]
-    runner.attn_backend = made
     made.use_mha = False
     return made
 
@@ -159,12 +164,7 @@ def test_sub_batches_split_what_the_whole_batch_selected(
 def test_a_model_without_dense_layers_is_overlapped_from_the_start(
     seen: list[tuple[int, torch.Tensor | None]],
 ) -> None:
-    runner = SimpleNamespace(
-        layer_info=SimpleNamespace(start_layer=0),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace()),
-    )
-    made = IndexCacheBackend(runner, ActivePattern(plan("FS")))  # type: ignore[arg-type]
-    assert made.first_overlapped_layer == 0
+    assert IndexCacheBackend(runner(), ActivePattern(plan("FS"))).first_overlapped_layer == 0
 
 
 def test_sub_batch_whose_first_layer_is_full_needs_no_parent(

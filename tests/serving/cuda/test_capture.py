@@ -40,7 +40,7 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts
-from tests.serving.cuda.test_backend import plan
+from tests.serving.cuda.test_backend import plan, runner
 
 ROWS = 4
 KEY = ShapeKey(ROWS)
@@ -66,18 +66,14 @@ class Model:
         self.carried = torch.zeros_like(self.batch)  # SGLang's static buffer of the stage before
         self.attended = torch.full((len(pattern), ROWS), -1)
         self.first_overlapped = max(first_overlapped, start)
-        config = SimpleNamespace(first_k_dense_replace=first_overlapped)
-        runner = SimpleNamespace(
-            layer_info=SimpleNamespace(start_layer=start),
-            model_config=SimpleNamespace(hf_config=config),
-        )
+        stand_in = runner(start, first_k_dense_replace=first_overlapped)
         active = ActivePattern(plan(str(pattern)))
-        whole, *parts = (IndexCacheBackend(runner, active) for _ in range(3))
+        whole, *parts = (IndexCacheBackend(stand_in, active) for _ in range(3))
         for backend in (whole, *parts):
             backend.use_mha = False
         self.backend = TboAttnBackend.__new__(TboAttnBackend)
         vars(self.backend).update(primary=whole, children=parts)
-        runner.attn_backend = self.backend
+        stand_in.attn_backend = self.backend
 
     def selected(self, layer: int, rows: slice = slice(None)) -> torch.Tensor:
         """What ``layer``'s indexer selects for the batch as it is."""
@@ -214,13 +210,8 @@ class PrefillModel:
         self.layers = {number: radix_attention(number) for number in range(start, end)}
         self.carried = torch.zeros(ROWS, 1, dtype=torch.int64)
         self.attended = torch.full((len(pattern), ROWS), -1.0)
-        runner = SimpleNamespace(
-            layer_info=SimpleNamespace(start_layer=start),
-            model_config=SimpleNamespace(hf_config=SimpleNamespace(first_k_dense_replace=1)),
-        )
-        self.backend = IndexCacheBackend(runner, ActivePattern(plan(str(pattern))))
+        self.backend = IndexCacheBackend(runner(start), ActivePattern(plan(str(pattern))))
         self.backend.use_mha = False
-        runner.attn_backend = self.backend
 
     def forward(self) -> torch.Tensor:
         carried = torch.empty_like(self.carried)

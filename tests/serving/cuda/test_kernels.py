@@ -38,6 +38,7 @@ from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import ROUTED, Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
 from sglang_indexcache.serving.settings import Plan
+from tests.serving.cuda.test_backend import runner
 
 TOPK, HEADS, PAGES, CONTEXT = 96, 8, 24, 640
 SLOTS = PAGES * 64
@@ -97,7 +98,7 @@ def make_backend(
     """Our backend as SGLang's ``__init__`` leaves it, without what needs a GPU."""
     monkeypatch.setattr(DeepseekSparseAttnBackend, "__init__", lambda self, runner: None)
     plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "GlmMoeDsaForCausalLM")
-    made = IndexCacheBackend(SimpleNamespace(), ActivePattern(plan))
+    made = IndexCacheBackend(runner(), ActivePattern(plan))
     table = torch.randint(0, SLOTS, (8, CONTEXT), dtype=torch.int32)  # unused entries: anything
     latent = torch.randn(SLOTS, 576).bfloat16()
     rows = quantize_latent(latent).view(torch.float8_e4m3fn) if fp8 else latent
