@@ -132,13 +132,34 @@ def test_no_such_model(folder: Path) -> None:
     assert_one_error(launch(folder / "nowhere", cwd=folder), "there is no model at")
 
 
-def test_another_version_of_sglang(config_only: Path, folder: Path, tmp_path: Path) -> None:
-    """The installed metadata says otherwise, as after an upgrade behind our back."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata as m\n"
-        "original = m.version\n"
-        "m.version = lambda name: '0.6.0' if name == 'sglang' else original(name)\n"
-    )
+UPGRADED = """
+from importlib.metadata import Distribution as D
+version = D.version.fget
+D.version = property(lambda d: "0.6.0" if d.metadata["Name"] == "sglang" else version(d))
+"""
+MOVED = """
+import hashlib
+digest = hashlib.sha256
+hashlib.sha256 = lambda data=b"", **options: digest(data + b"moved", **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "log"),
+    [
+        (UPGRADED, "1 too short", "SGLang 0.6.0 was not tested; everything that IndexCache relies"),
+        (UPGRADED + MOVED, "SGLang 0.6.0 was not tested, and of the", "differ from 0.5.23"),
+    ],
+    ids=["the same where it matters", "moved"],
+)
+def test_another_version_of_sglang(
+    config_only: Path, folder: Path, tmp_path: Path, change: str, error: str, log: str
+) -> None:
+    """After an upgrade behind our back: judged before anything else is."""
+    (tmp_path / "sitecustomize.py").write_text(change)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    result = launch(config_only, cwd=folder, env={"PYTHONPATH": path})
-    assert_one_error(result, "0.6.0")
+    result = launch(
+        config_only, "--indexcache-pattern", "FSSFS", cwd=folder, env={"PYTHONPATH": path}
+    )
+    assert_one_error(result, error)
+    assert log in result.stderr
