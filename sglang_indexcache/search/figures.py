@@ -59,7 +59,7 @@ def _draw_mark(axis: Any, search: Search, found: Found, step: int, *, is_first: 
         fontsize=9,
     )
     if held_out := found.held_out:
-        label = "the same, held out (95 %)" if is_first else None
+        label = "pattern found, held out (95 %)" if is_first else None
         loss = search.start_loss + held_out.added
         axis.errorbar(
             step + 0.12, loss, held_out.half, color=_HELD_OUT, marker="o", ms=4, capsize=3, lw=1,
