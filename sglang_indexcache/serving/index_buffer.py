@@ -81,7 +81,7 @@ class IndexBuffer:
         Raises:
             StaleIndexError: unless exactly its F layer's were written or adopted in this forward.
         """
-        expected = self.pattern.source_of(self._active.position(layer))
+        expected = self._position_of_source(layer)
         if self._indices is None or self._source != expected:
             held = "nothing" if self._source is None else f"those of position {self._source}"
             raise StaleIndexError(
@@ -92,12 +92,15 @@ class IndexBuffer:
 
     def source_layer(self, layer: int) -> int:
         """The layer whose indices ``layer`` uses."""
-        return self._active.plan.layer_ids[self.pattern.source_of(self._active.position(layer))]
+        return self._active.plan.layer_ids[self._position_of_source(layer)]
 
     def adopt(self, layer: int, indices: torch.Tensor) -> None:
         """Take over what ``layer``'s F layer selected elsewhere.
 
         Elsewhere is an earlier pipeline stage, or the whole batch of which this is a part.
         """
-        self._source = self.pattern.source_of(self._active.position(layer))
-        self._indices = indices
+        self._source, self._indices = self._position_of_source(layer), indices
+
+    def _position_of_source(self, layer: int) -> int:
+        """The place in the pattern of the layer whose indices ``layer`` uses."""
+        return self.pattern.source_of(self._active.position(layer))

@@ -20,17 +20,11 @@ from sglang_indexcache.client import free_port
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import agreement
-from sglang_indexcache.serving.settings import BACKEND_NAME, Plan
+from sglang_indexcache.serving.settings import BACKEND_NAME
+from tests.serving.plans import plan
 from tests.serving.test_plugin import BASE
 
-PLAN = Plan(
-    pattern=Pattern("FSFS"),
-    source="a flag",
-    mode="static",
-    own=Pattern("FFFF"),
-    layer_ids=(0, 1, 2, 3),
-    architecture="GlmMoeDsaForCausalLM",
-)
+PLAN = plan("FSFS")
 OTHER = replace(PLAN, pattern=Pattern("FFFS"))
 ABSENT = "a rank on a node without the plugin"
 

@@ -15,9 +15,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, foreign_kv, hooks
-from sglang_indexcache.serving.settings import Plan
+from tests.serving.plans import plan
 
 MANAGER = conn.CommonKVManager
 
@@ -42,18 +41,11 @@ def serve(
     monkeypatch: pytest.MonkeyPatch, text: str, mode: str = "static", disaggregated: bool = False
 ) -> None:
     """Make this process a worker with pattern ``text`` of a model that ships every indexer."""
-    plan = Plan(
-        pattern=Pattern(text),
-        source="test",
-        mode=mode,  # type: ignore[arg-type]
-        own=Pattern.full(len(text)),
-        layer_ids=tuple(range(len(text))),
-        architecture="GlmMoeDsaForCausalLM",
-    )
     bag = SimpleNamespace(disaggregation_mode="decode" if disaggregated else "null")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
-    active.activate(plan)
-    foreign_kv.install(plan)
+    made = plan(text, mode=mode)
+    active.activate(made)
+    foreign_kv.install(made)
 
 
 def stored_under(extra_key: str | None = None, lora_id: str | None = None) -> Any:

@@ -9,21 +9,11 @@ from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.settings import Plan
+from tests.serving.plans import plan
 
 
 def active(text: str, layer_ids: tuple[int, ...] | None = None) -> ActivePattern:
-    pattern = Pattern(text)
-    return ActivePattern(
-        Plan(
-            pattern=pattern,
-            source="test",
-            mode="live",
-            own=Pattern.full(len(text)),
-            layer_ids=layer_ids or tuple(range(len(text))),
-            architecture="GlmMoeDsaForCausalLM",
-        )
-    )
+    return ActivePattern(plan(text, mode="live", layer_ids=layer_ids or tuple(range(len(text)))))
 
 
 def forward(buffer: IndexBuffer, pattern: Pattern) -> list[torch.Tensor]:

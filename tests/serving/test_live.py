@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import ServerError
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
 from sglang_indexcache.serving.in_process import InProcessEngine
-from sglang_indexcache.serving.settings import Plan
+from tests.serving.plans import plan
 
-PLAN = Plan(Pattern("FFFF"), "test", "live", Pattern("FFFF"), (0, 1, 2, 3), "GlmMoeDsaForCausalLM")
+PLAN = plan("FFFF", mode="live")
 
 
 class Model(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,9 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.refusals import check, stage_starts
-from sglang_indexcache.serving.settings import Plan
+from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}
-
-
-def plan(text: str = "FSFS", **fields: Any) -> Plan:
-    pattern = Pattern(text)
-    own, layers = Pattern.full(len(text)), tuple(range(len(text)))
-    return replace(Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM"), **fields)
 
 
 def flags(**given: Any) -> SimpleNamespace:

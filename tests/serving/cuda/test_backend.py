@@ -12,11 +12,10 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, T
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-from sglang_indexcache.serving.settings import Plan
+from tests.serving.plans import plan
 
 
 @pytest.fixture
@@ -42,17 +41,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor | None
     return calls
 
 
-def plan(text: str, mode: str = "static") -> Plan:
-    return Plan(
-        pattern=Pattern(text),
-        source="test",
-        mode=mode,  # type: ignore[arg-type]
-        own=Pattern.full(len(text)),
-        layer_ids=tuple(range(len(text))),
-        architecture="GlmMoeDsaForCausalLM",
-    )
-
-
 def runner(start_layer: int = 0, **config: Any) -> Any:
     """What a backend reads of SGLang's ModelRunner."""
     return SimpleNamespace(
@@ -65,7 +53,7 @@ def runner(start_layer: int = 0, **config: Any) -> Any:
 def backend(text: str, mode: str = "static", first_overlapped: int = 1) -> IndexCacheBackend:
     """One for a runner of the whole model."""
     made = IndexCacheBackend(
-        runner(first_k_dense_replace=first_overlapped), ActivePattern(plan(text, mode))
+        runner(first_k_dense_replace=first_overlapped), ActivePattern(plan(text, mode=mode))
     )
     made.use_mha = False
     return made

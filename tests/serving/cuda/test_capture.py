@@ -40,7 +40,8 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts
-from tests.serving.cuda.test_backend import plan, runner
+from tests.serving.cuda.test_backend import runner
+from tests.serving.plans import plan
 
 ROWS = 4
 KEY = ShapeKey(ROWS)
