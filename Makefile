@@ -20,9 +20,8 @@ demo: $(FULL)
 	$(BIN)/indexcache demo run
 
 test: $(FULL)
-	# The servers' tests want the whole machine; the others do not.
 	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile --durations 15
-	$(BIN)/python -m pytest -m e2e --durations 15
+	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
 
 test-fast: $(SMALL)
 	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -294,23 +295,22 @@ class Server:
             raise ServerError("the server was not started")
         return self._process.wait(timeout)
 
-    def stop(self, grace: float = 10.0) -> None:
-        """Stop the whole process group; safe to call twice."""
+    def stop(self, grace: float = 20.0) -> None:
+        """Stop the whole process group; safe to call twice.
+
+        Args:
+            grace: seconds in which SGLang may finish what runs and end its own processes; 0 kills.
+        """
         if self._process is None:
             return
-        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
-            try:
-                os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self._process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
-            if number == signal.SIGTERM:
-                # Children of a server that ended politely may still be on their way out.
-                _kill_group(self._process.pid)
-            break
+        if grace:
+            # SGLang's other processes take a signal of their own for a crash, and it waits for
+            # those to settle: only the first process is told.
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
+        _kill_group(self._process.pid)
+        self._process.wait()
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines of the server's log, the very long ones (its arguments) cut short."""

@@ -72,6 +72,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             except BaseException:
                 print(server.log_tail(60))
                 raise
+            finally:
+                server.stop(grace=0)  # the polite way takes seconds, and test_lifecycle.py has it
 
     return start
 

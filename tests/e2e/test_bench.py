@@ -134,7 +134,7 @@ def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(
 ) -> None:
     """The last test: nothing can be asked of that server any more."""
     server = servers.visited
-    killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0.1)))
+    killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0)))
     killer.start()
     with pytest.raises((BenchError, ServerError)):
         stream(full, [prompt(100, 3)], 800)

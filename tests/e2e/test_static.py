@@ -120,16 +120,19 @@ def test_retraction_recovers(client: Client, oracle: Oracle) -> None:
     """More tokens than the pool holds: running requests are retracted and come back unharmed."""
     fresh(client)
     prompts = [prompt(130, 100 + i) for i in range(10)]
-    expected = [oracle.greedy(ids, 320, PATTERN) for ids in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         replies = list(pool.map(lambda ids: _generate(client, ids, 320), prompts))
-    assert sum(reply["meta_info"]["num_retractions"] for reply in replies) > 0
+    assert all(len(reply["output_ids"]) == 320 for reply in replies)
+    retracted = [i for i, r in enumerate(replies) if r["meta_info"]["num_retractions"] > 0]
+    assert retracted
     compared = 0
-    for reply, (tokens, gap) in zip(replies, expected, strict=True):
-        assert len(reply["output_ids"]) == 320
+    for i in [*retracted, *sorted({*range(len(prompts))} - {*retracted})]:
+        tokens, gap = oracle.greedy(prompts[i], 320, PATTERN)  # seconds each: a few are enough
         if gap > 1e-6:
-            assert reply["output_ids"] == tokens
+            assert replies[i]["output_ids"] == tokens
             compared += 1
+        if compared == 3:
+            return
     assert compared >= 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 from rich.console import Console
@@ -44,16 +43,16 @@ def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
         torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", ["FFFFFFFFFFFF", "FSSSFSSSFSSS"])
-def test_shipped_checkpoint_is_served_like_transformers(serve: Serve, text: str) -> None:
+def test_shipped_checkpoint_is_served_like_transformers(serve: Serve) -> None:
     """Trained weights, and documents several times as long as what is selected."""
-    checkpoint, pattern = shipped_checkpoint(), Pattern(text)
+    checkpoint = shipped_checkpoint()
     oracle = Oracle(checkpoint, torch.float32)
     prompts = [question.prompt for question in Material(checkpoint).questions(4, length=480)]
-    with serve(checkpoint, "--dtype", "float32", "--indexcache-pattern", text) as client:
-        assert client.states()[0]["pattern"] == text
-        for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
-            expected = oracle.answer(ids, pattern).logprobs
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
-            tokens, gap = oracle.greedy(ids, 8, pattern)
-            assert gap < ROUNDING or greedy(client, ids, 8) == tokens
+    with serve(checkpoint, "--dtype", "float32", "--indexcache-mode", "live") as client:
+        for pattern in (Pattern.full(12), Pattern("FSSSFSSSFSSS")):
+            client.switch_pattern(str(pattern))
+            for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
+                expected = oracle.answer(ids, pattern).logprobs
+                torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+                tokens, gap = oracle.greedy(ids, 8, pattern)
+                assert gap < ROUNDING or greedy(client, ids, 8) == tokens
