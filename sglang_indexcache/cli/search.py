@@ -299,9 +299,21 @@ def cost_command(
     context: ContextOption = "200K",
     target: TargetsOption = None,
     rate: Annotated[
-        float, typer.Option(help="Tokens that the engine prefills in a second; gives hours.")
+        float,
+        typer.Option(
+            help="Tokens that one server prefills in a second at this context, all of its ranks "
+            "at work; gives hours."
+        ),
     ] = 0.0,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs of that engine.")] = 8,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs of one server.")] = 8,
+    servers: Annotated[int, typer.Option(help="Number of servers that share the work.")] = 1,
+    per_batch: PerBatchOption = 1,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--dp", help="Data-parallel ranks of one server; a short batch leaves some idle."
+        ),
+    ] = 1,
     method: Annotated[
         list[str] | None,
         typer.Option(help="A method as for run. Repeat it. The default is greedy and fast."),
@@ -311,20 +323,30 @@ def cost_command(
     """Predict what a search costs at most, before it runs."""
     from sglang_indexcache.pattern import Pattern
     from sglang_indexcache.search.constraints import Constraints
-    from sglang_indexcache.search.options import Options, cost
+    from sglang_indexcache.search.options import Options, busy_share, cost
     from sglang_indexcache.search.targets import parse_targets
 
     constraints = Constraints.make(Pattern.full(layers))
     targets = parse_targets(target, constraints)
-    tokens = parse_length(context)
+    tokens, busy = parse_length(context), busy_share(per_batch, ranks)
     table = Table("method", "full evaluations", "forward passes", "tokens", "hours", "GPU-hours")
     for name in method or ["greedy", "fast"]:
         options = Options.parse(name, share=budget)
-        bill = cost(constraints, targets, options, sequences, tokens, rate or None, gpus)
+        bill = cost(
+            constraints, targets, options, sequences, tokens, rate * busy or None, gpus, servers
+        )
         hours = [f"{h:,.1f}" if h else "give --rate" for h in (bill.hours, bill.gpu_hours)]
         counts = (f"{bill.evaluations:,.0f}", f"{bill.sequences:,.0f}", f"{bill.tokens:.3g}")
         table.add_row(name, *counts, *hours)
     out.print(table)
+    if rate:
+        share = f"{100 * busy:.0f} % of a server's {ranks} data-parallel ranks at work"
+        out.print(
+            f"assumed, not measured: --rate {rate:,.0f} tokens a second and server with every "
+            f"indexer; batches of {per_batch}, so {share}; {servers} of {servers} servers always "
+            "busy",
+            highlight=False,
+        )
 
 
 def _source(

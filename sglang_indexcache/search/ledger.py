@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -135,15 +135,15 @@ class Ledger:
             self._count(cell)
         return np.array([[self._known[p, b] for b in wanted] for p in patterns])
 
-    def ahead(self, questions: Iterable[tuple[Pattern, Sequence[int]]]) -> None:
+    def ahead(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> None:
         """Say what may be asked for next, the likeliest first; returns at once.
 
         Where several engines measure, those that would idle take these up. What they find is
         journalled but not counted as asked for, so whatever is guessed here, a search decides and
-        reports what it would on one engine. Earlier guesses that nobody took up are forgotten.
+        reports what it would on one engine. Earlier guesses are forgotten.
         """
         if self._crew is not None:
-            self._crew.guess([(pattern, batch) for pattern, batches in questions for batch in batches])
+            self._crew.guess([(pattern, batch) for pattern in patterns for batch in batches])
 
     def candidates(
         self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None

@@ -126,7 +126,7 @@ class FastGreedy:
         for number in range(flips):
             fresh = self._refresh(number)
             allowance = self._allowance()
-            self._guess(fresh, [])
+            self._look_ahead(fresh)
             contenders = [flipped(self._pattern, layer) for layer in fresh]
             finish = race(self._ledger, contenders, self._first, allowance)
             if limit is not None and self._exceeds(finish.winner, finish.batches, limit):
@@ -157,7 +157,7 @@ class FastGreedy:
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""
         fresh, stale = self._due(self._pattern, self._cost)
-        self._guess(fresh, stale)
+        self._look_ahead([*fresh, *stale])
         self._look(fresh, number)
         while stale:
             nearest = stale[0]
@@ -165,7 +165,7 @@ class FastGreedy:
                 break
             stale.remove(nearest)
             fresh.append(nearest)
-            self._guess(fresh, stale)
+            self._look_ahead([*fresh, *stale])
             self._look([nearest], number)
         return fresh
 
@@ -180,32 +180,22 @@ class FastGreedy:
             fresh.append(oldest)
         return fresh, stale
 
-    def _guess(self, fresh: Sequence[int], stale: Sequence[int]) -> None:
-        """Tell the ledger what may come after the looks at ``fresh``.
+    def _look_ahead(self, layers: Sequence[int]) -> None:
+        """Let idle engines make the next step's first looks, as if the cheapest layer won this one.
 
-        The next step's first looks, if the cheapest flip wins this step; the race that it must win
-        against the second; and those looks again if that one wins.
+        Those are what it looks at in any case, and what else could be the best there if nothing
+        is cheaper than last measured.
         """
-        known = {c: self._cost[c] for c in (*fresh, *stale) if c in self._cost}
-        best = sorted(known, key=lambda c: (known[c], c))[:2]
-        following = [self._next_looks(layer) for layer in best]
-        racing = [flipped(self._pattern, layer) for layer in best]
-        doubled = self._ledger.all_batches[: 2 * self._first]
-        self._ledger.ahead(
-            [(pattern, self._subset) for looks in following[:1] for pattern in looks]
-            + [(pattern, doubled) for pattern in racing]
-            + [(pattern, self._subset) for looks in following[1:] for pattern in looks]
-        )
-
-    def _next_looks(self, layer: int) -> list[Pattern]:
-        """What the next step looks at in any case once ``layer`` is flipped, and what else could
-        be the best there if nothing is cheaper than last measured."""
+        known = [layer for layer in layers if layer in self._cost]
+        if not known or len(self._pattern.full_layers) - 1 == self._targets.fewest:
+            return
+        layer = min(known, key=lambda c: (self._cost[c], c))
         pattern, touched = flipped(self._pattern, layer), (layer, *self._neighbours(layer))
-        cost = {c: known for c, known in self._cost.items() if c not in touched}
+        cost = {c: kept for c, kept in self._cost.items() if c not in touched}
         due, stale = self._due(pattern, cost)
         least = min(cost.values(), default=0.0)
         tempting = [c for c in stale if cost[c] - self._margin() <= least]
-        return [flipped(pattern, c) for c in (*due, *tempting)]
+        self._ledger.ahead([flipped(pattern, c) for c in (*due, *tempting)], self._subset)
 
     def _look(self, layers: list[int], number: int) -> None:
         patterns = [flipped(self._pattern, layer) for layer in layers]
