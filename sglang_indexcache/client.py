@@ -201,7 +201,7 @@ class Client:
             response = self._http.request(method, path, json=body, timeout=seconds)
         except httpx.ReadTimeout as error:
             raise ServerUnavailableError(
-                f"the server at {self.url} did not answer {path} within {seconds.read:,.0f} s"
+                f"the server at {self.url} did not answer {path} within {seconds.read:g} s"
             ) from error
         except _AWAY as error:
             raise ServerUnavailableError(
