@@ -23,12 +23,20 @@ from typing import Any
 
 import httpx
 
-from sglang_indexcache.errors import ServerError
+from sglang_indexcache.errors import ServerError, ServerUnavailableError
 
 _MODULE = "sglang.launch_server"
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 30_000)
 _PORT_TAKEN = "address already in use"
+
+_CONNECT_SECONDS = 10.0
+"""A server that is there accepts a connection at once, however long it then works."""
+
+_AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
+"""What goes wrong when a server dies, restarts or is slow; other errors are the request's own."""
+
+_BUSY = httpx.codes.TOO_MANY_REQUESTS
 
 _ADMIN_PATHS = ("/set_internal_state", "/flush_cache")
 """Where SGLang wants its admin key, if it was started with one."""
@@ -60,7 +68,7 @@ class Client:
         self._admin_key = _clean(admin_api_key)
         self._http = httpx.Client(
             base_url=self.url,
-            timeout=timeout,
+            timeout=_patience(timeout),
             trust_env=False,
             auth=self._authorize if api_key or admin_api_key else None,
         )
@@ -76,9 +84,18 @@ class Client:
         except httpx.HTTPError:
             return False
 
-    def generate(self, **body: Any) -> Any:
-        """SGLang's native ``/generate``."""
-        return self._request("POST", "/generate", body)
+    def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
+        """SGLang's native ``/generate``.
+
+        Args:
+            timeout: seconds that this answer may take; the client's own by default.
+            body: as SGLang wants it.
+
+        Raises:
+            ServerUnavailableError: no answer, or half of one: the server is away or too slow.
+            ServerError: the server refused.
+        """
+        return self._request("POST", "/generate", body, timeout)
 
     def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
         """SGLang's native ``/generate``, chunk by chunk as they arrive.
@@ -157,14 +174,40 @@ class Client:
         """
         self._send("POST", f"/flush_cache?timeout={timeout}")
 
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return self._send(method, path, body).json()
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        response = self._send(method, path, body, timeout)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerUnavailableError(
+                f"the server at {self.url} answered {path} with half an answer, or with something "
+                "that is not JSON"
+            ) from error
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
     ) -> httpx.Response:
+        seconds = self._http.timeout if timeout is None else _patience(timeout)
         try:
-            response = self._http.request(method, path, json=body)
+            response = self._http.request(method, path, json=body, timeout=seconds)
+        except httpx.ReadTimeout as error:
+            raise ServerUnavailableError(
+                f"the server at {self.url} did not answer {path} within {seconds.read:g} s"
+            ) from error
+        except _AWAY as error:
+            raise ServerUnavailableError(
+                f"cannot reach the server at {self.url}: {error}"
+            ) from error
         except httpx.HTTPError as error:
             raise ServerError(f"cannot reach the server at {self.url}: {error}") from error
         if response.status_code != 200:
@@ -194,7 +237,13 @@ class Client:
                 f"the server forbids this to {sender} ({said}). Ask whoever runs it, or the proxy "
                 "in front of it, for a key that may."
             )
-        return ServerError(f"{said}: {response.text[:500]}")
+        kind = ServerUnavailableError if status >= 500 or status == _BUSY else ServerError
+        return kind(f"{said}: {response.text[:500]}")
+
+
+def _patience(seconds: float) -> httpx.Timeout:
+    """To wait ``seconds`` for an answer, but for a connection only as long as those take."""
+    return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
 
 
 def _clean(key: str | None) -> str:

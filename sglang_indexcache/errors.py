@@ -41,6 +41,10 @@ class ServerError(IndexCacheError):
     """A server that did not start, or an answer that is not what was asked for."""
 
 
+class ServerUnavailableError(ServerError):
+    """A server that is away, loading or too slow: the same request may be answered later."""
+
+
 class BenchError(IndexCacheError):
     """A benchmark that cannot be run as asked, or whose measurement does not hold."""
 

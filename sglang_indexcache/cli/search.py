@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -30,6 +31,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
+    from sglang_indexcache.search.evaluators.pool import Engine
     from sglang_indexcache.search.evaluators.served import LiveEngine
     from sglang_indexcache.search.sources import Data, Source
 
@@ -45,6 +47,14 @@ EnginesOption = Annotated[
         "--engine",
         help="Start SGLang in this process, with a keyword of sglang.Engine such as tp_size=8. "
         "Repeat it for more keywords, or give 'default' for none.",
+    ),
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        min=1.0,
+        help="Seconds that one call of a server may take before it is tried again. The default is "
+        "600, and one more for every 1000 tokens of the call.",
     ),
 ]
 SyntheticOption = Annotated[
@@ -105,6 +115,7 @@ def run_command(
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
+    timeout: TimeoutOption = None,
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
@@ -133,7 +144,7 @@ def run_command(
 ) -> None:
     """Find which layers can lose their indexer. Start it again after any stop: it resumes.
 
-    The servers of --url must be in live mode; several measure several candidates at a time.
+    The servers of --url must be in live mode; several share the work, and one may go and come back.
     Without --url and --engine, transformers runs the model.
     """
     from sglang_indexcache.search.constraints import Constraints, parse_layers, stage_starts
@@ -145,7 +156,8 @@ def run_command(
     options = Options.parse(method, refine, budget)
     measured = Data(data, _length(context), batches, per_batch, held_out, seed)
     servers = connect(url, api_key, admin_api_key)
-    with _source(measured, model, servers, engine, synthetic, dtype).open() as setup:
+    source = _source(measured, model, servers, engine, synthetic, dtype, timeout)
+    with source.open() as setup:
         own = setup.checkpoint.own
         constraints = Constraints.make(
             own, parse_layers(keep_full), parse_layers(force_shared), stage_starts(len(own), stages)
@@ -165,6 +177,7 @@ def compare_command(
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
+    timeout: TimeoutOption = None,
     engine: EnginesOption = None,
     data: DataOption = "machine",
     context: SequenceOption = None,
@@ -187,7 +200,7 @@ def compare_command(
         raise SearchError("a comparison needs at least two held-out batches (--held-out)")
     measured = Data(data, _length(context), batches, per_batch, held_out, seed, use_held_out=True)
     servers = connect(url, api_key, admin_api_key)
-    source = _source(measured, model, servers, engine, dtype=dtype)
+    source = _source(measured, model, servers, engine, dtype=dtype, timeout=timeout)
     with source.open() as setup, out.status("measuring ..."):
         parsed = [setup.resolve(value) for value in patterns]
         found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets, setup.uncounted)
@@ -244,6 +257,7 @@ def stability_command(
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
+    timeout: TimeoutOption = None,
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
@@ -267,7 +281,8 @@ def stability_command(
     measured = Data(data, _length(context), batches, per_batch, seed=seed)
     servers = connect(url, api_key, admin_api_key)
     sources = [
-        _source(part, model, servers, engine, synthetic, dtype) for part in measured.parts(sets)
+        _source(part, model, servers, engine, synthetic, dtype, timeout)
+        for part in measured.parts(sets)
     ]
     result = search_each(sources, target, options, output, out)
     out.print(f"order of the flips: Kendall tau {result.kendall_tau:.3f} on average")
@@ -284,9 +299,21 @@ def cost_command(
     context: ContextOption = "200K",
     target: TargetsOption = None,
     rate: Annotated[
-        float, typer.Option(help="Tokens that the engine prefills in a second; gives hours.")
+        float,
+        typer.Option(
+            help="Tokens that one server prefills in a second at this context, all of its ranks "
+            "at work; gives hours."
+        ),
     ] = 0.0,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs of that engine.")] = 8,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs of one server.")] = 8,
+    servers: Annotated[int, typer.Option(help="Number of servers that share the work.")] = 1,
+    per_batch: PerBatchOption = 1,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--dp", help="Data-parallel ranks of one server; a short batch leaves some idle."
+        ),
+    ] = 1,
     method: Annotated[
         list[str] | None,
         typer.Option(help="A method as for run. Repeat it. The default is greedy and fast."),
@@ -296,35 +323,48 @@ def cost_command(
     """Predict what a search costs at most, before it runs."""
     from sglang_indexcache.pattern import Pattern
     from sglang_indexcache.search.constraints import Constraints
-    from sglang_indexcache.search.options import Options, cost
+    from sglang_indexcache.search.options import Options, busy_share, cost
     from sglang_indexcache.search.targets import parse_targets
 
     constraints = Constraints.make(Pattern.full(layers))
     targets = parse_targets(target, constraints)
-    tokens = parse_length(context)
+    tokens, busy = parse_length(context), busy_share(per_batch, ranks)
     table = Table("method", "full evaluations", "forward passes", "tokens", "hours", "GPU-hours")
     for name in method or ["greedy", "fast"]:
         options = Options.parse(name, share=budget)
-        bill = cost(constraints, targets, options, sequences, tokens, rate or None, gpus)
+        bill = cost(
+            constraints, targets, options, sequences, tokens, rate * busy or None, gpus, servers
+        )
         hours = [f"{h:,.1f}" if h else "give --rate" for h in (bill.hours, bill.gpu_hours)]
         counts = (f"{bill.evaluations:,.0f}", f"{bill.sequences:,.0f}", f"{bill.tokens:.3g}")
         table.add_row(name, *counts, *hours)
     out.print(table)
+    if rate:
+        share = f"{100 * busy:.0f} % of a server's {ranks} data-parallel ranks at work"
+        out.print(
+            f"assumed, not measured: --rate {rate:,.0f} tokens a second and server with every "
+            f"indexer; batches of {per_batch}, so {share}; {servers} of {servers} servers always "
+            "busy",
+            highlight=False,
+        )
 
 
 def _source(
     data: Data,
     model: Path | None,
-    servers: Sequence[LiveEngine] = (),
+    servers: Sequence[Engine] = (),
     keywords: list[str] | None = None,
     synthetic: int = 0,
     dtype: str | None = None,
+    timeout: float | None = None,
 ) -> Source:
     """The source that the options of a command describe."""
     from sglang_indexcache.search.sources import InProcess, Local, Served, Synthetic
 
     if sum(map(bool, (servers, keywords, synthetic))) > 1:
         raise SearchError("give only one of --url, --engine and --synthetic")
+    if timeout and not servers:
+        raise SearchError("--timeout is for the servers of --url")
     if dtype and (servers or keywords or synthetic):
         raise SearchError("--dtype is for transformers, not for --url, --engine or --synthetic")
     if dtype not in (None, "float32", "bfloat16"):
@@ -336,10 +376,14 @@ def _source(
     if model is None:
         raise SearchError("give the checkpoint's folder with --model")
     if servers:
-        return Served(model, data, tuple(servers))
+        return Served(model, data, tuple(servers), timeout, _tell)
     if keywords:
         return InProcess(model, data, lambda: _engine(model, keywords))
     return Local(model, data, dtype or "float32")
+
+
+def _tell(line: str) -> None:
+    out.print(f"[yellow]servers[/yellow]  {escape(line)}", highlight=False)
 
 
 def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngine]:

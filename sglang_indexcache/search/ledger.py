@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Evaluator, Floats, standard_error
 from sglang_indexcache.search.journal import Journal, Record
+
+CALL_TOKENS = 1 << 20
+"""Most tokens of a call that holds several batches: 13 s at 82,000 tokens a second."""
 
 Known = Mapping[int, Pattern]
 """The best pattern that is known, by its number of F layers."""
@@ -59,8 +64,9 @@ class Ledger:
         journal: makes finished evaluations durable; None keeps them in memory only.
         held_out: batches at the evaluator's end that are not for searching.
         on_measured: called after each evaluation, from whichever thread, for a progress display.
-        batches_per_call: most batches in one call of the evaluator, the unit that an
-            interruption can lose.
+        call_tokens: most tokens in one call of the evaluator, the unit that an interruption can
+            lose. A call holds one batch at least: that is the unit of a paired comparison, and
+            what a user makes large enough to occupy an engine.
 
     Attributes:
         all_batches: those that are searched on.
@@ -68,6 +74,7 @@ class Ledger:
         spent: tokens of all distinct (pattern, batch) pairs that were asked for.
         known_tokens: tokens of everything measured, by this process or an earlier one.
         measured: tokens that this process forwarded.
+        ahead_tokens: those of them that were measured ahead and that nothing has asked for yet.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class Ledger:
         journal: Journal | None = None,
         held_out: int = 0,
         on_measured: Callable[[Ledger], None] | None = None,
-        batches_per_call: int = 64,
+        call_tokens: int = CALL_TOKENS,
     ) -> None:
         self.evaluator = evaluator
         self.num_layers = evaluator.num_layers
@@ -86,14 +93,21 @@ class Ledger:
         self.held_out_batches = batches[len(batches) - held_out :]
         self.spent = 0
         self.measured = 0
+        self.ahead_tokens = 0
         self._journal, self.on_measured = journal, on_measured
-        self._per_call = batches_per_call
-        self._known: dict[tuple[str, int], float] = {}
-        self._asked: set[tuple[str, int]] = set()
+        self._call_tokens = call_tokens
+        self._known: dict[Cell, float] = {}
+        self._asked: set[Cell] = set()
+        self._ahead: set[Cell] = set()
+        self._counting = threading.Lock()
         for record in journal.records if journal else ():
+            pattern = Pattern(record.pattern)
             for batch, value in zip(record.batches, record.losses, strict=True):
-                self._known[record.pattern, batch] = value
+                self._known[pattern, batch] = value
         self.known_tokens = sum(self.batch_tokens[batch] for _, batch in self._known)
+        self._crew = None
+        if evaluator.in_flight > 1:
+            self._crew = Crew(evaluator.in_flight, self._measure, self._known.__contains__)
 
     @property
     def full_evaluation(self) -> int:
@@ -109,18 +123,27 @@ class Ledger:
         return float(self.losses(pattern).mean())
 
     def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
-        """``[patterns, batches]`` float64 losses, as many patterns at a time as possible."""
+        """``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
         wanted = self.all_batches if batches is None else tuple(batches)
-        jobs = [job for pattern in dict.fromkeys(patterns) for job in self._jobs(pattern, wanted)]
-        if self.evaluator.in_flight > 1 and len(jobs) > 1:
-            with ThreadPoolExecutor(self.evaluator.in_flight) as pool:
-                list(pool.map(lambda job: self._measure(*job), jobs))
+        cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in wanted]
+        if self._crew is not None:
+            self._crew.want(cells, self._calls)
         else:
-            for job in jobs:
-                self._measure(*job)
-        for pattern in patterns:
-            self._count(pattern, wanted)
-        return np.array([[self._known[str(p), b] for b in wanted] for p in patterns])
+            for call in self._calls([cell for cell in cells if cell not in self._known]):
+                self._measure(call)
+        for cell in cells:
+            self._count(cell)
+        return np.array([[self._known[p, b] for b in wanted] for p in patterns])
+
+    def ahead(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> None:
+        """Say what may be asked for next, the likeliest first; returns at once.
+
+        Where several engines measure, those that would idle take these up. What they find is
+        journalled but not counted as asked for, so whatever is guessed here, a search decides and
+        reports what it would on one engine. Earlier guesses are forgotten.
+        """
+        if self._crew is not None:
+            self._crew.guess([(pattern, batch) for pattern in patterns for batch in batches])
 
     def candidates(
         self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
@@ -165,17 +188,25 @@ class Ledger:
             self.batch_tokens[batch]
             for pattern in dict.fromkeys(patterns)
             for batch in batches
-            if (str(pattern), batch) not in self._asked
+            if (pattern, batch) not in self._asked
         )
 
-    def _jobs(
-        self, pattern: Pattern, wanted: Sequence[int]
-    ) -> list[tuple[Pattern, tuple[int, ...]]]:
-        missing = [batch for batch in wanted if (str(pattern), batch) not in self._known]
-        groups = range(0, len(missing), self._per_call)
-        return [(pattern, tuple(missing[i : i + self._per_call])) for i in groups]
+    def _calls(self, cells: Sequence[Cell]) -> Iterator[Call]:
+        """Cut into calls within the limit, and into enough of them for every engine to get one."""
+        most = -(-len(cells) // self.evaluator.in_flight)
+        for pattern, group in groupby(cells, key=lambda cell: cell[0]):
+            batches: tuple[int, ...] = ()
+            tokens = 0
+            for _, batch in group:
+                more = self.batch_tokens[batch]
+                if batches and (len(batches) == most or tokens + more > self._call_tokens):
+                    yield Call(pattern, batches)
+                    batches, tokens = (), 0
+                batches, tokens = (*batches, batch), tokens + more
+            yield Call(pattern, batches)
 
-    def _measure(self, pattern: Pattern, batches: tuple[int, ...]) -> None:
+    def _measure(self, call: Call, is_ahead: bool = False) -> None:
+        pattern, batches = call.pattern, call.batches
         started = time.perf_counter()
         found = self.evaluator.loss(pattern, batches)
         seconds = time.perf_counter() - started
@@ -189,16 +220,25 @@ class Ledger:
         if self._journal is not None:
             record = Record(str(pattern), batches, values, found.layer_tokens, seconds)
             self._journal.append(record)
-        for batch, value in zip(batches, values, strict=True):
-            self._known[str(pattern), batch] = value
         tokens = sum(self.batch_tokens[batch] for batch in batches)
-        self.measured += tokens
-        self.known_tokens += tokens
+        with self._counting:
+            self.measured += tokens
+            self.known_tokens += tokens
+            if is_ahead:
+                self._ahead |= call.cells
+                self.ahead_tokens += tokens
+        for batch, value in zip(batches, values, strict=True):
+            self._known[pattern, batch] = value
         if self.on_measured is not None:
             self.on_measured(self)
 
-    def _count(self, pattern: Pattern, batches: Sequence[int]) -> None:
-        for batch in batches:
-            if (str(pattern), batch) not in self._asked:
-                self._asked.add((str(pattern), batch))
-                self.spent += self.batch_tokens[batch]
+    def _count(self, cell: Cell) -> None:
+        if cell in self._asked:
+            return
+        self._asked.add(cell)
+        tokens = self.batch_tokens[cell[1]]
+        self.spent += tokens
+        with self._counting:
+            if cell in self._ahead:
+                self._ahead.remove(cell)
+                self.ahead_tokens -= tokens

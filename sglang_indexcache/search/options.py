@@ -99,8 +99,8 @@ class Cost:
         evaluations: patterns times the whole calibration set.
         sequences: forward passes of one sequence.
         tokens: tokens forwarded.
-        hours: wall-clock on ``gpus`` GPUs, or None without a prefill rate.
-        gpu_hours: ``hours`` times the GPUs, or None.
+        hours: wall-clock, or None without a prefill rate.
+        gpu_hours: ``hours`` times the GPUs of all servers, or None.
     """
 
     evaluations: float
@@ -118,11 +118,14 @@ def cost(
     context: int,
     tokens_per_second: float | None = None,
     gpus: int = 1,
+    servers: int = 1,
 ) -> Cost:
     """Predict a search.
 
     What keeps to a budget is billed with the whole budget. A pattern with S layers prefills faster
     than the all-F rate that is usually at hand, so hours are an upper bound too.
+
+    The rate is that of one server as it will be used: see :func:`busy_share`.
 
     Args:
         constraints: of the search.
@@ -130,25 +133,45 @@ def cost(
         options: of the search.
         sequences: in the whole calibration set.
         context: tokens of each.
-        tokens_per_second: prefill rate of the whole engine at this context.
-        gpus: of that engine.
+        tokens_per_second: prefill rate of one server at this context, as far as its ranks work.
+        gpus: of one server.
+        servers: how many of them share the work; taken to be always busy.
 
     Raises:
         SearchError: numbers below one, or options whose cost nobody can predict.
     """
-    if sequences < 1 or context < 1 or gpus < 1 or (tokens_per_second or 1) <= 0:
-        raise SearchError("sequences, context, GPUs and the prefill rate must be above zero")
+    if min(sequences, context, gpus, servers) < 1 or (tokens_per_second or 1) <= 0:
+        raise SearchError("sequences, context, GPUs, servers and the rate must be above zero")
     tokens = options.expected_tokens(constraints, targets, sequences * context)
     if tokens is None:
         raise SearchError(f"there is no cost model for: {options.in_words()}")
-    hours = tokens / tokens_per_second / 3600 if tokens_per_second else None
+    hours = tokens / tokens_per_second / servers / 3600 if tokens_per_second else None
     return Cost(
         evaluations=tokens / (sequences * context),
         sequences=tokens / context,
         tokens=tokens,
         hours=hours,
-        gpu_hours=hours * gpus if hours is not None else None,
+        gpu_hours=hours * gpus * servers if hours is not None else None,
     )
+
+
+def busy_share(per_batch: int, ranks: int) -> float:
+    """The share of a server's data-parallel ranks that work, on average over a batch.
+
+    A rank takes whole sequences, so the last round of a batch may leave ranks idle. A call may
+    hold several batches where they are short; this is for calls of one, the worst case.
+
+    Args:
+        per_batch: sequences in a batch.
+        ranks: data-parallel ranks of the server.
+
+    Raises:
+        SearchError: numbers below one.
+    """
+    if min(per_batch, ranks) < 1:
+        raise SearchError("sequences in a batch and data-parallel ranks must be above zero")
+    rounds = -(-per_batch // ranks)
+    return per_batch / (rounds * ranks)
 
 
 def _chosen(kind: str, table: Mapping[str, type[_Row]], text: str) -> _Row:

@@ -61,7 +61,7 @@ def run_search(
             with _progress(console) as progress:
                 task = progress.add_task("measuring the start", total=total)
                 ledger.on_measured = lambda known: progress.update(
-                    task, completed=known.known_tokens
+                    task, completed=known.known_tokens - known.ahead_tokens
                 )
                 ledger.on_measured(ledger)
                 for event in search.run():
@@ -140,6 +140,11 @@ def _show_result(search: Search, console: Console) -> None:
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
     )
+    if ahead := search.ledger.ahead_tokens:
+        console.print(
+            f"measured ahead by servers that would have idled, and not needed: {ahead:,} tokens",
+            highlight=False,
+        )
 
 
 def _added(found: Found) -> str:

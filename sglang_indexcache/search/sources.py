@@ -17,7 +17,8 @@ from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
 from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
-from sglang_indexcache.search.evaluators.served import EvaluatorPool, LiveEngine, ServedEvaluator
+from sglang_indexcache.search.evaluators.pool import Engine, ServerPool
+from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.support.provenance import checkpoint_digest
 
@@ -144,18 +145,24 @@ class Data:
 
 @dataclass(frozen=True)
 class Served:
-    """Servers in live mode that serve the checkpoint in ``model``."""
+    """Servers in live mode that serve the checkpoint in ``model``.
+
+    ``timeout`` and ``tell`` are as for
+    :class:`~sglang_indexcache.search.evaluators.pool.ServerPool`.
+    """
 
     model: Path
     data: Data
-    engines: tuple[LiveEngine, ...]
+    engines: tuple[Engine, ...]
+    timeout: float | None = None
+    tell: Callable[[str], None] = print
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
-        """Reach the servers; several measure several candidates at a time."""
+        """Reach the servers; several share the work."""
         ready = _Ready.read(self.model, self.data)
-        members = [ServedEvaluator(engine, ready.calibration) for engine in self.engines]
-        yield ready.setup("sglang", members[0] if len(members) == 1 else EvaluatorPool(members))
+        pool = ServerPool(self.engines, ready.calibration, self.timeout, self.tell)
+        yield ready.setup("sglang", pool)
 
 
 @dataclass(frozen=True)

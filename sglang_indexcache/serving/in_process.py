@@ -64,6 +64,6 @@ class InProcessEngine:
             raise ServerError(f"the engine refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 
-    def generate(self, **body: Any) -> Any:
-        """SGLang's native generate."""
+    def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
+        """SGLang's native generate. Takes as long as it takes: nothing can get lost on the way."""
         return self._engine.generate(**body)

@@ -115,7 +115,7 @@ def test_measures_several_candidates_at_a_time(tmp_path: Path) -> None:
         in_flight = 4
 
     patterns = [Pattern("F" + "".join(c)) for c in np.array(["FSFSF", "SSFFF", "SFFFF", "FFFFS"])]
-    wide, plain = Ledger(Wide(), batches_per_call=2), Ledger(Counting())
+    wide, plain = Ledger(Wide(), call_tokens=2000), Ledger(Counting())
     assert np.array_equal(wide.many(patterns), plain.many(patterns))
     assert wide.spent == plain.spent == 16000
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from queue import SimpleQueue
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.errors import SearchError, ServerUnavailableError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import BatchLosses, Floats, TokenEvaluator
+from sglang_indexcache.search.evaluators import BatchLosses, Floats
+
+_LEAST_SECONDS = 600.0
+_LEAST_RATE = 1000.0
+"""Tokens a second: an engine that prefills fewer than these is taken for one that hangs."""
 
 
 class LiveEngine(Protocol):
@@ -24,8 +26,8 @@ class LiveEngine(Protocol):
     def switch_pattern(self, value: str) -> list[dict[str, Any]]:
         """Make ``value`` the pattern on every rank; returns the new states."""
 
-    def generate(self, **body: Any) -> Any:
-        """SGLang's native generate, for a list of prompts."""
+    def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
+        """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
 
 class ServedEvaluator:
@@ -33,29 +35,36 @@ class ServedEvaluator:
 
     Between two patterns the engine flushes its radix cache, and a request for log-probabilities
     from position 0 never reads it; each answer is checked for both. All sequences of a call go
-    out as one request, so data-parallel ranks work side by side.
+    out as one request, so data-parallel ranks work side by side. What the engine is was checked
+    at the start, and is again at every call: it may have been restarted in between.
+
+    One call at a time: while the next one's text is on its way an engine idles, which is a few
+    per cent of a long call, but two at once would make every answer hang on what else was running.
 
     Args:
         engine: in live mode. Nobody else may switch it meanwhile; that is checked too.
         calibration: what to measure on.
+        timeout: seconds that one call may take. The default grows with its tokens: ten minutes,
+            and a second for every 1,000.
+
+    Attributes:
+        checkpoint: what the engine says it serves; differs between checkpoints of other shapes.
 
     Raises:
         SearchError: the engine is not in live mode.
+        ServerUnavailableError: it does not answer now.
     """
 
     in_flight = 1
 
-    def __init__(self, engine: LiveEngine, calibration: Calibration) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: LiveEngine, calibration: Calibration, timeout: float | None = None
+    ) -> None:
+        self._engine, self._timeout = engine, timeout
         self.calibration = calibration
         self.batch_tokens = calibration.batch_tokens
-        [state, *_] = engine.states()
-        if state["mode"] != "live":
-            raise SearchError(
-                "the engine runs in static mode, where shared layers have no indexer. Start it "
-                "with --indexcache-mode live."
-            )
-        self.num_layers = len(state["checkpoint_pattern"])
+        self.checkpoint = _checkpoint(engine.states())
+        self.num_layers = len(self.checkpoint[1])
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
         """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
@@ -68,7 +77,9 @@ class ServedEvaluator:
         before = self._switch(pattern)
         cut = self.calibration.batches
         sequences = [list(ids) for batch in batches for ids in cut[batch]]
+        tokens = sum(map(len, sequences))
         replies = self._engine.generate(
+            timeout=self._timeout or _LEAST_SECONDS + tokens / _LEAST_RATE,
             input_ids=sequences,
             sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             return_logprob=True,
@@ -79,8 +90,20 @@ class ServedEvaluator:
         found = iter(losses)
         return [[next(found) for _ in cut[batch]] for batch in batches]
 
-    def _switch(self, pattern: Pattern) -> list[dict[str, Any]]:
+    def _states(self) -> list[dict[str, Any]]:
+        """Of every rank, once they are found to serve what they served at the start."""
         states = self._engine.states()
+        found = _checkpoint(states)
+        if found != self.checkpoint:
+            raise SearchError(
+                f"the engine was restarted with another checkpoint: {' '.join(found)}, before it "
+                f"was {' '.join(self.checkpoint)}. Restart it with the one of --model; the same "
+                "command then goes on."
+            )
+        return states
+
+    def _switch(self, pattern: Pattern) -> list[dict[str, Any]]:
+        states = self._states()
         if any(state["pattern"] != str(pattern) for state in states):
             states = self._engine.switch_pattern(str(pattern))
         if any(state["pattern"] != str(pattern) for state in states):
@@ -88,17 +111,38 @@ class ServedEvaluator:
         return states
 
     def _check_undisturbed(self, before: list[dict[str, Any]]) -> None:
-        after = self._engine.states()
-        if [s["switches"] for s in before] != [s["switches"] for s in after]:
+        after = self._states()
+        counts = [[state["switches"] for state in states] for states in (before, after)]
+        if len(before) != len(after) or any(old > new for old, new in zip(*counts, strict=True)):
+            raise ServerUnavailableError(
+                "the engine was restarted during an evaluation: it counts its switches anew"
+            )
+        if [(s["switches"], s["pattern"]) for s in before] != [
+            (s["switches"], s["pattern"]) for s in after
+        ]:
             raise SearchError(
                 "somebody else switched the engine's pattern during an evaluation. Search on an "
                 "engine of its own, then start the search again: it resumes."
             )
 
 
+def _checkpoint(states: list[dict[str, Any]]) -> tuple[str, str]:
+    """Architecture, and which layers have an indexer, of an engine in live mode."""
+    [state, *_] = states
+    if state["mode"] != "live":
+        raise SearchError(
+            "the engine runs in static mode, where shared layers have no indexer. Start it "
+            "with --indexcache-mode live."
+        )
+    return state["architecture"], state["checkpoint_pattern"]
+
+
 def _losses(reply: Any, ids: list[int]) -> Floats:
     """``[length - 1]`` nats, from SGLang's ``input_token_logprobs`` ((log-prob, id, text) each)."""
     info = reply["meta_info"]
+    if (info.get("finish_reason") or {}).get("type") == "abort":
+        reason = info["finish_reason"].get("message", "without a reason")
+        raise ServerUnavailableError(f"the engine gave a sequence up: {reason}")
     if info["cached_tokens"]:
         raise SearchError(
             f"the engine answered from its cache ({info['cached_tokens']} tokens), which may be "
@@ -117,43 +161,3 @@ def _losses(reply: Any, ids: list[int]) -> Floats:
     if not np.isfinite(losses).all():
         raise SearchError("the engine answered with a log-probability that is not a number")
     return losses
-
-
-class EvaluatorPool:
-    """Several evaluators of the same checkpoint and data, each measuring another candidate.
-
-    Hands each question to a member that is free; safe to call from ``in_flight`` threads.
-
-    Raises:
-        SearchError: no members, or members that differ in layers or data.
-    """
-
-    def __init__(self, members: Sequence[TokenEvaluator]) -> None:
-        if not members:
-            raise SearchError("a pool needs at least one evaluator")
-        shapes = {(member.num_layers, member.batch_tokens) for member in members}
-        if len(shapes) != 1:
-            raise SearchError("the engines of a pool must serve the same checkpoint and data")
-        [(self.num_layers, self.batch_tokens)] = shapes
-        self.in_flight = len(members)
-        self._free: SimpleQueue[TokenEvaluator] = SimpleQueue()
-        for member in members:
-            self._free.put(member)
-
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
-        with self._member() as member:
-            return member.loss(pattern, batches)
-
-    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
-        """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
-        with self._member() as member:
-            return member.token_losses(pattern, batches)
-
-    @contextmanager
-    def _member(self) -> Iterator[TokenEvaluator]:
-        member = self._free.get()
-        try:
-            yield member
-        finally:
-            self._free.put(member)

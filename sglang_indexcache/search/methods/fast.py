@@ -20,7 +20,7 @@ has decided, the step says ``decided=False``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +126,7 @@ class FastGreedy:
         for number in range(flips):
             fresh = self._refresh(number)
             allowance = self._allowance()
+            self._look_ahead(fresh)
             contenders = [flipped(self._pattern, layer) for layer in fresh]
             finish = race(self._ledger, contenders, self._first, allowance)
             if limit is not None and self._exceeds(finish.winner, finish.batches, limit):
@@ -155,22 +156,46 @@ class FastGreedy:
 
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""
-        candidates = self._constraints.candidates(self._pattern)
-        fresh = [c for c in candidates if c not in self._cost or self._exact]
-        stale = [c for c in candidates if c not in fresh]
-        if stale:  # one that has waited longest, so that the margin stays honest
-            oldest = min(stale, key=lambda c: (self._age[c], c))
-            stale.remove(oldest)
-            fresh.append(oldest)
+        fresh, stale = self._due(self._pattern, self._cost)
+        self._look_ahead([*fresh, *stale])
         self._look(fresh, number)
         while stale:
-            nearest = min(stale, key=lambda c: (self._cost[c], c))
+            nearest = stale[0]
             if self._cost[nearest] - self._margin() > min(self._cost[c] for c in fresh):
                 break
             stale.remove(nearest)
             fresh.append(nearest)
+            self._look_ahead([*fresh, *stale])
             self._look([nearest], number)
         return fresh
+
+    def _due(self, pattern: Pattern, cost: Mapping[int, float]) -> tuple[list[int], list[int]]:
+        """Candidates to look at in any case, and the others, the cheapest first."""
+        candidates = self._constraints.candidates(pattern)
+        fresh = [c for c in candidates if c not in cost or self._exact]
+        stale = sorted((c for c in candidates if c not in fresh), key=lambda c: (cost[c], c))
+        if stale:  # one that has waited longest, so that the margin stays honest
+            oldest = min(stale, key=lambda c: (self._age[c], c))
+            stale.remove(oldest)
+            fresh.append(oldest)
+        return fresh, stale
+
+    def _look_ahead(self, layers: Sequence[int]) -> None:
+        """Let idle engines make the next step's first looks, as if the cheapest layer won this one.
+
+        Those are what it looks at in any case, and what else could be the best there if nothing
+        is cheaper than last measured.
+        """
+        known = [layer for layer in layers if layer in self._cost]
+        if not known or len(self._pattern.full_layers) - 1 == self._targets.fewest:
+            return
+        layer = min(known, key=lambda c: (self._cost[c], c))
+        pattern, touched = flipped(self._pattern, layer), (layer, *self._neighbours(layer))
+        cost = {c: kept for c, kept in self._cost.items() if c not in touched}
+        due, stale = self._due(pattern, cost)
+        least = min(cost.values(), default=0.0)
+        tempting = [c for c in stale if cost[c] - self._margin() <= least]
+        self._ledger.ahead([flipped(pattern, c) for c in (*due, *tempting)], self._subset)
 
     def _look(self, layers: list[int], number: int) -> None:
         patterns = [flipped(self._pattern, layer) for layer in layers]
@@ -186,11 +211,16 @@ class FastGreedy:
         return max(0.0, float(np.quantile(recent, _QUANTILE))) if recent else 0.0
 
     def _commit(self, layer: int) -> None:
-        before = self._pattern.full_layers
-        place = before.index(layer)
+        touched = (layer, *self._neighbours(layer))
         self._pattern = flipped(self._pattern, layer)
-        for neighbour in (layer, *before[place - 1 : place], *before[place + 1 : place + 2]):
+        for neighbour in touched:
             self._cost.pop(neighbour, None)
+
+    def _neighbours(self, layer: int) -> tuple[int, ...]:
+        """The F layers before and after ``layer``, whose flips its flip changes."""
+        full = self._pattern.full_layers
+        place = full.index(layer)
+        return (*full[place - 1 : place], *full[place + 1 : place + 2])
 
     def _exceeds(self, pattern: Pattern, batches: int, limit: float) -> bool:
         """Whether the loss over the start is above ``limit`` nats; all batches where it may be."""

@@ -10,7 +10,8 @@ import pytest
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.served import EvaluatorPool, ServedEvaluator
+from sglang_indexcache.search.evaluators.pool import ServerPool
+from sglang_indexcache.search.evaluators.served import ServedEvaluator
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6), (7, 8, 9), (3, 2, 1)), 2, "test")
 
@@ -20,9 +21,12 @@ class Cardboard:
 
     def __init__(self, ranks: int = 2, mode: str = "live") -> None:
         state = {"pattern": "FFFF", "mode": mode, "checkpoint_pattern": "FFFF", "switches": 0}
+        state["architecture"] = "Cardboard"
         self.ranks = [dict(state) for _ in range(ranks)]
         self.cached, self.lost, self.meddle = 0, 0, False
         self.requests: list[dict[str, Any]] = []
+        self.timeouts: list[float | None] = []
+        self.url = "cardboard"
 
     def states(self) -> list[dict[str, Any]]:
         return [dict(rank) for rank in self.ranks]
@@ -32,8 +36,9 @@ class Cardboard:
             rank |= {"pattern": value, "switches": rank["switches"] + 1}
         return self.states()
 
-    def generate(self, **body: Any) -> Any:
+    def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self.requests.append(body)
+        self.timeouts.append(timeout)
         shared = self.ranks[0]["pattern"].count("S")
         replies = [self._reply(ids, shared) for ids in body["input_ids"]]
         if self.meddle:
@@ -116,23 +121,23 @@ def test_a_static_engine() -> None:
         ServedEvaluator(Cardboard(mode="static"), DATA)
 
 
+def test_the_time_for_a_call_grows_with_its_tokens() -> None:
+    """32 batches of 8 x 200K tokens take 624 s at 82,000 a second: no fixed 600 s will do."""
+    engine = Cardboard()
+    long = Calibration(((1,) * 5000, (2,) * 3000), 2, "test")
+    ServedEvaluator(engine, long).loss(Pattern("FFFF"), [0])
+    ServedEvaluator(engine, long, timeout=7.0).loss(Pattern("FFFF"), [0])
+    assert engine.timeouts == [608.0, 7.0]
+
+
 def test_a_pool_shares_out_candidates() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     engines = [Cardboard(), Cardboard()]
-    pool = EvaluatorPool([ServedEvaluator(engine, DATA) for engine in engines])
+    pool = ServerPool(engines, DATA)
     assert pool.in_flight == 2
     patterns = [Pattern("F" + "S" * n + "F" * (3 - n)) for n in range(4)] * 5
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(lambda p: pool.loss(p, [0]).mean, patterns))
     assert found == pytest.approx([0.4 + len(p.shared_layers) for p in patterns])
     assert sum(len(engine.requests) for engine in engines) == 20
-
-
-def test_pools_that_make_no_sense() -> None:
-    with pytest.raises(SearchError, match="at least one"):
-        EvaluatorPool([])
-    other = Calibration(((1, 2),), 1, "test")
-    members = [ServedEvaluator(Cardboard(), DATA), ServedEvaluator(Cardboard(), other)]
-    with pytest.raises(SearchError, match="same checkpoint and data"):
-        EvaluatorPool(members)

@@ -1,0 +1,165 @@
+"""A server in live mode whose losses follow a formula: in this process, or one to be killed.
+
+python -m tests.search.fake_engine PORT LAYERS SECONDS
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Engine:
+    """What SGLang with IndexCache would say.
+
+    Attributes:
+        layers: length of its pattern.
+        seconds: that a call takes.
+        mode: of the plugin.
+        checkpoint_pattern: which layers have an indexer; all by default.
+        faults: what goes wrong with the calls to come, one each; see :class:`Handler`.
+        calls: how many it was asked to score.
+    """
+
+    layers: int
+    seconds: float = 0.0
+    mode: str = "live"
+    checkpoint_pattern: str = ""
+    faults: list[str] = field(default_factory=list)
+    calls: int = 0
+    pattern: str = ""
+    switches: int = 0
+
+    def __post_init__(self) -> None:
+        self.checkpoint_pattern = self.checkpoint_pattern or "F" * self.layers
+        self.pattern = "F" * self.layers
+        self.guard = threading.Lock()
+
+    def state(self) -> dict[str, Any]:
+        names = ("mode", "checkpoint_pattern", "pattern", "switches")
+        said = {name: getattr(self, name) for name in names}
+        return {"architecture": "GlmMoeDsaForCausalLM", "last_rejection": "", **said}
+
+    def restart(self) -> None:
+        self.pattern, self.switches = "F" * self.layers, 0
+
+    def switch(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.switches += 1
+
+    def reply(self, ids: list[int]) -> dict[str, Any]:
+        """A layer that shares costs more on some tokens than on others."""
+        shared = [layer for layer, kind in enumerate(self.pattern) if kind == "S"]
+        weights = [(layer * 7919 % 13 + 1) / 200 for layer in shared]
+        flat, tilted = (
+            sum(weights),
+            sum(w * (i % 3) / 10 for i, w in zip(shared, weights, strict=True)),
+        )
+        losses = [1 + t % 7 / 7 + flat + tilted * (t % 5) for t in ids]
+        entries = [[-loss, t, None] for loss, t in zip(losses, ids, strict=True)]
+        entries[0][0] = None
+        return {"meta_info": {"input_token_logprobs": entries, "cached_tokens": 0}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    engine: Engine
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.engine.faults[:1] == ["deaf"]:
+            self.engine.faults.pop(0)
+            self._answer({}, 503)
+        else:
+            self._answer({"internal_states": [{"indexcache": self.engine.state()}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/set_internal_state":
+            [key] = body["server_args"]
+            self.engine.switch(key.partition("=")[2])
+            self._answer([True])
+            return
+        with self.engine.guard:  # one batch after the other, as a card would
+            self.engine.calls += 1
+            fault = self.engine.faults.pop(0) if self.engine.faults else ""
+            time.sleep(self.engine.seconds)
+        self._score(body, fault)
+
+    def _score(self, body: dict[str, Any], fault: str) -> None:
+        replies = [self.engine.reply(ids) for ids in body["input_ids"]]
+        if fault.isdigit():
+            self._answer({"error": "a fault"}, int(fault))
+        elif fault == "slow":
+            time.sleep(1.0)
+        elif fault in ("reset", "cut"):
+            self._half(replies, with_length=True, reset=fault == "reset")
+        elif fault == "half json":
+            self._half(replies, with_length=False, reset=False)
+        elif fault == "abort":
+            replies[-1]["meta_info"]["finish_reason"] = {"type": "abort", "message": "shut down"}
+            self._answer(replies)
+        else:
+            if fault == "restart":
+                self.engine.restart()
+            if fault == "another checkpoint":
+                self.engine.restart()
+                self.engine.checkpoint_pattern = "F" + "S" * (self.engine.layers - 1)
+            if fault == "somebody":
+                self.engine.switch("F" + "S" * (self.engine.layers - 1))
+            self._answer(replies)
+
+    def _half(self, data: Any, *, with_length: bool, reset: bool) -> None:
+        text = json.dumps(data).encode()
+        self.send_response(200)
+        self.send_header(*(("Content-Length", str(len(text))) if with_length else ("X", "")))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(text[: len(text) // 2])
+        self.wfile.flush()
+        if reset:
+            now = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+        self.close_connection = True
+
+    def _answer(self, data: Any, status: int = 200) -> None:
+        text = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+def http_server(engine: Engine, port: int = 0) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Bound", (Handler,), {"engine": engine}))
+    server.daemon_threads = True
+    return server
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """The engine's URL."""
+    server = http_server(engine)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    given_port, given_layers, given_seconds = sys.argv[1:]
+    http_server(Engine(int(given_layers), float(given_seconds)), int(given_port)).serve_forever()
