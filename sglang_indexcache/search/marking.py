@@ -134,7 +134,9 @@ class Marker:
             if not text.startswith(before):
                 return []
             start = len(before)
-            while asked[start] == text[start]:
+            for expected, there in zip(asked[start:], text[start:], strict=False):
+                if expected != there:
+                    break
                 start += 1
         said = through.rstrip()
         return [(start, len(said) if said.endswith(self._special) else len(through))]
