@@ -149,8 +149,6 @@ class Marker:
                 "chat template. Give it one (chat_template.jinja), or write the data as text with "
                 "answers."
             )
-        from jinja2 import TemplateError
-
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 list(conversation.messages[:count]),
@@ -158,7 +156,7 @@ class Marker:
                 tokenize=False,
                 add_generation_prompt=ask,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program, and raises what it likes
             raise SearchError(
                 f"{conversation.where}: the chat template of {self._name} refuses the first "
                 f"{count} messages: {error}"

@@ -67,7 +67,7 @@ class Objective:
         if self.score is Score.ANSWERS:
             return counted & answers[1:]
         if self.score is Score.LATE:
-            return counted & (2 * query >= len(answers))
+            return counted & (query >= len(query) // 2)
         return counted
 
     def in_words(self) -> str:
