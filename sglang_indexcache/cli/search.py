@@ -33,6 +33,7 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.search.evaluators.pool import Engine
     from sglang_indexcache.search.evaluators.served import LiveEngine
+    from sglang_indexcache.search.objective import Score
     from sglang_indexcache.search.sources import Data, Source
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
@@ -63,16 +64,24 @@ SyntheticOption = Annotated[
 DataOption = Annotated[
     str,
     typer.Option(
-        help="Text to measure on: a .jsonl, .parquet or text file, a folder of them, or 'machine' "
-        "for the Python sources of this machine."
+        help="Documents to measure on: a .jsonl, .parquet or text file, a folder of them, or "
+        "'machine' for the Python sources of this machine."
     ),
 ]
 SequenceOption = Annotated[
     str | None,
     typer.Option(
         "--context",
-        help=f"Length of each sequence: {CONTEXTS}. It must be longer than what a query selects; "
-        "the default is 8 times that (16Ki for released models).",
+        help=f"Most tokens of a document: {CONTEXTS}. It must be longer than what a query "
+        "selects; the default is 8 times that (16Ki for released models).",
+    ),
+]
+ScoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        help="Which tokens' loss counts: answers, late (the later half of each document) or all. "
+        "The default is answers where the data marks them, else late.",
     ),
 ]
 BatchesOption = Annotated[int, typer.Option(help="Number of calibration batches.")]
@@ -120,6 +129,7 @@ def run_command(
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
     context: SequenceOption = None,
+    score: ScoreOption = None,
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
@@ -154,7 +164,7 @@ def run_command(
     from sglang_indexcache.search.targets import parse_targets
 
     options = Options.parse(method, refine, budget)
-    measured = Data(data, _length(context), batches, per_batch, held_out, seed)
+    measured = Data(data, _length(context), batches, per_batch, held_out, seed, score=_score(score))
     servers = connect(url, api_key, admin_api_key)
     source = _source(measured, model, servers, engine, synthetic, dtype, timeout)
     with source.open() as setup:
@@ -181,6 +191,7 @@ def compare_command(
     engine: EnginesOption = None,
     data: DataOption = "machine",
     context: SequenceOption = None,
+    score: ScoreOption = None,
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     held_out: HeldOutOption = 8,
@@ -198,22 +209,33 @@ def compare_command(
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out < 2:
         raise SearchError("a comparison needs at least two held-out batches (--held-out)")
-    measured = Data(data, _length(context), batches, per_batch, held_out, seed, use_held_out=True)
+    measured = Data(
+        *(data, _length(context), batches, per_batch, held_out, seed),
+        use_held_out=True,
+        score=_score(score),
+    )
     servers = connect(url, api_key, admin_api_key)
     source = _source(measured, model, servers, engine, dtype=dtype, timeout=timeout)
-    with source.open() as setup, out.status("measuring ..."):
+    with source.open() as setup:
         parsed = [setup.resolve(value) for value in patterns]
-        found = compare(setup.token_evaluator, parsed[0], parsed[1:], buckets, setup.uncounted)
-    if setup.advice:
-        out.print(f"[yellow]advice[/yellow]  {setup.advice}", highlight=False)
-    reference, *others = [_label(value) for value in patterns]
-    named = list(zip(others, found, strict=True))
+        for notice in setup.notices:
+            out.print(notice, highlight=False)
+        with out.status("measuring ..."):
+            first, *others = parsed
+            found = compare(setup.token_evaluator, first, others, setup.counted, buckets)
+    reference, *titles = [_label(value) for value in patterns]
+    named = list(zip(titles, found, strict=True))
     for title, comparison in named:
         out.print(f"{title} against {reference}: {comparison.verdict}", highlight=False)
     numbers = [{"name": title, **comparison.numbers()} for title, comparison in named]
-    facts = {"reference": reference, "identity": setup.identity, "data": setup.data}
+    facts = {
+        "reference": reference,
+        "identity": setup.identity,
+        "data": setup.data,
+        "documents": setup.reading,
+    }
     write_json(output / "compare.json", {**facts, "comparisons": numbers})
-    draw_comparison(named, output / "compare.png")
+    draw_comparison(named, output / "compare.png", setup.objective)
     out.print(f"numbers and figure are in {output}")
 
 
@@ -233,11 +255,12 @@ def overlap_command(
 ) -> None:
     """Measure how much of their selection every two layers have in common."""
     from sglang_indexcache.search.figures import draw_overlap
+    from sglang_indexcache.search.objective import Score
     from sglang_indexcache.search.overlap import measure, numbers, read
     from sglang_indexcache.search.sources import Data
     from sglang_indexcache.support.files import write_json
 
-    measured = Data(data, _length(context), batches, per_batch, seed=seed)
+    measured = Data(data, _length(context), batches, per_batch, seed=seed, score=Score.ALL)
     with _source(measured, model, dtype=dtype).open() as setup:
         drawn = setup.resolve(pattern) if pattern else None
         places = track(range(batches), "measuring", console=out, transient=True)
@@ -262,6 +285,7 @@ def stability_command(
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
     context: SequenceOption = None,
+    score: ScoreOption = None,
     batches: BatchesOption = 16,
     per_batch: PerBatchOption = 1,
     seed: SeedOption = 0,
@@ -278,7 +302,7 @@ def stability_command(
     if sets < 2:
         raise SearchError("stability needs at least two calibration sets (--sets)")
     options = Options.parse(method, share=budget)
-    measured = Data(data, _length(context), batches, per_batch, seed=seed)
+    measured = Data(data, _length(context), batches, per_batch, seed=seed, score=_score(score))
     servers = connect(url, api_key, admin_api_key)
     sources = [
         _source(part, model, servers, engine, synthetic, dtype, timeout)
@@ -369,6 +393,8 @@ def _source(
         raise SearchError("--dtype is for transformers, not for --url, --engine or --synthetic")
     if dtype not in (None, "float32", "bfloat16"):
         raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    if synthetic and data.score:
+        raise SearchError("--score chooses among a model's tokens; a made-up landscape has none")
     if synthetic and model:
         raise SearchError("--synthetic makes the model up; leave --model away, or --synthetic")
     if synthetic:
@@ -396,6 +422,12 @@ def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngi
 
 def _length(context: str | None) -> int | None:
     return None if context is None else parse_length(context)
+
+
+def _score(text: str | None) -> Score | None:
+    from sglang_indexcache.search.objective import Score
+
+    return None if text is None else Score.parse(text)
 
 
 def _label(value: str) -> str:

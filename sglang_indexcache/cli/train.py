@@ -97,7 +97,7 @@ def evaluate_command(
 def data_command(
     model: ModelOption,
     output: OutputOption,
-    context: ContextOption = "511",
+    context: ContextOption = "512",
     rows: RowsOption = 32,
     seed: SeedOption = 0,
 ) -> None:

@@ -1,59 +1,79 @@
-"""Calibration data: documents in, token sequences of one length out, the same ones every time.
+"""Calibration data: documents in, token sequences out, the same ones every time.
 
-The paper's "calibration set": B mini-batches on which every candidate pattern is evaluated.
+The paper's "calibration set": B mini-batches on which every candidate pattern is evaluated. A
+sequence is one document, or a piece of one: never two, which would attend to each other.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import heapq
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.support.text import machine_text
-
-DEFAULT_DATA = "machine"
-"""Instead of a path: the Python standard library's sources, which every machine has."""
+from sglang_indexcache.search.documents import Conversation, Document, read_documents
+from sglang_indexcache.search.marking import Marked, Marker
+from sglang_indexcache.search.objective import Mask, Objective, Score
 
 HELD_OUT_SHARE = 4
 """One sequence in so many is never searched on."""
+FIRST_LOOK = 100
+"""Documents that are looked at to see whether the data marks answers."""
 
-_TEXT_FIELDS = ("text", "content", "prompt")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Token sequences, cut into batches.
 
     Attributes:
-        sequences: each ``[context]`` token ids.
+        sequences: each ``[length]`` token ids; lengths may differ.
         per_batch: sequences in a batch.
         source: where the text came from, in words.
         held_out: batches at the end that a search must not search on.
-        uncounted: predictions at the start of each sequence that no loss counts. Their queries see
-            no more tokens than they may select, so a pattern cannot change them.
+        counted: for each sequence ``[length - 1]`` bool, the predictions that a loss counts
+            (entry i predicts token i + 1); all of them if not given.
+        objective: what ``counted`` was made by.
+        reading: what became of the documents, in words.
+
+    Raises:
+        SearchError: a batch without a counted prediction.
     """
 
     sequences: tuple[tuple[int, ...], ...]
     per_batch: int
     source: str
     held_out: int = 0
-    uncounted: int = 0
+    counted: tuple[Mask, ...] = ()
+    objective: Objective = field(default_factory=Objective)
+    reading: str = ""
 
-    @property
-    def context(self) -> int:
-        """Tokens in a sequence."""
-        return len(self.sequences[0])
+    def __post_init__(self) -> None:
+        if not self.counted:
+            everything = tuple(np.ones(len(ids) - 1, dtype=bool) for ids in self.sequences)
+            object.__setattr__(self, "counted", everything)
+        for number, masks in enumerate(self.batch_counted):
+            if not any(mask.any() for mask in masks):
+                raise SearchError(f"no prediction of calibration batch {number} counts")
 
     @property
     def batches(self) -> list[tuple[tuple[int, ...], ...]]:
         """The sequences of each batch."""
-        starts = range(0, len(self.sequences), self.per_batch)
-        return [self.sequences[i : i + self.per_batch] for i in starts]
+        return [self.sequences[i : i + self.per_batch] for i in self._starts]
+
+    @property
+    def batch_counted(self) -> list[tuple[Mask, ...]]:
+        """The masks of each batch's sequences."""
+        return [self.counted[i : i + self.per_batch] for i in self._starts]
+
+    def counted_in(self, batches: Sequence[int]) -> list[tuple[Mask, ...]]:
+        """The masks of the batches with these numbers."""
+        every = self.batch_counted
+        return [every[batch] for batch in batches]
 
     @property
     def batch_tokens(self) -> tuple[int, ...]:
@@ -62,11 +82,45 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every token and the batching: equal if and only if the data is."""
+        """SHA-256 over tokens, what counts and the batching: equal if and only if the data is."""
         content = hashlib.sha256(f"{self.per_batch}\n".encode())
-        for sequence in self.sequences:
+        for sequence, mask in zip(self.sequences, self.counted, strict=True):
             content.update((",".join(map(str, sequence)) + "\n").encode())
+            content.update(np.packbits(mask).tobytes())
         return content.hexdigest()
+
+    @property
+    def size(self) -> str:
+        """Batches that are searched on, and the lengths of their sequences, in words."""
+        lengths = [len(ids) for ids in self.sequences]
+        shortest, longest = min(lengths), max(lengths)
+        length = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
+        return f"{len(self._starts) - self.held_out} batches of {self.per_batch} x {length} tokens"
+
+    @property
+    def counts(self) -> str:
+        """Counted predictions of a batch, in words."""
+        each = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
+        return f"{min(each)}" if min(each) == max(each) else f"{min(each)} to {max(each)}"
+
+    def part(self, place: int, parts: int) -> Calibration:
+        """The part of this number, of as many equal ones."""
+        size = len(self.sequences) // parts
+        mine = slice(place * size, (place + 1) * size)
+        return replace(self, sequences=self.sequences[mine], counted=self.counted[mine])
+
+    def followed_by(self, held_out: Calibration) -> Calibration:
+        """These sequences to search on, those of ``held_out`` after them."""
+        return replace(
+            self,
+            sequences=self.sequences + held_out.sequences,
+            counted=self.counted + held_out.counted,
+            held_out=len(held_out.batches),
+        )
+
+    @property
+    def _starts(self) -> range:
+        return range(0, len(self.sequences), self.per_batch)
 
 
 @dataclass(frozen=True)
@@ -79,64 +133,70 @@ class Split:
 
 def prepare(
     source: str,
-    encode: Callable[[str], list[int]],
-    separator: int,
+    marker: Marker,
     *,
     context: int,
     batches: int,
     per_batch: int = 1,
     held_out: int = 0,
     seed: int = 0,
+    topk: int = 0,
+    score: Score | None = None,
 ) -> Split:
-    """Read, tokenize, pack and split.
+    """Read, tokenise, choose and split.
 
-    Documents are joined by ``separator`` and cut into sequences of ``context`` tokens. Whether one
-    is held out says a digest of its tokens (see :func:`is_held_out`); of each part the first that
-    are needed are taken and shuffled. So neither part changes between runs or machines.
+    A sequence is a whole document of at most ``context`` tokens. Longer text is cut into
+    consecutive windows, a longer conversation after the last response that fits; a longer document
+    with answers is left out, because an answer would lose its evidence. Whether a sequence is held
+    out says a digest of its tokens (see :func:`is_held_out`). Of each part the first that have at
+    least half of ``context`` are taken, the longest of the others only if the source ends before
+    there are enough, and shuffled. So neither part changes between runs or machines.
 
     Args:
-        source: a .jsonl, .parquet or text file, a folder of them, or :data:`DEFAULT_DATA`.
-        encode: the checkpoint's tokenizer, without special tokens.
-        separator: token between documents (the end-of-text token).
-        context: tokens in a sequence, at least 2.
+        source: as for :func:`~sglang_indexcache.search.documents.read_documents`.
+        marker: gives the tokens.
+        context: most tokens of a sequence, at least 2.
         batches: calibration batches.
         per_batch: sequences in a batch.
         held_out: batches of the held-out part.
         seed: of the shuffle.
+        topk: tokens that a query selects.
+        score: which predictions count; None for the answers if one of the first
+            :data:`FIRST_LOOK` documents has some, else the later half.
 
     Raises:
-        SearchError: nothing to read, too little text, or text in another encoding.
+        SearchError: nothing to read, too little of it, or nothing in it that counts.
     """
     if context < 2 or batches < 1 or per_batch < 1 or held_out < 0:
         raise SearchError(
             "calibration needs a context of at least 2 tokens and at least one sequence in at "
             f"least one batch; got context {context}, {batches} batches of {per_batch}"
         )
+    objective = Objective(score or _default_score(source), topk)
     wanted = {False: batches * per_batch, True: held_out * per_batch}
-    parts: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
-    enough = 2 * (wanted[False] + HELD_OUT_SHARE * wanted[True])
-    for sequence in _pack(_documents(source, enough * context), encode, separator, context):
-        part = is_held_out(sequence)
-        if len(parts[part]) < wanted[part]:
-            parts[part].append(sequence)
-        if all(len(parts[part]) == wanted[part] for part in parts):
-            break
-    else:
-        raise SearchError(
-            f"{source} is too short: of {wanted[False]} sequences of {context} tokens to search on "
-            f"it gives {len(parts[False])}, and of {wanted[True]} to hold out {len(parts[True])}. "
-            "Give more text, or ask for fewer batches or a shorter context."
+    reading = _Reading(source, marker, context, objective)
+    parts = _choose(reading, wanted)
+    if any(len(parts[part]) < wanted[part] for part in parts):
+        raise reading.too_little(wanted, {part: len(parts[part]) for part in parts})
+    chosen = [piece for part in parts.values() for piece in part]
+    short = sum(2 * len(piece) < context for piece in chosen)
+
+    def made(part: bool, name: str) -> Calibration:
+        random.Random(seed).shuffle(parts[part])
+        return Calibration(
+            tuple(piece.ids for piece in parts[part]),
+            per_batch,
+            name,
+            counted=tuple(objective.counted(piece.answers) for piece in parts[part]),
+            objective=objective,
+            reading=reading.in_words(short, len(chosen)),
         )
-    for chosen in parts.values():
-        random.Random(seed).shuffle(chosen)
-    return Split(
-        Calibration(tuple(parts[False]), per_batch, source),
-        Calibration(tuple(parts[True]), per_batch, f"{source} (held out)"),
-    )
+
+    return Split(made(False, source), made(True, f"{source} (held out)"))
 
 
 def is_held_out(sequence: Sequence[int]) -> bool:
-    """Whether this ``[context]`` sequence belongs to the held-out part: one in four does.
+    """Whether this ``[length]`` sequence belongs to the held-out part: one in four does.
 
     Its own tokens say it, so no command can mix the two, whatever its batch counts and its seed.
     """
@@ -144,91 +204,113 @@ def is_held_out(sequence: Sequence[int]) -> bool:
     return digest[0] % HELD_OUT_SHARE == 0
 
 
-def _pack(
-    documents: Iterable[str], encode: Callable[[str], list[int]], separator: int, context: int
-) -> Iterator[tuple[int, ...]]:
-    """Sequences, as many as the documents give."""
-    left: list[int] = []
-    for document in documents:
-        left += [*encode(document), separator]
-        while len(left) >= context:
-            yield tuple(left[:context])
-            left = left[context:]
+def _default_score(source: str) -> Score:
+    first = islice(read_documents(source), FIRST_LOOK)
+    return Score.ANSWERS if any(document.has_answers for document in first) else Score.LATE
 
 
-def _documents(source: str, tokens: int) -> Iterator[str]:
-    if source == DEFAULT_DATA:
-        yield from machine_text(max(1_000_000, 16 * tokens))
-        return
-    path = Path(source)
-    if not path.exists():
-        raise SearchError(
-            f"there is no calibration data at {source}. Give a .jsonl, .parquet or text file, a "
-            f"folder of them, or {DEFAULT_DATA!r} for this machine's Python sources."
+def _choose(reading: _Reading, wanted: dict[bool, int]) -> dict[bool, list[Marked]]:
+    """At most as many sequences of each part as are wanted; reads no further than needed."""
+    chosen: dict[bool, list[Marked]] = {part: [] for part in wanted}
+    shorter: dict[bool, list[tuple[int, int, Marked]]] = {part: [] for part in wanted}
+    for order, piece in enumerate(reading.pieces()):
+        part = is_held_out(piece.ids)
+        if 2 * len(piece) < reading.context:
+            heapq.heappush(shorter[part], (len(piece), -order, piece))
+            if len(shorter[part]) > wanted[part]:
+                heapq.heappop(shorter[part])  # the shortest, of equal ones the last
+        elif len(chosen[part]) < wanted[part]:
+            chosen[part].append(piece)
+        if all(len(chosen[part]) == wanted[part] for part in chosen):
+            return chosen
+    for part, pieces in chosen.items():
+        longest = sorted(shorter[part], reverse=True)
+        pieces += [piece for _, _, piece in longest[: wanted[part] - len(pieces)]]
+    return chosen
+
+
+@dataclass
+class _Reading:
+    """The sequences that a source gives, and an account of what it does not.
+
+    Attributes:
+        source, marker, context: see :func:`prepare`.
+        objective: a sequence has at least one prediction that counts by it.
+        documents: read.
+        unmarked: left out because answers count and they have none.
+        blind: left out because nothing that counts sees more than ``topk`` tokens.
+        too_long: left out because a cut would part an answer from its evidence.
+        shortened: conversations cut after a response.
+        windowed: texts cut into windows.
+    """
+
+    source: str
+    marker: Marker
+    context: int
+    objective: Objective
+    documents: int = 0
+    unmarked: int = 0
+    blind: int = 0
+    too_long: int = 0
+    shortened: int = 0
+    windowed: int = 0
+
+    def pieces(self) -> Iterator[Marked]:
+        """Every sequence, in the order of the documents."""
+        for document in read_documents(self.source):
+            self.documents += 1
+            if self.objective.score is Score.ANSWERS and not document.has_answers:
+                self.unmarked += 1
+                continue
+            marked = self.marker.marked(document)
+            if len(marked) <= self.context:
+                pieces = [marked]
+            elif not document.has_answers:
+                self.windowed += 1
+                starts = range(0, len(marked), self.context)
+                pieces = [marked.piece(start, self.context) for start in starts]
+            else:
+                pieces = self._shortened(document)
+            counting = [p for p in pieces if self.objective.counted(p.answers).any()]
+            self.blind += bool(pieces) and not counting
+            yield from counting
+
+    def _shortened(self, document: Document) -> list[Marked]:
+        """A conversation cut after a response; nothing of what cannot be cut."""
+        if isinstance(document, Conversation):
+            cut = self.marker.cut(document, self.context)
+            if cut is not None:
+                self.shortened += 1
+                return [cut]
+        self.too_long += 1
+        return []
+
+    def in_words(self, short: int, chosen: int) -> str:
+        """The account, with how many of the chosen sequences have under half of the context."""
+        topk, context = self.objective.topk, self.context
+        facts = {
+            f"{self.unmarked} without answers left out": self.unmarked,
+            f"{self.blind} left out, of which nothing that counts sees more than {topk} tokens": (
+                self.blind
+            ),
+            f"{self.too_long} with answers left out, longer than {context} tokens": self.too_long,
+            f"{self.shortened} conversations cut after a response": self.shortened,
+            f"{self.windowed} texts cut into windows": self.windowed,
+            f"{short} of {chosen} sequences under half of {context} tokens": short,
+        }
+        told = [f"{self.documents} documents read", *(fact for fact, n in facts.items() if n)]
+        return "; ".join(told)
+
+    def too_little(self, wanted: dict[bool, int], got: dict[bool, int]) -> SearchError:
+        """Why there are not enough sequences."""
+        if self.objective.score is Score.ANSWERS and self.unmarked == self.documents:
+            return SearchError(
+                f"no document of {self.source} marks an answer. Give chat messages, a prompt with "
+                "its response, or text with answers; or count other tokens (--score late)."
+            )
+        return SearchError(
+            f"{self.source} is too short: of {wanted[False]} sequences of up to {self.context} "
+            f"tokens to search on it gives {got[False]}, and of {wanted[True]} to hold out "
+            f"{got[True]} ({self.in_words(0, 0)}). Give more text, or ask for fewer batches or a "
+            "shorter context."
         )
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    found = False
-    for file in files:
-        for document in _read(file):
-            if document.strip():
-                found = True
-                yield document
-    if not found:
-        raise SearchError(f"{source} contains no text")
-
-
-def _read(path: Path) -> Iterator[str]:
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SearchError(
-            f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}). "
-            "Convert it first, for example with iconv."
-        ) from error
-    except OSError as error:
-        raise SearchError(f"cannot read {path}: {error.strerror}") from error
-    if path.suffix in (".jsonl", ".ndjson"):
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                yield _text_of(_parse(line, path, number), f"{path}, line {number}")
-    else:
-        yield text
-
-
-def _parse(line: str, path: Path, number: int) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SearchError(f"{path}, line {number} is not JSON: {error}") from error
-
-
-def _read_parquet(path: Path) -> Iterator[str]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise SearchError(f"reading {path} needs pyarrow: pip install pyarrow") from error
-    try:
-        for part in ParquetFile(path).iter_batches():
-            for number, row in enumerate(part.to_pylist(), start=1):
-                yield _text_of(row, f"{path}, row {number}")
-    except ArrowException as error:
-        raise SearchError(f"{path} is not a parquet file: {error}") from error
-
-
-def _text_of(row: Any, where: str) -> str:
-    """The text of one record: a string, a text field, or the contents of chat messages."""
-    if isinstance(row, str):
-        return row
-    if isinstance(row, dict):
-        for name in _TEXT_FIELDS:
-            if isinstance(row.get(name), str):
-                return str(row[name])
-        messages = row.get("messages")
-        if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
-            return "\n".join(str(message.get("content", "")) for message in messages)
-    fields = ", ".join(_TEXT_FIELDS)
-    raise SearchError(f"{where} has no text: expected a string, one of {fields}, or messages")

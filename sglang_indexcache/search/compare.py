@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats, TokenEvaluator
+from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
+from sglang_indexcache.search.objective import Mask
 from sglang_indexcache.support.stats import half_width
 
 CONFIDENCE = 0.95
@@ -55,9 +56,11 @@ class Comparison:
         loss: nats per token.
         difference: ``loss - reference_loss``, paired over batches.
         edges: ``[buckets + 1]`` positions that bound the buckets of the curve.
-        curve: the difference in each bucket of positions, paired over sequences.
-        trend: the last quarter of the context minus the first, paired over sequences: above zero
-            means that sharing hurts more at long range.
+        curve: the difference in each bucket of positions, paired over the sequences of which
+            something in it counts; None where these are fewer than two.
+        trend: the last quarter of the positions minus the first, paired over the sequences of which
+            something counts in both: above zero means that sharing hurts more at long range. None
+            where these are fewer than two.
     """
 
     reference: Pattern
@@ -66,8 +69,8 @@ class Comparison:
     loss: float
     difference: Difference
     edges: tuple[int, ...]
-    curve: tuple[Difference, ...]
-    trend: Difference
+    curve: tuple[Difference | None, ...]
+    trend: Difference | None
 
     @property
     def verdict(self) -> str:
@@ -82,6 +85,8 @@ class Comparison:
                 f"The loss is {word} by {abs(self.difference.mean):.5f} nats per token "
                 f"({relative:+.3f} %, {interval})"
             )
+        if self.trend is None:
+            return f"{first}; what counts lies too close together to show a trend."
         if not self.trend.is_significant:
             return f"{first}; no trend along the context shown."
         word = "more" if self.trend.mean > 0 else "less"
@@ -96,8 +101,8 @@ class Comparison:
             "reference_loss": self.reference_loss,
             "difference": asdict(self.difference),
             "edges": list(self.edges),
-            "curve": [asdict(point) for point in self.curve],
-            "trend": asdict(self.trend),
+            "curve": [point and asdict(point) for point in self.curve],
+            "trend": self.trend and asdict(self.trend),
             "verdict": self.verdict,
         }
 
@@ -106,8 +111,8 @@ def compare(
     evaluator: TokenEvaluator,
     reference: Pattern,
     others: Sequence[Pattern],
+    counted: Sequence[Sequence[Mask]],
     buckets: int = 8,
-    uncounted: int = 0,
 ) -> list[Comparison]:
     """Measure ``others`` against ``reference`` on every batch of ``evaluator``.
 
@@ -115,50 +120,77 @@ def compare(
         evaluator: measures.
         reference: what the others are compared with.
         others: what is compared.
-        buckets: points of the curve.
-        uncounted: predictions at the start of each sequence to leave out
-            (:attr:`~sglang_indexcache.search.calibration.Calibration.uncounted`).
+        counted: for each batch the masks of its sequences
+            (:attr:`~sglang_indexcache.search.calibration.Calibration.batch_counted`).
+        buckets: points of the curve, at most.
 
     Raises:
-        SearchError: fewer than two batches, or fewer than four tokens counted in a sequence.
+        SearchError: fewer than two batches.
     """
-
-    def measure(pattern: Pattern) -> list[Floats]:
-        """For each batch ``[sequences, counted]`` losses."""
-        batches = range(len(evaluator.batch_tokens))
-        losses = evaluator.token_losses(pattern, batches)
-        return [np.stack(sequences)[:, uncounted:] for sequences in losses]
-
-    base = measure(reference)
-    return [_compare(reference, base, p, measure(p), buckets, uncounted) for p in others]
+    batches = range(len(evaluator.batch_tokens))
+    base = evaluator.token_losses(reference, batches)
+    return [
+        _compare(
+            reference, base, pattern, evaluator.token_losses(pattern, batches), counted, buckets
+        )
+        for pattern in others
+    ]
 
 
 def _compare(
     reference: Pattern,
-    base: list[Floats],
+    base: Sequence[Sequence[Floats]],
     pattern: Pattern,
-    mine: list[Floats],
+    mine: Sequence[Sequence[Floats]],
+    counted: Sequence[Sequence[Mask]],
     buckets: int,
-    uncounted: int,
 ) -> Comparison:
-    by_batch = np.array([b.mean() - a.mean() for a, b in zip(base, mine, strict=True)])
-    tokens = np.concatenate(mine) - np.concatenate(base)  # [sequences, counted]
-    length = tokens.shape[1]
-    if length < 4:
-        raise SearchError(
-            f"the context is too short for a curve; take at least {uncounted + 5} tokens"
-        )
-    edges = np.linspace(0, length, min(buckets, length) + 1).astype(int)
-    quarter = length // 4
+    before, after = (
+        np.array([counted_mean(*pair) for pair in zip(losses, counted, strict=True)])
+        for losses in (base, mine)
+    )
+    added = _added(base, mine, counted)
+    places = np.flatnonzero((~np.isnan(added)).any(axis=0))
+    first, end = int(places[0]), int(places[-1]) + 1
+    edges = np.linspace(first, end, min(buckets, end - first) + 1).astype(int)
+    quarter = (end - first) // 4
+    ends = _means(added, first, first + quarter), _means(added, end - quarter, end)
     return Comparison(
         reference=reference,
         pattern=pattern,
-        reference_loss=float(np.mean([a.mean() for a in base])),
-        loss=float(np.mean([b.mean() for b in mine])),
-        difference=Difference.of(by_batch),
-        edges=tuple(uncounted + int(edge) for edge in edges),
-        curve=tuple(
-            Difference.of(tokens[:, start:stop].mean(axis=1)) for start, stop in pairwise(edges)
-        ),
-        trend=Difference.of(tokens[:, -quarter:].mean(axis=1) - tokens[:, :quarter].mean(axis=1)),
+        reference_loss=float(before.mean()),
+        loss=float(after.mean()),
+        difference=Difference.of(after - before),
+        edges=tuple(map(int, edges)),
+        curve=tuple(_difference(_means(added, *bounds)) for bounds in pairwise(edges)),
+        trend=_difference(ends[1] - ends[0]),
     )
+
+
+def _added(
+    base: Sequence[Sequence[Floats]],
+    mine: Sequence[Sequence[Floats]],
+    counted: Sequence[Sequence[Mask]],
+) -> Floats:
+    """``[sequences, positions]`` float64, what the other pattern adds; NaN where nothing counts."""
+    masks = list(chain.from_iterable(counted))
+    added = np.full((len(masks), max(map(len, masks))), np.nan)
+    losses = zip(chain.from_iterable(base), chain.from_iterable(mine), masks, strict=True)
+    for row, (before, after, mask) in zip(added, losses, strict=True):
+        row[: len(mask)][mask] = (after - before)[mask]
+    return added
+
+
+def _means(added: Floats, start: int, stop: int) -> Floats:
+    """``[sequences]`` means over positions ``start`` to ``stop``; NaN where nothing counts."""
+    part = added[:, start:stop]
+    known = ~np.isnan(part)
+    totals, numbers = np.where(known, part, 0.0).sum(axis=1), known.sum(axis=1)
+    means: Floats = np.divide(totals, numbers, out=np.full(len(part), np.nan), where=numbers > 0)
+    return means
+
+
+def _difference(values: Floats) -> Difference | None:
+    """Of those sequences that have one."""
+    known = values[~np.isnan(values)]
+    return Difference.of(known) if len(known) > 1 else None

@@ -18,13 +18,13 @@ from sglang_indexcache.support.plots import make_figure, save_figure
 _LINE, _MARK, _HELD_OUT, _BLIND = "#1f5fa8", "#c0392b", "#2c8a4b", "#8a8a8a"
 
 
-def draw_losses(search: Search, path: Path) -> None:
+def draw_losses(search: Search, path: Path, objective: str = "") -> None:
     """Loss after each flip with the retentions marked (paper, figure beside Algorithm 1).
 
     The band is two standard errors of the increase over the start. A racing search measures most
     steps on few batches and keeps the lowest, so its line runs a little low between the marks; the
     marks themselves are measured on all batches. What a mark's pattern adds on held-out batches is
-    drawn over the same start.
+    drawn over the same start. ``objective`` says which tokens' loss it is.
     """
     figure, [axis] = make_figure(6.4, 3.8)
     start = len(search.constraints.start.full_layers)
@@ -37,7 +37,7 @@ def draw_losses(search: Search, path: Path) -> None:
     for number, found in enumerate(search.found.values()):
         _draw_mark(axis, search, found, start - found.mark.full_layers, is_first=number == 0)
     axis.set_xlabel("layers turned from F to S")
-    axis.set_ylabel("loss, nats per token")
+    axis.set_ylabel(_of("loss", objective), fontsize=9)
     axis.set_title(f"{search.options.in_words()}", fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False, loc="upper left")
     axis.ticklabel_format(axis="y", useOffset=False)
@@ -97,20 +97,31 @@ def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> 
     save_figure(figure, path)
 
 
-def draw_comparison(comparisons: Sequence[tuple[str, Comparison]], path: Path) -> None:
+def draw_comparison(
+    comparisons: Sequence[tuple[str, Comparison]], path: Path, objective: str = ""
+) -> None:
     """Loss difference along the context, one line a pattern with its 95 % band."""
     figure, [axis] = make_figure(6.4, 3.6)
     for name, found in comparisons:
-        middles = [(a + b) / 2 for a, b in pairwise(found.edges)]
-        [line] = axis.plot(middles, [d.mean for d in found.curve], marker="o", ms=3, label=name)
-        low, high = [d.low for d in found.curve], [d.high for d in found.curve]
+        known = [
+            (a, b, d) for (a, b), d in zip(pairwise(found.edges), found.curve, strict=True) if d
+        ]
+        middles = [(a + b) / 2 for a, b, _ in known]
+        [line] = axis.plot(middles, [d.mean for *_, d in known], marker="o", ms=3, label=name)
+        low, high = [d.low for *_, d in known], [d.high for *_, d in known]
         axis.fill_between(middles, low, high, color=line.get_color(), alpha=0.15, lw=0)
     axis.axhline(0, color="black", lw=0.8, ls=":")
     axis.set_xlabel("position in the context, tokens")
-    axis.set_ylabel("loss difference, nats per token")
+    axis.set_ylabel(_of("loss difference", objective), fontsize=9)
     axis.set_title(f"against {_short(comparisons[0][1].reference)}", fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False)
     save_figure(figure, path)
+
+
+def _of(quantity: str, objective: str) -> str:
+    """An axis label that says which tokens count."""
+    which = f"\nof {objective}" if objective else ""
+    return f"{quantity}, nats per token{which}"
 
 
 def _short(pattern: Pattern) -> str:

@@ -47,7 +47,7 @@ class OutputFolder:
             return
         write_json(self._folder / "search.json", summary(self._search, self._origin))
         if time.monotonic() - self._plotted > _SECONDS_BETWEEN_PLOTS:
-            draw_losses(self._search, self._folder / "losses.png")
+            self._draw()
             self._plotted = time.monotonic()
 
     def finish(self) -> None:
@@ -62,7 +62,10 @@ class OutputFolder:
         for found in self._search.found.values():
             self._write_entry(entry(self._search, found, self._origin))
         write_json(self._folder / "search.json", summary(self._search, self._origin))
-        draw_losses(self._search, self._folder / "losses.png")
+        self._draw()
+
+    def _draw(self) -> None:
+        draw_losses(self._search, self._folder / "losses.png", self._origin.objective)
 
     def _write_entry(self, item: Entry) -> None:
         data = item.model_dump(mode="json", exclude_defaults=True)
@@ -89,7 +92,7 @@ def entry(search: Search, found: Found, origin: Setup) -> Entry:
         retention=retention,
         method=Method(
             name=search.options.in_words() if found.is_final else "unfinished search",
-            objective="per-token language-modelling loss",
+            objective=" of ".join(filter(None, ("language-modelling loss", origin.objective))),
             data=origin.data,
             details=_details(search, found, origin),
         ),
@@ -114,6 +117,7 @@ def _losses(name: str, loss: float, all_full: float, uniform: float | None) -> Q
 def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
     details: dict[str, Any] = {
         **origin.identity,
+        "documents": origin.reading,
         "seed": origin.seed,
         "versions": versions(),
         "added_loss_standard_error": _number(found.standard_error),
@@ -148,7 +152,9 @@ def summary(search: Search, origin: Setup) -> dict[str, Any]:
         "method": search.options.in_words(),
         "identity": dict(origin.identity),
         "versions": versions(),
+        "objective": origin.objective,
         "data": origin.data,
+        "documents": origin.reading,
         "seed": origin.seed,
         "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
         "cost": _cost(search) if search.is_complete else None,

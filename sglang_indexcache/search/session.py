@@ -53,8 +53,8 @@ def run_search(
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
         total = search.expected_tokens
-        if setup.advice:
-            console.print(f"[yellow]advice[/yellow]  {setup.advice}", highlight=False)
+        for notice in setup.notices:
+            console.print(notice, highlight=False)
         if journal.records:
             console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")
         try:
@@ -73,7 +73,7 @@ def run_search(
             console.print(f"interrupted: partial results are in {output}; the same command goes on")
             raise
     folder.finish()
-    _show_result(search, console)
+    _show_result(search, setup.objective, console)
     console.print(f"everything is in {output}")
     return search
 
@@ -112,7 +112,7 @@ def _show(event: Step | Found, search: Search, console: Console) -> None:
     )
 
 
-def _show_result(search: Search, console: Console) -> None:
+def _show_result(search: Search, objective: str, console: Console) -> None:
     table = Table(
         "retention", "F", "loss", "over start", "held out", "uniform", "pattern", box=SIMPLE
     )
@@ -129,6 +129,8 @@ def _show_result(search: Search, console: Console) -> None:
         )
     table.columns[-1].overflow = "fold"
     console.print(table)
+    if objective:
+        console.print(f"every loss is that of {objective}, in nats per token", highlight=False)
     if any(found.held_out for found in search.found.values()):
         console.print(
             "held out: what the pattern adds on batches that the search did not choose it by, with "

@@ -5,7 +5,7 @@ Everything that can be checked is checked before a model is loaded or a server i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +15,14 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library, ModelInfo
 from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.calibration import DEFAULT_DATA, Calibration, prepare
+from sglang_indexcache.search.calibration import Calibration, prepare
+from sglang_indexcache.search.documents import MACHINE
 from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
 from sglang_indexcache.search.evaluators.pool import Engine, ServerPool
 from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+from sglang_indexcache.search.marking import Marker
+from sglang_indexcache.search.objective import Mask, Score
 from sglang_indexcache.support.provenance import checkpoint_digest
 
 DEFAULT_CONTEXT = 8
@@ -40,8 +43,12 @@ class Setup:
         identity: hashes and kind of evaluator; a journal belongs to one identity.
         data: the data in words.
         seed: of the data's shuffle.
+        objective: which tokens' loss is measured, in words; "" where there are no tokens.
+        reading: what became of the documents, in words.
+        counts: predictions that count in a batch, in words.
         advice: a warning about the data, or "".
-        held_out, uncounted: see :class:`~sglang_indexcache.search.calibration.Calibration`.
+        held_out: see :class:`~sglang_indexcache.search.calibration.Calibration`.
+        counted: its masks, batch by batch.
     """
 
     evaluator: Evaluator
@@ -51,9 +58,21 @@ class Setup:
     identity: Mapping[str, str]
     data: str
     seed: int
+    objective: str = ""
+    reading: str = ""
+    counts: str = ""
     advice: str = ""
     held_out: int = 0
-    uncounted: int = 0
+    counted: Sequence[Sequence[Mask]] = ()
+
+    @property
+    def notices(self) -> Iterator[str]:
+        """What a user should know before a model runs, a line each, in rich's markup."""
+        if self.objective:
+            yield f"objective  loss of {self.objective} ({self.counts} in a batch)"
+            yield f"data       {self.data}: {self.reading}"
+        if self.advice:
+            yield f"[yellow]advice[/yellow]     {self.advice}"
 
     @property
     def token_evaluator(self) -> TokenEvaluator:
@@ -76,17 +95,18 @@ class Data:
     """The data that patterns are measured on.
 
     Attributes:
-        path: a file, a folder or :data:`DEFAULT_DATA`, as for :func:`prepare`.
-        context: tokens in a sequence; None for :data:`DEFAULT_CONTEXT` times ``index_topk``.
+        path: a file, a folder or :data:`MACHINE`, as for :func:`prepare`.
+        context: most tokens of a sequence; None for :data:`DEFAULT_CONTEXT` times ``index_topk``.
         batches: calibration batches.
         per_batch: sequences in a batch.
         held_out: further batches, on which no pattern is chosen.
         seed: of the shuffle.
         use_held_out: measure on the held-out batches alone.
         part: ``(i, n)``: measure on the i-th of n equal parts of the batches.
+        score: which predictions count; None leaves it to the data (see :func:`prepare`).
     """
 
-    path: str = DEFAULT_DATA
+    path: str = MACHINE
     context: int | None = None
     batches: int = 16
     per_batch: int = 1
@@ -94,6 +114,7 @@ class Data:
     seed: int = 0
     use_held_out: bool = False
     part: tuple[int, int] = (0, 1)
+    score: Score | None = None
 
     def parts(self, count: int) -> list[Data]:
         """``count`` disjoint sets of this size."""
@@ -118,29 +139,20 @@ class Data:
             )
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        if tokenizer.eos_token_id is None:
-            raise SearchError(f"the tokenizer of {model} has no end-of-text token to pack with")
         split = prepare(
             self.path,
-            lambda text: list(
-                tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            ),
-            tokenizer.eos_token_id,
+            Marker(AutoTokenizer.from_pretrained(model), str(model)),
             context=context,
             batches=self.batches,
             per_batch=self.per_batch,
             held_out=self.held_out,
             seed=self.seed,
+            topk=topk,
+            score=self.score,
         )
-        chosen = split.held_out if self.use_held_out else split.calibration
-        place, parts = self.part
-        size = len(chosen.sequences) // parts
-        mine = chosen.sequences[place * size : (place + 1) * size]
         if self.use_held_out:
-            return replace(chosen, sequences=mine, uncounted=topk)
-        sequences = mine + split.held_out.sequences
-        return replace(chosen, sequences=sequences, held_out=self.held_out, uncounted=topk)
+            return split.held_out.part(*self.part)
+        return split.calibration.part(*self.part).followed_by(split.held_out)
 
 
 @dataclass(frozen=True)
@@ -251,24 +263,36 @@ class _Ready:
             "evaluator": kind,
             "checkpoint": self.digest,
             "data": data.digest,
-            "counted": f"predictions that see more than {data.uncounted} tokens",
+            "counted": data.objective.in_words(),
         }
+        path = self.data.path
+        name = "Python standard library sources" if path == MACHINE else Path(path).name
         info = _model_info(self.model.resolve().name, self.checkpoint)
-        text = "Python standard library sources"
-        name = text if self.data.path == DEFAULT_DATA else Path(self.data.path).name
-        count = len(data.batches) - data.held_out
-        words = f"{name}, {count} batches of {data.per_batch} x {data.context} tokens"
-        facts = (identity, words, self.data.seed)
-        measured = (self._advice(), data.held_out, data.uncounted)
-        return Setup(evaluator, self.checkpoint, info, info.name, *facts, *measured)
+        return Setup(
+            evaluator,
+            self.checkpoint,
+            info,
+            info.name,
+            identity,
+            f"{name}, {data.size}",
+            self.data.seed,
+            data.objective.in_words(),
+            data.reading,
+            data.counts,
+            self._advice(),
+            data.held_out,
+            data.batch_counted,
+        )
 
     def _advice(self) -> str:
-        context, advised = self.calibration.context, ADVISED_CONTEXT * self.topk
-        if context >= advised:
+        lengths = sorted(map(len, self.calibration.sequences))
+        half, advised = lengths[len(lengths) // 2], ADVISED_CONTEXT * self.topk
+        if half >= advised:
             return ""
         return (
-            f"a context of {context} tokens is short for a model whose queries select {self.topk}: "
-            f"few of them have much to choose from. Take {advised} or more (--context)."
+            f"half of the sequences have at most {half} tokens, which is short for a model whose "
+            f"queries select {self.topk}: few of them have much to choose from. Take {advised} or "
+            "more (--context, and data with documents as long)."
         )
 
 

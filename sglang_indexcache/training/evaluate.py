@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
 from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
@@ -20,6 +22,8 @@ from sglang_indexcache.training.model import DistilledModel, Losses
 from sglang_indexcache.training.sharing import Stage
 
 DOCUMENTS = "documents.jsonl"
+_ATTEMPTS = 500
+"""To draw one document; some ten are needed."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,16 @@ def evaluate(
         model.train(was_training)
 
 
-def document(mixture: Mixture, task: str, length: int, seed: int, row: int) -> Document:
-    """Evaluation document ``row`` of a task, exactly ``length`` tokens of held-out material."""
-    draw = random.Random(f"evaluation/{seed}/{task}/{length}/{row}")
+def document(
+    mixture: Mixture, task: str, length: int, seed: int, row: int, attempt: int = 0
+) -> Document:
+    """Evaluation document ``row`` of a task, at most ``length`` tokens of held-out material.
+
+    Each ``attempt`` is another document.
+    """
+    draw = random.Random(
+        f"evaluation/{seed}/{task}/{length}/{row}" + (f"/{attempt}" if attempt else "")
+    )
     if task == TEXT:
         return mixture.documents(TEXT, length, draw)[0]
     return TASKS[task](mixture.words, mixture.text.part(mixture.held_out), length, draw)
@@ -88,10 +99,13 @@ def write_documents(
 ) -> tuple[Path, dict[str, int]]:
     """Write ``rows`` documents of every task, in turn, one JSON object a line.
 
+    Each has "task", "text" and, of a retrieval task, "answers": the first character of each answer
+    in the text, and the one after its last.
+
     Args:
         checkpoint: gives the tokenizer.
         folder: where :data:`DOCUMENTS` goes; created if missing.
-        length: tokens of each document, before its text is tokenised again.
+        length: tokens of each document, also when its text is tokenised again.
         rows: documents of each task.
         seed: of the documents.
 
@@ -100,7 +114,8 @@ def write_documents(
 
     Raises:
         CheckpointError: not a checkpoint.
-        TrainingError: a tokenizer without enough one-token words.
+        TrainingError: a tokenizer without enough one-token words, or one that does not find the
+            tokens of a document again in its text.
     """
     read_config(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -112,11 +127,51 @@ def write_documents(
     lines = []
     for row in range(rows):
         for task in tasks:
-            ids = document(mixture, task, length, seed, row).ids
-            lines.append(json.dumps({"task": task, "text": tokenizer.decode(ids)}) + "\n")
+            line = {"task": task, **_written(mixture, task, length, seed, row)}
+            lines.append(json.dumps(line) + "\n")
     path = folder / DOCUMENTS
     write_whole(path, "".join(lines))
     return path, dict.fromkeys(tasks, rows)
+
+
+def _written(mixture: Mixture, task: str, length: int, seed: int, row: int) -> dict[str, Any]:
+    """The text of a document that has ``length`` tokens when it is read, and its answers.
+
+    Where source text was cut, its characters can make other tokens than it was cut from. So
+    documents of about this length are drawn until one comes out right.
+    """
+    size = length
+    for attempt in range(_ATTEMPTS):
+        drawn = document(mixture, task, size, seed, row, attempt)
+        text, answers = _in_text(mixture.tokenizer, drawn)
+        read = mixture.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids, offsets = read["input_ids"], read["offset_mapping"]
+        ends = {end: token for token, (_, end) in zip(ids, offsets, strict=True)}
+        found = [ends.get(end) for _, end in answers]
+        if len(ids) == length and found == [
+            token for token, is_answer in zip(drawn.ids, drawn.answer, strict=True) if is_answer
+        ]:
+            return {"text": text, "answers": answers} if answers else {"text": text}
+        size += (len(ids) < length) - (len(ids) > length)
+    raise TrainingError(
+        f"after {_ATTEMPTS} attempts no {task} document has {length} tokens when its text is read "
+        "again. Try another --context or --seed."
+    )
+
+
+def _in_text(
+    tokenizer: PreTrainedTokenizerBase, drawn: Document
+) -> tuple[str, list[tuple[int, int]]]:
+    """A document's text, and where in it its answers lie (each is one token)."""
+
+    def written(count: int) -> str:
+        text: str = tokenizer.decode(drawn.ids[:count], clean_up_tokenization_spaces=False)
+        return text
+
+    places = [i for i, is_answer in enumerate(drawn.answer) if is_answer]
+    return written(len(drawn)), [(len(written(i)), len(written(i + 1))) for i in places]
 
 
 def _batches(

@@ -1,40 +1,41 @@
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.calibration import Calibration, Split, is_held_out, prepare
+from sglang_indexcache.search.marking import Marker
+from sglang_indexcache.search.objective import Score
+from tests.search.letters import Letters, letters, text_of
 
-END = 0
-
-
-def encode(text: str) -> list[int]:
-    """A tokenizer of one token a character."""
-    return [ord(c) for c in text]
+SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
 
 
-def made(source: Path | str, **arguments: int) -> Split:
-    wanted = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1} | arguments
-    return prepare(str(source), encode, END, **wanted)  # type: ignore[arg-type]
+def made(source: Path | str, **arguments: Any) -> Split:
+    return prepare(str(source), letters(), **(SIZES | arguments))
+
+
+def write(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
-    path = tmp_path / "data.jsonl"
-    rows = [{"text": f"line {i:04}"} for i in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
-    return path
+    return write(tmp_path / "data.jsonl", ({"text": f"line{i:04}"} for i in range(40)))
 
 
-def test_packs_the_first_sequences_of_each_part(lines: Path) -> None:
+def test_takes_the_first_documents_of_each_part(lines: Path) -> None:
     split = made(lines)
-    stream = [token for i in range(20) for token in [*encode(f"line {i:04}"), END]]
-    cut = [tuple(stream[i : i + 8]) for i in range(0, len(stream) - 7, 8)]
-    parts = [[s for s in cut if is_held_out(s) is kind] for kind in (False, True)]
+    every = [tuple(map(ord, f"line{i:04}")) for i in range(40)]
+    parts = [[s for s in every if is_held_out(s) is kind] for kind in (False, True)]
     assert {*split.calibration.sequences} == {*parts[0][:6]}
     assert {*split.held_out.sequences} == {*parts[1][:2]}
     assert split.calibration.batch_tokens == (16, 16, 16)
@@ -44,14 +45,21 @@ def test_packs_the_first_sequences_of_each_part(lines: Path) -> None:
 COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
 
 
-@given(seed=st.integers(0, 99), other=st.integers(0, 99), counts=COUNTS)
-def test_no_two_commands_mix_the_parts(seed: int, other: int, counts: tuple[int, ...]) -> None:
-    """Whatever their batch counts and seeds; once a shuffle of what was asked for cut them."""
+@given(
+    seed=st.integers(0, 99),
+    other=st.integers(0, 99),
+    counts=COUNTS,
+    score=st.sampled_from([None, *Score]),
+)
+def test_no_two_commands_mix_the_parts(
+    seed: int, other: int, counts: tuple[int, ...], score: Score | None
+) -> None:
+    """Whatever their batch counts, scores and seeds; once a shuffle of what was asked cut them."""
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "data.txt"
-        path.write_text("".join(f"line {i:05}\n" for i in range(200)))
+        rows = ({"prompt": "line", "response": f" {i:03}"} for i in range(200))
+        path = write(Path(folder) / "data.jsonl", rows)
         mine = made(path, seed=seed, batches=counts[0], held_out=counts[1])
-        later = made(path, seed=other, batches=counts[2], held_out=counts[3])
+        later = made(path, seed=other, batches=counts[2], held_out=counts[3], score=score)
     assert not set(mine.calibration.sequences) & set(later.held_out.sequences)
 
 
@@ -60,59 +68,147 @@ def test_one_sequence_in_four_is_held_out() -> None:
 
 
 def test_is_the_same_every_time_and_another_with_another_seed(lines: Path) -> None:
-    assert made(lines) == made(lines)
     assert made(lines).calibration.digest == made(lines).calibration.digest
     assert made(lines).calibration.digest != made(lines, seed=1).calibration.digest
 
 
-def test_the_digest_sees_tokens_and_batching() -> None:
+def test_the_digest_sees_tokens_what_counts_and_batching() -> None:
     base = Calibration(((1, 2), (3, 4)), 1, "x")
     assert base.digest == Calibration(((1, 2), (3, 4)), 1, "y").digest
     others = [(((1, 2), (3, 5)), 1), (((1, 2), (3, 4)), 2), (((1, 23), (4, 4)), 1)]
     assert all(Calibration(s, n, "x").digest != base.digest for s, n in others)
+    longer = ((1, 2, 3), (4, 5, 6))
+    masks = [(np.array([True, late]), np.array([True, True])) for late in (True, False)]
+    digests = [Calibration(longer, 1, "x", counted=mask).digest for mask in masks]
+    assert digests[0] == Calibration(longer, 1, "x").digest != digests[1]
 
 
-def test_reads_every_format(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
+def test_every_batch_counts_something() -> None:
+    masks = (np.array([True]), np.array([False]))
+    with pytest.raises(SearchError, match="no prediction of calibration batch 1 counts"):
+        Calibration(((1, 2), (3, 4)), 1, "x", counted=masks)
+    assert Calibration(((1, 2), (3, 4)), 2, "x", counted=masks).counts == "1"
 
-    text = "abcdefghij" * 10
+
+# -- documents stay whole ----------------------------------------------------------------------
+
+
+def test_two_documents_are_never_glued(tmp_path: Path) -> None:
+    """Once they were joined by an end token and cut anywhere."""
+    rows = [{"text": chr(97 + i % 26) * (5 + i % 4)} for i in range(60)]
+    split = made(write(tmp_path / "a.jsonl", rows))
+    texts = {row["text"] for row in rows}
+    for sequence in split.calibration.sequences + split.held_out.sequences:
+        assert text_of(sequence) in texts
+
+
+def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
+    """The key is at the start, what asks for it at the end; once a cut could part them."""
+    rows = [{"prompt": f"{i:02}...", "response": f"={i:02}"} for i in range(40)]
+    rows.insert(0, {"prompt": "too long for the context", "response": "=no"})
+    split = made(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
+    for sequence in split.calibration.sequences:
+        text = text_of(sequence)
+        assert text[:2] == text[-2:]
+    assert "1 with answers left out, longer than 8 tokens" in split.calibration.reading
+
+
+def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
+    text = "".join(f"{i:04}" for i in range(100))
     (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
-    messages = [{"role": "user", "content": text[:50]}, {"role": "assistant", "content": text[51:]}]
-    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}))
-    parquet.write_table(pa.table({"text": [text]}), tmp_path / "d.parquet")
-    plain = made(tmp_path / "a.txt").calibration.sequences
-    assert made(tmp_path / "b.jsonl").calibration.sequences == plain
-    assert made(tmp_path / "d.parquet").calibration.sequences == plain
-    assert made(tmp_path / "c.jsonl").calibration.sequences  # joined by a newline, so others
-    assert made(tmp_path, batches=16, held_out=4).calibration.batches  # the folder: all of them
+    split = made(tmp_path / "a.txt")
+    windows = {text[i : i + 8] for i in range(0, len(text), 8)}
+    assert {text_of(s) for s in split.calibration.sequences} <= windows
+    assert "1 texts cut into windows" in split.calibration.reading
+
+
+def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
+    short = [{"text": f"{i % 10}" * (1 + i % 3)} for i in range(30)]
+    long = [{"text": f"{i:06}"} for i in range(3)]
+    split = made(write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0)
+    free = [row for row in long if not is_held_out(tuple(map(ord, row["text"])))]
+    lengths = sorted(len(s) for s in split.calibration.sequences)
+    assert lengths == [3] * (4 - len(free)) + [6] * len(free)
+    assert 0 < len(free) < 4
+    assert f"{4 - len(free)} of 4 sequences under half of 8" in split.calibration.reading
+
+
+def test_stops_reading_when_there_is_enough(tmp_path: Path) -> None:
+    rows = [{"text": f"line{i:04}"} for i in range(10_000)]
+    path = write(tmp_path / "a.jsonl", rows)
+    with path.open("a") as file:
+        file.write("not JSON\n")
+    tokenizer = Letters()
+    prepare(str(path), Marker(tokenizer, "letters"), **SIZES)
+    assert tokenizer.characters < 400
+
+
+def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
+    rows = [{"text": f"{i:04}"} for i in range(20)] + [{"text": f"{i:07}"} for i in range(40)]
+    split = made(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
+    assert {len(s) for s in split.calibration.sequences} == {7}
+    assert [mask.tolist() for mask in split.calibration.counted] == [4 * [False] + 2 * [True]] * 6
+    told = "20 left out, of which nothing that counts sees more than 4 tokens"
+    assert told in split.calibration.reading
+
+
+# -- what counts -------------------------------------------------------------------------------
+
+
+def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
+    """Once every token did."""
+    rows = [{"text": f"no{i:04}"} for i in range(5)]
+    rows += [{"text": f"k {i:04} ", "answers": [[2, 4], [5, 6]]} for i in range(40)]
+    calibration = made(write(tmp_path / "a.jsonl", rows)).calibration
+    assert calibration.objective.score is Score.ANSWERS
+    for sequence, mask in zip(calibration.sequences, calibration.counted, strict=True):
+        assert np.flatnonzero(mask).tolist() == [1, 2, 4]
+        assert text_of(sequence).startswith("k ")
+    assert "5 without answers left out" in calibration.reading
+    assert calibration.counts == "6"
+
+
+def test_the_later_half_counts_where_nothing_is_marked(lines: Path) -> None:
+    calibration = made(lines).calibration
+    assert calibration.objective.score is Score.LATE
+    assert calibration.counted[0].tolist() == [False] * 3 + [True] * 4
+    assert made(lines, score=Score.ALL).calibration.counted[0].all()
+
+
+def test_what_the_data_marks_is_seen_in_its_first_hundred_documents(tmp_path: Path) -> None:
+    plain = [{"text": f"line{i:04}"} for i in range(100)]
+    marked = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
+    path = write(tmp_path / "a.jsonl", plain + marked)
+    assert made(path).calibration.objective.score is Score.LATE
+    assert made(path, score=Score.ANSWERS).calibration.objective.score is Score.ANSWERS
+    path = write(tmp_path / "b.jsonl", plain[1:] + marked)
+    assert made(path).calibration.objective.score is Score.ANSWERS
+
+
+def test_answers_that_nobody_marked(lines: Path) -> None:
+    with pytest.raises(SearchError, match=r"no document of .* marks an answer.*--score late"):
+        made(lines, score=Score.ANSWERS)
 
 
 def test_the_machines_own_text() -> None:
-    assert made("machine", context=100).calibration.context == 100
+    calibration = made("machine", context=100).calibration
+    assert {len(s) for s in calibration.sequences} == {100}
+    assert calibration.size == "3 batches of 2 x 100 tokens"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.txt", b"", "contains no text"),
-        ("blank.jsonl", b"\n \n", "contains no text"),
-        ("short.txt", b"a" * 30, "is too short: of 6 sequences of 8 tokens to search on it"),
-        ("latin.txt", "café".encode("latin-1"), "not UTF-8 .byte 3 is 0xe9"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text', "line 2 is not JSON"),
-        ("fields.jsonl", b'{"body": "a"}', "line 1 has no text: expected a string, one of text"),
-        ("broken.parquet", b"PAR1 not", "is not a parquet file"),
-    ],
-)
-def test_bad_data(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(SearchError, match=message):
-        made(tmp_path / name)
-
-
-def test_no_data_and_no_size(tmp_path: Path) -> None:
-    with pytest.raises(SearchError, match="there is no calibration data at"):
-        made(tmp_path / "missing")
+def test_too_little(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a" * 24)
+    with pytest.raises(SearchError, match="too short: of 6 sequences of up to 8 tokens"):
+        made(tmp_path / "short.txt")
     with pytest.raises(SearchError, match="context of at least 2 tokens"):
         made(tmp_path, context=1)
+
+
+def test_parts_and_what_is_held_out(lines: Path) -> None:
+    split = made(lines)
+    parts = [split.calibration.part(i, 3) for i in range(3)]
+    assert sum((part.sequences for part in parts), ()) == split.calibration.sequences
+    both = parts[0].followed_by(split.held_out)
+    assert (both.held_out, len(both.batches)) == (1, 2)
+    assert both.batches[1] == split.held_out.sequences
+    assert both.size == "1 batches of 2 x 8 tokens"

@@ -1,8 +1,14 @@
+import itertools
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from sglang_indexcache.errors import PatternError, SearchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.objective import Score
 from sglang_indexcache.search.sources import Data, Local, Setup, Synthetic
 from tests.cli.test_search import TINY
 
@@ -36,24 +42,60 @@ def test_parts_are_sets_of_the_same_size_and_other_data() -> None:
 @pytest.mark.parametrize(("context", "length"), [(None, 512), (256, 256)])
 def test_the_context_gives_queries_a_choice(context: int | None, length: int) -> None:
     """The checkpoint selects 64 tokens."""
-    calibration = Data(context=context, batches=1).calibration(TINY, topk=64)
-    assert calibration.context == length
-    assert calibration.uncounted == 64
+    data = Data(context=context, batches=1, score=Score.ALL)
+    calibration = data.calibration(TINY, topk=64)
+    assert {len(ids) for ids in calibration.sequences} == {length}
+    [mask] = calibration.counted
+    assert mask.tolist() == [False] * 64 + [True] * (length - 65)
 
 
 def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
-    with Local(TINY, Data(context=200, batches=1)).open() as setup:
+    with Local(TINY, Data(context=200, batches=1, score=Score.ALL)).open() as setup:
         assert "short for a model whose queries select 64" in setup.advice
-        assert setup.uncounted == 64
         all_full, shared = Pattern.full(12), Pattern("F" + 11 * "S")
         [[mine]] = setup.token_evaluator.token_losses(all_full, [0])
         [[other]] = setup.token_evaluator.token_losses(shared, [0])
         assert np.abs(other - mine)[:64].max() < 1e-5 < np.abs(other - mine)[64:].max()
         assert setup.evaluator.loss(shared, [0]).mean == pytest.approx(other[64:].mean())
         assert "more than 64 tokens" in setup.identity["counted"]
+    with Local(TINY, Data(context=200, batches=1)).open() as setup:
+        assert setup.evaluator.loss(shared, [0]).mean == pytest.approx(other[99:].mean())
+        assert "later half" in setup.identity["counted"]
     assert not _setup_at(256).advice
 
 
 def _setup_at(context: int) -> Setup:
     with Local(TINY, Data(context=context, batches=1)).open() as setup:
         return setup
+
+
+def test_documents_of_every_length_are_measured_on_their_answers(tmp_path: Path) -> None:
+    """A chat and a prompt with its response, against the mean of exactly their answers' tokens."""
+    said = "def f(x):\n    return x\n" * 12
+    path = tmp_path / "mixed.jsonl"
+    with path.open("w") as file:
+        for number in range(12):
+            ask = {"role": "user", "content": said * (1 + number % 2) + f"# {number}"}
+            chat = [ask, {"role": "assistant", "content": "return number"}]
+            file.write(json.dumps({"messages": chat}) + "\n")
+            row = {"prompt": said + f"# {number}\n", "response": "assert f(number)"}
+            file.write(json.dumps(row) + "\n")
+    with Local(TINY, Data(str(path), batches=2, per_batch=3)).open() as setup:
+        assert "answer tokens" in setup.objective
+        shared = Pattern("F" + 11 * "S")
+        batches = setup.token_evaluator.token_losses(shared, [0, 1])
+        assert len({len(losses) for batch in batches for losses in batch}) > 1
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
+        answers = {
+            len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in ("return number", "assert f(number)")
+        }
+        for batch, mean in zip(batches, setup.evaluator.loss(shared, [0, 1]).values, strict=True):
+            tails = [
+                {n: losses[-n:] for n in answers} for losses in batch
+            ]  # each answer ends its document
+            choices = [
+                np.concatenate([tail[n] for tail, n in zip(tails, sizes, strict=True)]).mean()
+                for sizes in itertools.product(answers, repeat=len(tails))
+            ]
+            assert min(abs(np.array(choices) - mean)) < 1e-9

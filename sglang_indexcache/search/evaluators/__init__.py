@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.objective import Mask
 
 Floats = NDArray[np.float64]
 
@@ -33,17 +34,22 @@ class BatchLosses:
 
     @classmethod
     def of_tokens(
-        cls, batches: Sequence[Sequence[Floats]], layer_tokens: int, uncounted: int = 0
+        cls,
+        batches: Sequence[Sequence[Floats]],
+        layer_tokens: int,
+        counted: Sequence[Sequence[Mask]],
     ) -> BatchLosses:
         """From what :meth:`TokenEvaluator.token_losses` answers.
+
+        Every batch weighs the same, whether few or many of its predictions count: patterns are
+        compared batch by batch.
 
         Args:
             batches: for each batch the losses of its sequences.
             layer_tokens: see the class.
-            uncounted: losses at the start of each sequence to leave out.
+            counted: for each batch the masks of its sequences.
         """
-        counted = [[losses[uncounted:] for losses in sequences] for sequences in batches]
-        means = [float(np.concatenate(sequences).mean()) for sequences in counted]
+        means = [counted_mean(*pair) for pair in zip(batches, counted, strict=True)]
         return cls(np.array(means), layer_tokens)
 
     @property
@@ -83,6 +89,12 @@ class TokenEvaluator(Evaluator, Protocol):
 
         Entry i is the loss of predicting token i + 1 from tokens 0..i.
         """
+
+
+def counted_mean(losses: Sequence[Floats], counted: Sequence[Mask]) -> float:
+    """Mean over the counted predictions of a batch's sequences, each ``[length - 1]``."""
+    kept = [each[mask] for each, mask in zip(losses, counted, strict=True)]
+    return float(np.concatenate(kept).mean())
 
 
 def standard_error(values: Floats) -> float:

@@ -81,7 +81,8 @@ class TransformersEvaluator:
         self._reuse_bytes = reuse_bytes
         self._layer_tokens = 0
         self._kept: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
-        self._arguments: dict[int, dict[str, Any]] = {}
+        self._length = 0
+        self._arguments: dict[str, Any] = {}
 
     # -- losses -------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class TransformersEvaluator:
         before = self._layer_tokens
         losses = self.token_losses(pattern, batches)
         spent = self._layer_tokens - before
-        return BatchLosses.of_tokens(losses, spent, self.calibration.uncounted)
+        return BatchLosses.of_tokens(losses, spent, self.calibration.counted_in(batches))
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
@@ -116,17 +117,18 @@ class TransformersEvaluator:
         start = 0 if nearest is None else _common(nearest.pattern, pattern)
         if nearest is not None and start == self.num_layers:
             return nearest
+        self._learn_arguments(len(ids))
         run = _Run(pattern)
         with torch.no_grad(), share(self._model, pattern) as sharing:
             if nearest is None:
-                hidden = self._begin(ids)
+                hidden = self._model.model.embed_tokens(self._tensor(ids))
             else:
                 run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
                 hidden = nearest.hidden[start]
                 _hold(sharing, pattern.source_of(start - 1), run.indices[-1])
             for number in range(start, self.num_layers):
                 run.hidden.append(hidden)
-                hidden = self._layer(number, hidden, len(ids), sharing)
+                hidden = self._layer(number, hidden, sharing)
                 assert sharing.indices is not None
                 run.indices.append(sharing.indices)
             run.hidden.append(hidden)
@@ -134,17 +136,17 @@ class TransformersEvaluator:
         self._keep(kept, run)
         return run
 
-    def _begin(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """Layer 0's input; learns what else the model passes to its layers at this length."""
-        model = self._model.model
-        inputs = torch.tensor([ids], device=self._model.device)
-        if len(ids) not in self._arguments:
-            self._arguments = {len(ids): self._watch(inputs)}  # one length a calibration set
-        hidden: torch.Tensor = model.embed_tokens(inputs)
-        return hidden
+    def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([ids], device=self._model.device)
 
+    def _learn_arguments(self, length: int) -> None:
+        """Find out what else the model passes to its layers at this length: mask, positions, ..."""
+        if self._length != length:  # one length at a time, for a mask is large
+            self._length, self._arguments = length, self._watch(self._tensor((0,) * length))
+
+    @torch.no_grad()
     def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments with which transformers calls layer 0: mask, positions, ..."""
+        """The keyword arguments with which transformers calls layer 0."""
         seen: dict[str, Any] = {}
 
         def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -161,10 +163,8 @@ class TransformersEvaluator:
         seen.pop("prev_topk_indices", None)
         return seen
 
-    def _layer(
-        self, number: int, hidden: torch.Tensor, length: int, sharing: Sharing
-    ) -> torch.Tensor:
-        arguments = dict(self._arguments[length])
+    def _layer(self, number: int, hidden: torch.Tensor, sharing: Sharing) -> torch.Tensor:
+        arguments = dict(self._arguments)
         if self._layers[number].self_attn.indexer is None:
             arguments["prev_topk_indices"] = sharing.indices
         output = self._layers[number](hidden, **arguments)
@@ -173,14 +173,17 @@ class TransformersEvaluator:
 
     def _keep(self, kept: list[_Run], run: _Run) -> None:
         """Keep the newest runs of the most recently used sequences, within the memory."""
-        size = run.hidden[0].nbytes + run.indices[0].nbytes
-        if self._reuse_bytes < size * (self.num_layers + 1) * (_KEPT_RUNS + 1):
+        if self._reuse_bytes < self._bytes(run) * (_KEPT_RUNS + 1) / _KEPT_RUNS:
             return
         kept.insert(0, run)
         del kept[_KEPT_RUNS:]
-        held = self.num_layers + 1  # upper bound: as if runs had no layers in common
-        while len(self._kept) * held * _KEPT_RUNS * size > self._reuse_bytes:
+        while sum(self._bytes(runs[0]) for runs in self._kept.values() if runs) > self._reuse_bytes:
             self._kept.popitem(last=False)
+
+    def _bytes(self, run: _Run) -> int:
+        """What a sequence's kept runs take at most, as if they had no layers in common."""
+        size = run.hidden[0].nbytes + run.indices[0].nbytes
+        return size * (self.num_layers + 1) * _KEPT_RUNS
 
     # -- what layers attend to ----------------------------------------------------------------
 
@@ -207,6 +210,7 @@ class TransformersEvaluator:
 
     def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
         run = self.run(self.own, ids)
+        self._learn_arguments(len(ids))
         found = np.eye(self.num_layers)
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
@@ -214,15 +218,13 @@ class TransformersEvaluator:
                 outputs = []
                 for j in range(layer + 1):
                     _hold(sharing, 0, run.indices[j])
-                    outputs.append(self._core_output(layer, run.hidden[layer], len(ids), sharing))
+                    outputs.append(self._core_output(layer, run.hidden[layer], sharing))
                 own = outputs.pop()
                 for j, other in enumerate(outputs):
                     found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
         return found
 
-    def _core_output(
-        self, number: int, hidden: torch.Tensor, length: int, sharing: Sharing
-    ) -> torch.Tensor:
+    def _core_output(self, number: int, hidden: torch.Tensor, sharing: Sharing) -> torch.Tensor:
         """``[length, heads * v_head_dim]`` of layer ``number`` over held indices, in float32."""
         seen: list[torch.Tensor] = []
         layer = self._layers[number]
@@ -230,7 +232,7 @@ class TransformersEvaluator:
             lambda _module, args: seen.append(args[0][0].float())
         )
         try:
-            self._layer(number, hidden, length, sharing)
+            self._layer(number, hidden, sharing)
         finally:
             handle.remove()
         return seen[0]

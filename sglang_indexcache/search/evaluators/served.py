@@ -70,7 +70,8 @@ class ServedEvaluator:
         """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         tokens = sum(self.batch_tokens[batch] for batch in batches)
         losses = self.token_losses(pattern, batches)
-        return BatchLosses.of_tokens(losses, tokens * self.num_layers, self.calibration.uncounted)
+        counted = self.calibration.counted_in(batches)
+        return BatchLosses.of_tokens(losses, tokens * self.num_layers, counted)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""

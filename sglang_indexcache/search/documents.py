@@ -1,0 +1,216 @@
+"""Reads files into documents, one at a time: whoever has enough stops, and no more is read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.support.text import machine_text
+
+MACHINE = "machine"
+"""Instead of a path: the Python standard library's sources, which every machine has."""
+
+TEXT_PIECE = 1 << 20
+"""Characters of a text file that are read at a time; each piece is a document."""
+
+_ROWS = 256
+_TEXT_FIELDS = ("text", "content", "prompt")
+_RESPONSE_FIELDS = ("response", "completion", "answer")
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, as it is.
+
+    Attributes:
+        text: the text.
+        where: file and row, for error messages.
+        answers: the characters that are answers; empty if none are marked.
+    """
+
+    text: str
+    where: str
+    answers: tuple[Span, ...] = ()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any are marked."""
+        return bool(self.answers)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages, before any template.
+
+    Attributes:
+        messages: each with a "role", and whatever else the template reads.
+        where: file and row, for error messages.
+        tools: the functions that the assistant may call, or None.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    where: str
+    tools: Any = None
+
+    @property
+    def responses(self) -> tuple[int, ...]:
+        """Which messages are the assistant's."""
+        return tuple(i for i, m in enumerate(self.messages) if m["role"] == "assistant")
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the assistant says anything."""
+        return bool(self.responses)
+
+
+Document = Text | Conversation
+
+
+def read_documents(source: str) -> Iterator[Document]:
+    """Every document of a source that is not blank, in the order of the files and their rows.
+
+    Args:
+        source: a .jsonl, .parquet or text file, a folder of them, or :data:`MACHINE`.
+
+    Raises:
+        SearchError: nothing to read, or a row that nobody understands.
+    """
+    found = False
+    for document in _read_source(source):
+        if isinstance(document, Conversation) or document.text.strip():
+            found = True
+            yield document
+    if not found:
+        raise SearchError(f"{source} contains no text")
+
+
+def _read_source(source: str) -> Iterator[Document]:
+    if source == MACHINE:
+        for number, text in enumerate(machine_text(sys.maxsize), start=1):
+            yield Text(text, f"{MACHINE}, file {number}")
+        return
+    path = Path(source)
+    if not path.exists():
+        raise SearchError(
+            f"there is no calibration data at {source}. Give a .jsonl, .parquet or text file, a "
+            f"folder of them, or {MACHINE!r} for this machine's Python sources."
+        )
+    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+        yield from _read_file(file)
+
+
+def _read_file(path: Path) -> Iterator[Document]:
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
+    try:
+        if path.suffix in (".jsonl", ".ndjson"):
+            yield from _read_lines(path)
+        else:
+            yield from _read_text(path)
+    except OSError as error:
+        raise SearchError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_text(path: Path) -> Iterator[Text]:
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            while text := file.read(TEXT_PIECE):
+                yield Text(text + file.readline(), str(path))
+        except UnicodeDecodeError as error:
+            raise _not_utf8(str(path), error) from error
+
+
+def _read_lines(path: Path) -> Iterator[Document]:
+    with path.open("rb") as file:  # bytes, so that only a newline ends a line
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                try:
+                    yield _document(json.loads(line.decode()), where)
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(where, error) from error
+                except json.JSONDecodeError as error:
+                    raise SearchError(f"{where} is not JSON: {error}") from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> SearchError:
+    return SearchError(
+        f"{where} is not UTF-8 (it holds the byte {error.object[error.start]:#04x}). Convert it "
+        "first, for example with iconv."
+    )
+
+
+def _read_parquet(path: Path) -> Iterator[Document]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise SearchError(f"reading {path} needs pyarrow: pip install pyarrow") from error
+    number = 0
+    try:
+        for part in ParquetFile(path).iter_batches(batch_size=_ROWS):
+            for row in part.to_pylist():
+                number += 1
+                yield _document(row, f"{path}, row {number}")
+    except ArrowException as error:
+        raise SearchError(f"{path} is not a parquet file: {error}") from error
+
+
+def _document(row: Any, where: str) -> Document:
+    """One record: messages, a prompt with its response, a text with marked answers, or a text."""
+    if isinstance(row, str):
+        return Text(row, where)
+    fields = row if isinstance(row, dict) else {}
+    if fields.get("messages") is not None:
+        return _conversation(fields, where)
+    responses = (fields.get(name) for name in _RESPONSE_FIELDS)
+    response = next((text for text in responses if isinstance(text, str)), None)
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str) and response is not None:
+        text = prompt + response
+        return Text(text, where, ((len(prompt), len(text)),) if response else ())
+    for name in _TEXT_FIELDS:
+        if isinstance(fields.get(name), str):
+            return Text(fields[name], where, _answers(fields, fields[name], where))
+    raise SearchError(
+        f"{where} has no text: expected a string, messages, a prompt with a response, or one of "
+        f"{', '.join(_TEXT_FIELDS)}"
+    )
+
+
+def _conversation(fields: Mapping[str, Any], where: str) -> Conversation:
+    messages = fields["messages"]
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+    ):
+        raise SearchError(f"{where} has messages that are not a list of objects with a role")
+    # Parquet writes what a message lacks as null, which is not what templates expect.
+    said = tuple({k: v for k, v in m.items() if v is not None} for m in messages)
+    return Conversation(said, where, fields.get("tools"))
+
+
+def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ...]:
+    marked = fields.get("answers")
+    if marked is None:
+        return ()
+    try:
+        spans = tuple((int(start), int(stop)) for start, stop in marked)
+    except (TypeError, ValueError):
+        spans = ((0, 0),)
+    if not all(0 <= start < stop <= len(text) for start, stop in spans):
+        raise SearchError(
+            f"{where}: answers is a list of [start, end] pairs, each the answer's first character "
+            f"in the text and the one after its last (the text has {len(text)})"
+        )
+    return spans

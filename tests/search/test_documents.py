@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.search import documents
+from sglang_indexcache.search.documents import Conversation, Text, read_documents
+
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def one(tmp_path: Path, row: Any) -> Any:
+    path = tmp_path / "row.jsonl"
+    path.write_text(json.dumps(row))
+    [document] = read_documents(str(path))
+    return document
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "answers"),
+    [
+        ("abc", "abc", ()),
+        ({"text": "abc"}, "abc", ()),
+        ({"content": "abc", "other": 1}, "abc", ()),
+        ({"prompt": "abc"}, "abc", ()),
+        ({"prompt": "ab", "response": "c"}, "abc", ((2, 3),)),
+        ({"prompt": "ab", "completion": "c"}, "abc", ((2, 3),)),
+        ({"prompt": "ab", "answer": "cd"}, "abcd", ((2, 4),)),
+        ({"prompt": "ab", "answer": ""}, "ab", ()),
+        ({"text": "abcd", "answers": [[1, 2], [3, 4]]}, "abcd", ((1, 2), (3, 4))),
+        ({"text": "abcd", "answers": []}, "abcd", ()),
+    ],
+)
+def test_records(tmp_path: Path, row: Any, text: str, answers: tuple[Any, ...]) -> None:
+    document = one(tmp_path, row)
+    assert (document.text, document.answers) == (text, answers)
+    assert document.has_answers == bool(answers)
+
+
+def test_messages_keep_their_roles(tmp_path: Path) -> None:
+    """Once their contents were joined by newlines."""
+    document = one(tmp_path, {"messages": CHAT, "text": "rendered", "tools": [{"name": "f"}]})
+    assert isinstance(document, Conversation)
+    assert [m["role"] for m in document.messages] == ["user", "assistant"]
+    assert document.responses == (1,)
+    assert document.tools == [{"name": "f"}]
+    assert not one(tmp_path, {"messages": CHAT[:1]}).has_answers
+
+
+def test_reads_every_format(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.jsonl").write_text('{"text": "one\\u2028line"}\n\n{"text": "two"}\n')
+    called = {"role": "assistant", "content": "5", "name": "x"}  # null in the rows without it
+    rows = [{"messages": CHAT}, {"messages": [CHAT[0], called]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    found = list(read_documents(str(tmp_path)))
+    texts = [d.text for d in found if isinstance(d, Text)]
+    assert texts == ["plain", "one\u2028line", "two"]
+    assert [list(d.messages) for d in found if isinstance(d, Conversation)] == [
+        CHAT,
+        [CHAT[0], called],
+    ]
+    assert found[-1].where.endswith("c.parquet, row 2")
+
+
+def test_a_raw_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one\u2028row"}, ensure_ascii=False))
+    assert [d.text for d in read_documents(str(path)) if isinstance(d, Text)] == ["one\u2028row"]
+
+
+def test_a_huge_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "TEXT_PIECE", 10)
+    path = tmp_path / "a.txt"
+    path.write_text("line one\nline two\nline three\n")
+    pieces = [d.text for d in read_documents(str(path)) if isinstance(d, Text)]
+    assert pieces == ["line one\nline two\n", "line three\n"]
+
+
+def test_the_machines_own_text() -> None:
+    assert next(read_documents("machine")).has_answers is False
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "contains no text"),
+        ("blank.jsonl", b"\n \n", "contains no text"),
+        ("latin.txt", "café".encode("latin-1"), "latin.txt is not UTF-8 .it holds the byte 0xe9"),
+        ("latin.jsonl", "\n[é]".encode("latin-1"), "line 2 is not UTF-8 .it holds the byte 0xe9"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text', "line 2 is not JSON"),
+        ("fields.jsonl", b'{"body": "a"}', "line 1 has no text: expected a string, messages, a"),
+        ("chat.jsonl", b'{"messages": ["hello"]}', "messages that are not a list of objects with"),
+        ("span.jsonl", b'{"text": "a", "answers": [[0, 2]]}', "one after its last .the text has 1"),
+        ("squad.jsonl", b'{"text": "a", "answers": ["a"]}', "line 1: answers is a list of .start"),
+        ("broken.parquet", b"PAR1 not", "is not a parquet file"),
+    ],
+)
+def test_bad_data(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SearchError, match=message):
+        list(read_documents(str(tmp_path / name)))
+
+
+def test_no_data(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match="there is no calibration data at"):
+        next(read_documents(str(tmp_path / "missing")))
