@@ -34,11 +34,13 @@ class Greedy:
         """See :class:`~sglang_indexcache.search.methods.Method`."""
         return greedy(ledger, constraints, targets, self.blocks)
 
-    def tokens(
-        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
-    ) -> int:
-        """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return evaluations(constraints, targets, self.blocks) * full_evaluation
+    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """See :class:`~sglang_indexcache.search.methods.Method`; this is its whole cost.
+
+        Raises:
+            SearchError: more blocks than layers.
+        """
+        return evaluations(constraints, targets, self.blocks) * sum(batch_tokens)
 
 
 def greedy(
