@@ -106,29 +106,33 @@ class Options:
             batch_tokens: tokens of each batch that is searched on.
 
         Raises:
-            SearchError: a share below what the method needs, a method that needs more than
-                exhaustive greedy here, or targets that it cannot aim at.
+            SearchError: a share below what the method needs or of what keeps to none, a method
+                that needs more than exhaustive greedy here, or targets that it cannot aim at.
         """
         full = sum(batch_tokens)
         exhaustive = evaluations(constraints, targets) * full
         needed = self.method.least(constraints, targets, batch_tokens)
         least = needed or 0
-        self._check(least, exhaustive)
+        is_kept = needed is not None and self.refinement.tokens(0) is not None
+        self._check(least, exhaustive, is_kept=is_kept)
         total = round((self.share or DEFAULT_SHARE) * exhaustive)
         if self.share is None:
             several = DEFAULT_EVALUATIONS_PER_LAYER * len(constraints.start) * full
             total = min(exhaustive, max(total, several))
-        set_aside = self.refinement.tokens(int(REFINEMENT_SHARE * total))
+        set_aside = self.refinement.tokens(int(REFINEMENT_SHARE * total)) or 0
         if self.share is None:
-            total = max(total, least + (set_aside or 0))
+            total = max(total, least + set_aside)
             # Exhaustive greedy itself is refined on top; nothing else may come to cost more.
             total = min(total, exhaustive) if least < exhaustive else total
-        method = max(total - (set_aside or 0), least)
-        is_kept = needed is not None and set_aside is not None
+        method = max(total - set_aside, least)
         return Budget(method, total - method, exhaustive, is_kept)
 
-    def _check(self, least: int, exhaustive: int) -> None:
+    def _check(self, least: int, exhaustive: int, *, is_kept: bool) -> None:
         """Refuse what cannot be kept."""
+        if self.share is not None and not is_kept:
+            raise SearchError(
+                f"--budget does not bound this: {self.in_words()}. Leave --budget away."
+            )
         if least > exhaustive:
             raise SearchError(
                 f"{self.method.in_words} needs {least:,} tokens here, and exhaustive greedy only "

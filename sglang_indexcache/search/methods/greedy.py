@@ -38,8 +38,15 @@ class Greedy:
         """See :class:`~sglang_indexcache.search.methods.Method`; this is its whole cost.
 
         Raises:
-            SearchError: more blocks than layers.
+            SearchError: more blocks than layers, or a target below the F layers that blocks keep.
         """
+        starts = stage_starts(len(constraints.start), self.blocks)
+        kept = constraints.fixed | {layer for layer in starts if constraints.start.is_full(layer)}
+        if targets.loss_budget is None and targets.fewest < len(kept):
+            raise SearchError(
+                f"{self.blocks} pipeline blocks keep their first layers F, so that "
+                f"{len(kept)} F layers are the fewest, and not {targets.fewest}"
+            )
         return evaluations(constraints, targets, self.blocks) * sum(batch_tokens)
 
 
