@@ -135,7 +135,7 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
     def added(pattern: Pattern) -> float:
         every = range(FRESH)
         found: Floats = fresh.loss(pattern, every).values - fresh.loss(rules.start, every).values
-        return float(found.mean())
+        return round(float(found.mean()), 8)
 
     rows: dict[str, Any] = {}
     for title, (method, refinement, batches) in SEARCHES.items():
@@ -147,7 +147,9 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
         rows[title] = {
             "evaluations_of_32_batches": search.search_tokens / (BATCHES * 1000),
             "added": {f.mark.label: added(f.pattern) for f in search.found.values()},
-            "told": {f.mark.label: f.loss - search.start_loss for f in search.found.values()},
+            "told": {
+                f.mark.label: round(f.loss - search.start_loss, 8) for f in search.found.values()
+            },
         }
     uniform = {m.label: added(baselines(m.full_layers, rules)["uniform"]) for m in goal.marks}
     return {"kind": name, "layers": layers, "seed": seed, "searches": rows, "uniform": uniform}

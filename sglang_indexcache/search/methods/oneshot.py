@@ -15,6 +15,9 @@ from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import first_subset, least_subset
 from sglang_indexcache.search.targets import Targets
 
+_LOOKING_SHARE = 1 / 3
+"""Share of the method's budget for what layers cost alone: the rest does more for a refinement."""
+
 
 @dataclass(frozen=True)
 class OneShot:
@@ -30,7 +33,8 @@ class OneShot:
         yield ledger.step(start, start, None, candidates=1)
         layers = constraints.candidates(start)
         left = budget - ledger.full_evaluation * (1 + _measured(constraints, targets))
-        subset = ledger.all_batches[: first_subset(tokens, len(layers), left)]
+        looks = first_subset(tokens, len(layers), int(_LOOKING_SHARE * left))
+        subset = ledger.all_batches[:looks]
         ranked: list[int] = []
         if layers:
             singles = [flipped(start, layer) for layer in layers]
