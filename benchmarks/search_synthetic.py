@@ -1,87 +1,263 @@
-"""Fast greedy against exhaustive greedy on made-up landscapes of 47 layers.
+"""How a search's patterns do on batches that it never saw, over many kinds of made-up landscape.
 
-python benchmarks/search_synthetic.py --first-seed 1000 --seeds 12 \
-    --output benchmarks/results/search/synthetic-47.json
+python -m benchmarks.search_synthetic --layers 47 --seeds 8
+python -m benchmarks.search_synthetic --layers 78 --seeds 3
+python -m benchmarks.search_synthetic --races
+
+Each writes one file below ``benchmarks/results/search/``.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.constraints import Constraints, baselines
+from sglang_indexcache.search.evaluators import BatchLosses, Floats
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.race import race
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.targets import parse_targets
 from sglang_indexcache.support.files import write_json
 
-LAYERS, BATCHES = 47, 32
-NOISES = (0.1, 0.2, 0.3, 0.5)
+RESULTS = Path(__file__).parent / "results" / "search"
+MARKS = ("1/2", "1/4", "1/8")
+BATCHES = 32
+FRESH, FRESH_SEED = 3000, 10_001
+FIRST_SEED = 2000
+
+Spread = Callable[[np.random.Generator, np.random.Generator, tuple[int, int]], Floats]
+"""How ``[layers, batches]`` weigh the layers, from the landscape's and the data's numbers."""
+
+
+def lognormal(noise: float) -> Spread:
+    """Each batch weighs each layer by itself."""
+    return lambda _layers, data, shape: np.exp(noise * data.standard_normal(shape))
+
+
+def pareto(
+    _layers: np.random.Generator, data: np.random.Generator, shape: tuple[int, int]
+) -> Floats:
+    """A few batches weigh a layer many times as much as most; mean 1, barely a variance."""
+    return 1.5 * data.pareto(2.5, shape)
+
+
+def in_blocks(
+    _layers: np.random.Generator, data: np.random.Generator, shape: tuple[int, int]
+) -> Floats:
+    """Eight neighbouring layers share most of what a batch makes of them."""
+    blocks = np.repeat(data.standard_normal((-(-shape[0] // 8), shape[1])), 8, axis=0)
+    return np.exp(0.7 * blocks[: shape[0]] + 0.2 * data.standard_normal(shape))
+
+
+def rare(layers: np.random.Generator, data: np.random.Generator, shape: tuple[int, int]) -> Floats:
+    """A fifth of the layers matter in one batch of sixteen only, and there a lot."""
+    is_rare = layers.random(shape[0]) < 0.2
+    strikes = 16.0 * (data.random(shape) < 1 / 16)
+    usual = np.exp(0.2 * data.standard_normal(shape))
+    return np.where(is_rare[:, None], strikes, usual)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of landscape.
+
+    Attributes:
+        spread: how batches weigh layers.
+        coupling: see :class:`SyntheticEvaluator`.
+        own_noise: nats (standard deviation) that each pattern has for itself on each batch.
+    """
+
+    spread: Spread
+    coupling: float = 4.0
+    own_noise: float = 0.0
+
+
+KINDS = {
+    "base": Kind(lognormal(0.2)),
+    "noisy batches": Kind(lognormal(0.8)),
+    "heavy-tailed": Kind(pareto),
+    "correlated layers": Kind(in_blocks),
+    "rare critical layers": Kind(rare),
+    "strong coupling": Kind(lognormal(0.2), coupling=20.0),
+    "noise per pattern": Kind(lognormal(0.2), own_noise=0.02),
+}
+
+SEARCHES = {
+    "exhaustive": ("greedy", "none", BATCHES),
+    "fast": ("fast", "screened", BATCHES),
+    "oneshot": ("oneshot", "screened", BATCHES),
+    "forward": ("forward", "screened", BATCHES),
+    "fast, 10x batches": ("fast", "screened", 10 * BATCHES),
+    "exhaustive, 3 batches": ("greedy", "none", 3),
+}
+"""Method, refinement, batches. All but the first and fifth take a tenth of the first's tokens."""
+
+
+class Landscape(SyntheticEvaluator):
+    """A landscape of one kind."""
+
+    def __init__(
+        self, kind: Kind, num_layers: int, num_batches: int, seed: int, data_seed: int = 0
+    ) -> None:
+        self._kind, self._seeds = kind, (seed, data_seed)
+        super().__init__(num_layers, num_batches, seed, data_seed, coupling=kind.coupling)
+
+    def _spread(self, data: np.random.Generator) -> Floats:
+        layers = np.random.default_rng([self._seeds[0], 3])
+        return self._kind.spread(layers, data, (self.num_layers, len(self.batch_tokens)))
+
+    def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
+        damage = super()._damage(pattern, chosen)
+        if not self._kind.own_noise or not pattern.shared_layers:
+            return damage
+        digest = hashlib.sha256(str(pattern).encode()).digest()
+        own = np.random.default_rng([*self._seeds, int.from_bytes(digest[:8], "big")])
+        noise: Floats = own.standard_normal(len(self.batch_tokens))[chosen]
+        return damage + self._kind.own_noise * noise
+
+
+def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
+    """Every search on one landscape: what its patterns add on fresh batches, nats per token."""
+    rules = Constraints.make(Pattern.full(layers))
+    goal = parse_targets(MARKS, rules)
+    fresh = Landscape(KINDS[name], layers, FRESH, seed, FRESH_SEED)
+
+    def added(pattern: Pattern) -> float:
+        every = range(FRESH)
+        found: Floats = fresh.loss(pattern, every).values - fresh.loss(rules.start, every).values
+        return round(float(found.mean()), 8)
+
+    rows: dict[str, Any] = {}
+    for title, (method, refinement, batches) in SEARCHES.items():
+        ledger = Ledger(Landscape(KINDS[name], layers, batches, seed))
+        search = Search(ledger, rules, goal, Options.parse(method, refinement))
+        for _ in search.run():
+            pass
+        assert search.search_tokens <= search.budget.total
+        rows[title] = {
+            "evaluations_of_32_batches": search.search_tokens / (BATCHES * 1000),
+            "added": {f.mark.label: added(f.pattern) for f in search.found.values()},
+            "told": {
+                f.mark.label: round(f.loss - search.start_loss, 8) for f in search.found.values()
+            },
+        }
+    uniform = {m.label: added(baselines(m.full_layers, rules)["uniform"]) for m in goal.marks}
+    return {"kind": name, "layers": layers, "seed": seed, "searches": rows, "uniform": uniform}
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By kind: what each search adds over what exhaustive greedy adds, summed over landscapes."""
+    return {kind: _summarize([row for row in rows if row["kind"] == kind]) for kind in KINDS}
+
+
+def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def total(title: str, mark: str, what: str = "added") -> float:
+        return float(sum(row["searches"][title][what][mark] for row in rows))
+
+    def worst(title: str, mark: str) -> float:
+        found = [row["searches"] for row in rows]
+        return max(s[title]["added"][mark] / s["exhaustive"]["added"][mark] for s in found)
+
+    paid = {title: [row["searches"][title]["evaluations_of_32_batches"] for row in rows]
+            for title in SEARCHES}  # fmt: skip
+    return {
+        "exhaustive_added": {m: total("exhaustive", m) / len(rows) for m in MARKS},
+        "uniform_added": {m: float(np.mean([row["uniform"][m] for row in rows])) for m in MARKS},
+        "searches": {
+            title: {
+                "over_exhaustive": {m: total(title, m) / total("exhaustive", m) for m in MARKS},
+                "worst_landscape": {m: worst(title, m) for m in MARKS},
+                "told_over_added": {m: total(title, m, "told") / total(title, m) for m in MARKS},
+                "largest_share_of_tokens": max(
+                    a / b for a, b in zip(paid[title], paid["exhaustive"], strict=True)
+                ),
+            }
+            for title in SEARCHES
+        },
+    }
+
+
+# -- a race alone ------------------------------------------------------------------------------
+
+
+class Contenders:
+    """Patterns whose losses have nothing to do with layers: means and noise, drawn at random."""
+
+    in_flight = 1
+
+    def __init__(self, count: int, rng: np.random.Generator, *, is_rare: bool) -> None:
+        self.num_layers = count + 1
+        self.batch_tokens = (1,) * BATCHES
+        self.patterns = [Pattern.from_layers(count + 1, [0, i]) for i in range(1, count + 1)]
+        means = rng.exponential(1.0, count)[:, None]
+        shape = (count, BATCHES)
+        noise = rng.standard_normal(shape)
+        self.losses = 16 * means * (rng.random(shape) < 1 / 16) if is_rare else means + noise
+        self._place = {pattern: place for place, pattern in enumerate(self.patterns)}
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        """See the protocol."""
+        return BatchLosses(self.losses[self._place[pattern]][list(batches)], len(batches))
+
+
+def races(repeats: int) -> list[dict[str, Any]]:
+    """How often a race without any limit ends with another than the best on all batches."""
+    rows = []
+    for is_rare in (False, True):
+        for first in (2, 4):
+            for count in (4, 16, 46):
+                found = [_race(count, first, seed, is_rare=is_rare) for seed in range(repeats)]
+                rows.append(
+                    {
+                        "damage": "rare" if is_rare else "normal",
+                        "first_batches": first,
+                        "contenders": count,
+                        "races": repeats,
+                        "share_wrong": float(np.mean([wrong for wrong, _ in found])),
+                        "share_decided": float(np.mean([decided for _, decided in found])),
+                    }
+                )
+    return rows
+
+
+def _race(count: int, first: int, seed: int, *, is_rare: bool) -> tuple[bool, bool]:
+    field = Contenders(count, np.random.default_rng([seed, count]), is_rare=is_rare)
+    finish = race(Ledger(field), field.patterns, first, allowance=10**9)
+    means = field.losses.mean(axis=1)
+    return bool(means[field.patterns.index(finish.winner)] > means.min()), finish.decided
 
 
 def main() -> None:
-    """Search every landscape both ways and write what came out."""
+    """Simulate and write what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first-seed", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=47)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--races", action="store_true", help="races alone, without a search")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.races:
+        write_json(arguments.output / "races.json", {"batches": BATCHES, "rows": races(600)})
+        return
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    rows = [compare(seed, noise) for noise in NOISES for seed in seeds]
-    summaries = [summarize([row for row in rows if row["noise"] == noise]) for noise in NOISES]
-    for summary in summaries:
-        print(summary)
-    write_json(
-        arguments.output,
-        {"layers": LAYERS, "batches": BATCHES, "summary": summaries, "searches": rows},
-    )
-
-
-def compare(seed: int, noise: float) -> dict[str, Any]:
-    """One landscape: losses over the start at every mark, and what was paid."""
-    evaluator = SyntheticEvaluator(LAYERS, BATCHES, seed, noise=noise)
-    constraints = Constraints.make(Pattern.full(LAYERS))
-    targets = parse_targets(["1/2", "1/4", "1/8"], constraints)
-    exhaustive = Ledger(evaluator)
-    path = {len(s.pattern.full_layers): s.loss for s in greedy(exhaustive, constraints, targets)}
-    search = Search(Ledger(evaluator), constraints, targets, Options())
-    for _ in search.run():
-        pass
-    return {
-        "seed": seed,
-        "noise": noise,
-        "share_of_tokens": search.search_tokens / exhaustive.spent,
-        "marks": [
-            {
-                "retention": found.mark.label,
-                "greedy_added": path[count] - search.start_loss,
-                "fast_added": found.loss - search.start_loss,
-                "uniform_added": found.baselines["uniform"][1] - search.start_loss,
-                "difference": found.loss - path[count],
-            }
-            for count, found in search.found.items()
-        ],
-    }
-
-
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often fast greedy ended lower, equal or higher."""
-    differences = [mark["difference"] for row in rows for mark in row["marks"]]
-    shares = [row["share_of_tokens"] for row in rows]
-    return {
-        "noise": rows[0]["noise"],
-        "patterns": len(differences),
-        "lower": sum(d < 0 for d in differences),
-        "equal": sum(d == 0 for d in differences),
-        "higher": sum(d > 0 for d in differences),
-        "largest_excess_nats": max(0.0, *differences),
-        "largest_share_of_tokens": max(shares),
-    }
+    rows = []
+    for kind in KINDS:
+        rows += [compare(kind, arguments.layers, seed) for seed in seeds]
+        for title, values in _summarize(rows[-len(seeds) :])["searches"].items():
+            print(kind, title, values, flush=True)
+    facts = {"layers": arguments.layers, "batches": BATCHES, "fresh_batches": FRESH}
+    path = arguments.output / f"synthetic-{arguments.layers}.json"
+    write_json(path, {**facts, "seeds": list(seeds), "summary": summarize(rows), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -107,12 +107,16 @@ TargetsOption = Annotated[
 ]
 MethodOption = Annotated[
     str,
-    typer.Option(help="How to search, such as fast, greedy, or greedy:4 in 4 pipeline blocks."),
+    typer.Option(
+        help="How to search: fast, oneshot, forward, similarity, greedy, or greedy:4 in 4 pipeline "
+        "blocks."
+    ),
 ]
 BudgetOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        help="The most that fast and screened may forward, in shares of exhaustive greedy."
+        help="The most that the search may forward, in shares of exhaustive greedy's tokens. The "
+        "default is 0.1, and more for few layers."
     ),
 ]
 
@@ -144,7 +148,7 @@ def run_command(
             "a beam of 4 patterns."
         ),
     ] = "screened",
-    budget: BudgetOption = 0.1,
+    budget: BudgetOption = None,
     keep_full: Annotated[str, typer.Option(help="Layers that stay F, such as 3,5,10-12.")] = "",
     force_shared: Annotated[str, typer.Option(help="Layers that become S at once.")] = "",
     stages: Annotated[int, typer.Option(help="Pipeline stages, whose first layer stays F.")] = 1,
@@ -292,7 +296,7 @@ def stability_command(
     dtype: DtypeOption = None,
     target: TargetsOption = None,
     method: MethodOption = "fast",
-    budget: BudgetOption = 0.1,
+    budget: BudgetOption = None,
 ) -> None:
     """Search on several calibration sets; report how far the answers agree."""
     from sglang_indexcache.search.options import Options
@@ -342,7 +346,7 @@ def cost_command(
         list[str] | None,
         typer.Option(help="A method as for run. Repeat it. The default is greedy and fast."),
     ] = None,
-    budget: BudgetOption = 0.1,
+    budget: BudgetOption = None,
 ) -> None:
     """Predict what a search costs at most, before it runs."""
     from sglang_indexcache.pattern import Pattern

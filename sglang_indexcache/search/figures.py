@@ -28,17 +28,19 @@ def draw_losses(search: Search, path: Path, objective: str = "") -> None:
     """
     figure, [axis] = make_figure(6.4, 3.8)
     start = len(search.constraints.start.full_layers)
-    steps = [start - len(step.pattern.full_layers) for step in search.path]
-    axis.plot(steps, [s.loss for s in search.path], color=_LINE, lw=1.4, marker="o", ms=2.5)
-    low = [s.loss - 2 * np.nan_to_num(s.standard_error) for s in search.path]
-    high = [s.loss + 2 * np.nan_to_num(s.standard_error) for s in search.path]
+    # A search may also walk upwards: the line follows the layers shared, not the time.
+    walked = sorted(search.path, key=lambda step: -len(step.pattern.full_layers))
+    steps = [start - len(step.pattern.full_layers) for step in walked]
+    axis.plot(steps, [s.loss for s in walked], color=_LINE, lw=1.4, marker="o", ms=2.5)
+    low = [s.loss - 2 * np.nan_to_num(s.standard_error) for s in walked]
+    high = [s.loss + 2 * np.nan_to_num(s.standard_error) for s in walked]
     axis.fill_between(steps, low, high, color=_LINE, alpha=0.13, lw=0)
     axis.axhline(search.start_loss, color="black", lw=0.8, ls=":", label="no layer shared")
     for number, found in enumerate(search.found.values()):
         _draw_mark(axis, search, found, start - found.mark.full_layers, is_first=number == 0)
     axis.set_xlabel("layers turned from F to S")
     axis.set_ylabel(_of("loss", objective), fontsize=9)
-    axis.set_title(f"{search.options.in_words()}", fontsize=9, loc="left")
+    axis.set_title(search.in_words(), fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False, loc="upper left")
     axis.ticklabel_format(axis="y", useOffset=False)
     axis.margins(y=0.12)

@@ -26,11 +26,11 @@ Known = Mapping[int, Pattern]
 
 @dataclass(frozen=True)
 class Step:
-    """One committed flip of a search on its way down from all F (or the start, before any).
+    """One committed flip of a search on its way (or the start, before any).
 
     Attributes:
         pattern: after the flip.
-        layer: which layer became S; None for the start.
+        layer: which layer became S, or F on the way up; None for the start.
         loss: nats per token: the start's mean over all batches plus the mean increase over the
             start on the ``batches`` batches on which the pattern was measured. With all batches
             that is the pattern's mean; with fewer, the batches' different levels cancel.
@@ -110,9 +110,14 @@ class Ledger:
             self._crew = Crew(evaluator.in_flight, self._measure, self._known.__contains__)
 
     @property
+    def tokens_of_batches(self) -> tuple[int, ...]:
+        """Tokens of each batch that is searched on."""
+        return self.batch_tokens[: len(self.all_batches)]
+
+    @property
     def full_evaluation(self) -> int:
         """Tokens of one pattern on every batch that is searched on."""
-        return sum(self.batch_tokens[batch] for batch in self.all_batches)
+        return sum(self.tokens_of_batches)
 
     def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
         """``[batches]`` float64 losses of one pattern; all batches by default."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -15,13 +16,43 @@ from sglang_indexcache.search.refinements import REFINEMENTS, Refinement
 from sglang_indexcache.search.refinements.exchange import Screened
 from sglang_indexcache.search.targets import Targets
 
+DEFAULT_SHARE = 0.1
+"""The budget that nobody gave, in shares of what exhaustive greedy forwards ..."""
+DEFAULT_EVALUATIONS_PER_LAYER = 2
+"""... or this, where it is more: with few layers, a tenth is too little to tell patterns apart."""
 REFINEMENT_SHARE = 0.35
-"""Share of the budget that is kept for refinement, also after a method that keeps to none."""
-LEAST_EVALUATIONS_PER_LAYER = 2
-"""The budget is never below this: a first look at every layer costs that much where there are few
-layers or batches."""
+"""Share of the budget that is set aside for refinement."""
 
 _Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens that a search may ask for.
+
+    Baselines and held-out batches are measured afterwards and are not part of it.
+
+    Attributes:
+        method: for the method, until its last pattern is measured on all batches.
+        refinement: set aside for the refinement, which also gets what the method leaves.
+        exhaustive: what exhaustive greedy would ask for.
+        is_kept: nothing that is to run spends beyond. False: nobody can say what it will spend.
+    """
+
+    method: int
+    refinement: int
+    exhaustive: int
+    is_kept: bool
+
+    @property
+    def total(self) -> int:
+        """Of the whole search."""
+        return self.method + self.refinement
+
+    @property
+    def share(self) -> float:
+        """Of exhaustive greedy's tokens."""
+        return self.total / self.exhaustive
 
 
 @dataclass(frozen=True)
@@ -31,8 +62,8 @@ class Options:
     Attributes:
         method: finds a pattern for every mark.
         refinement: improves each of them.
-        share: the budget in shares of what exhaustive greedy would forward; for the methods and
-            refinements that keep to a budget.
+        share: the budget in shares of what exhaustive greedy would forward. None is
+            :data:`DEFAULT_SHARE`, or more where the search needs more.
 
     Raises:
         SearchError: a share that is not above 0 and at most 1.
@@ -40,14 +71,14 @@ class Options:
 
     method: Method = field(default_factory=Fast)
     refinement: Refinement = field(default_factory=Screened)
-    share: float = 0.1
+    share: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
+        if self.share is not None and not 0 < self.share <= 1:
             raise SearchError(f"the budget's share must be above 0 and at most 1, got {self.share}")
 
     @classmethod
-    def parse(cls, method: str, refinement: str = "none", share: float = 0.1) -> Options:
+    def parse(cls, method: str, refinement: str = "none", share: float | None = None) -> Options:
         """From names such as ``fast``, ``greedy:4`` (four blocks) and ``beam:8`` (eight wide).
 
         Raises:
@@ -59,36 +90,60 @@ class Options:
             share,
         )
 
-    def in_words(self) -> str:
-        """For provenance."""
-        return ", ".join(filter(None, (self.method.in_words, self.refinement.in_words)))
+    def in_words(self, *, is_refined: bool = True) -> str:
+        """For provenance, which names the refinement only where it ran."""
+        refinement = self.refinement.in_words if is_refined else ""
+        return ", ".join(filter(None, (self.method.in_words, refinement)))
 
-    def budget(self, constraints: Constraints, targets: Targets, full_evaluation: int) -> int:
-        """Tokens that a method and a refinement that keep to a budget may forward together.
+    def budget(
+        self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
+    ) -> Budget:
+        """What the search may ask for: never less than it needs, nor more than was said.
 
         Args:
             constraints: of the search.
             targets: of the search.
-            full_evaluation: tokens of one pattern on all the data.
+            batch_tokens: tokens of each batch that is searched on.
+
+        Raises:
+            SearchError: a share below what the method needs or of what keeps to none, a method
+                that needs more than exhaustive greedy here, or targets that it cannot aim at.
         """
-        exhaustive = evaluations(constraints, targets) * full_evaluation
-        least = LEAST_EVALUATIONS_PER_LAYER * len(constraints.start) * full_evaluation
-        return max(int(self.share * exhaustive), least)
+        full = sum(batch_tokens)
+        exhaustive = evaluations(constraints, targets) * full
+        needed = self.method.least(constraints, targets, batch_tokens)
+        least = needed or 0
+        is_kept = needed is not None and self.refinement.tokens(0) is not None
+        self._check(least, exhaustive, is_kept=is_kept)
+        total = round((self.share or DEFAULT_SHARE) * exhaustive)
+        if self.share is None:
+            several = DEFAULT_EVALUATIONS_PER_LAYER * len(constraints.start) * full
+            total = min(exhaustive, max(total, several))
+        set_aside = self.refinement.tokens(int(REFINEMENT_SHARE * total)) or 0
+        if self.share is None:
+            total = max(total, least + set_aside)
+            # Exhaustive greedy itself is refined on top; nothing else may come to cost more.
+            total = min(total, exhaustive) if least < exhaustive else total
+        method = max(total - set_aside, least)
+        return Budget(method, total - method, exhaustive, is_kept)
 
-    def expected_tokens(
-        self, constraints: Constraints, targets: Targets, full_evaluation: int
-    ) -> int | None:
-        """Tokens of the whole search at most; None where nobody can say. See :meth:`budget`."""
-        budget = self.budget(constraints, targets, full_evaluation)
-        descent, refinement = self.divide(budget)
-        found = self.method.tokens(constraints, targets, full_evaluation, descent)
-        refined = self.refinement.tokens(refinement)
-        return None if found is None or refined is None else found + refined
-
-    def divide(self, budget: int) -> tuple[int, int]:
-        """The method's part of a budget and the refinement's."""
-        refinement = int(budget * REFINEMENT_SHARE)
-        return budget - refinement, refinement
+    def _check(self, least: int, exhaustive: int, *, is_kept: bool) -> None:
+        """Refuse what cannot be kept."""
+        if self.share is not None and not is_kept:
+            raise SearchError(
+                f"--budget does not bound this: {self.in_words()}. Leave --budget away."
+            )
+        if least > exhaustive:
+            raise SearchError(
+                f"{self.method.in_words} needs {least:,} tokens here, and exhaustive greedy only "
+                f"{exhaustive:,}. Search with --method greedy, or give more and smaller batches."
+            )
+        if self.share is not None and round(self.share * exhaustive) < least:
+            enough = math.ceil(1000 * least / exhaustive) / 1000
+            raise SearchError(
+                f"--budget {self.share:g} is too little: {self.method.in_words} needs at least "
+                f"{enough:g} of exhaustive greedy's tokens here. Give that, or leave --budget away."
+            )
 
 
 @dataclass(frozen=True)
@@ -122,8 +177,8 @@ def cost(
 ) -> Cost:
     """Predict a search.
 
-    What keeps to a budget is billed with the whole budget. A pattern with S layers prefills faster
-    than the all-F rate that is usually at hand, so hours are an upper bound too.
+    The bill is the whole budget. A pattern with S layers prefills faster than the all-F rate that
+    is usually at hand, so hours are an upper bound too.
 
     The rate is that of one server as it will be used: see :func:`busy_share`.
 
@@ -142,9 +197,10 @@ def cost(
     """
     if min(sequences, context, gpus, servers) < 1 or (tokens_per_second or 1) <= 0:
         raise SearchError("sequences, context, GPUs, servers and the rate must be above zero")
-    tokens = options.expected_tokens(constraints, targets, sequences * context)
-    if tokens is None:
+    budget = options.budget(constraints, targets, [context] * sequences)
+    if not budget.is_kept:
         raise SearchError(f"there is no cost model for: {options.in_words()}")
+    tokens = budget.total
     hours = tokens / tokens_per_second / servers / 3600 if tokens_per_second else None
     return Cost(
         evaluations=tokens / (sequences * context),

@@ -91,7 +91,7 @@ def entry(search: Search, found: Found, origin: Setup) -> Entry:
         full_layers=len(found.pattern.full_layers),
         retention=retention,
         method=Method(
-            name=search.options.in_words() if found.is_final else "unfinished search",
+            name=_method(search, found),
             objective=" of ".join(filter(None, ("language-modelling loss", origin.objective))),
             data=origin.data,
             details=_details(search, found, origin),
@@ -99,6 +99,12 @@ def entry(search: Search, found: Found, origin: Setup) -> Entry:
         source=Citation(title="indexcache search", where="this file's method.details"),
         quality=tuple(_quality(search, found)),
     )
+
+
+def _method(search: Search, found: Found) -> str:
+    if not found.is_final:
+        return "unfinished search"
+    return search.options.in_words(is_refined=found.is_refined)
 
 
 def _quality(search: Search, found: Found) -> Iterator[Quality]:
@@ -135,9 +141,10 @@ def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
 
 
 def _cost(search: Search) -> dict[str, Any]:
-    exhaustive = search.exhaustive_tokens
+    exhaustive = search.budget.exhaustive
     return {
         "tokens": search.search_tokens,
+        "budget_tokens": search.budget.total if search.budget.is_kept else None,
         "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
         "exhaustive_greedy_tokens": exhaustive,
         "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),
@@ -149,7 +156,7 @@ def summary(search: Search, origin: Setup) -> dict[str, Any]:
     return {
         "complete": search.is_complete,
         "name": origin.name,
-        "method": search.options.in_words(),
+        "method": search.in_words(),
         "identity": dict(origin.identity),
         "versions": versions(),
         "objective": origin.objective,

@@ -9,7 +9,6 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, baselines
 from sglang_indexcache.search.evaluators import Floats, standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.targets import Mark, Targets
 from sglang_indexcache.support.stats import half_width
@@ -49,6 +48,7 @@ class Found:
         searched: the descent's pattern, before refinement.
         searched_loss: its loss over all batches.
         exchanges: that refinement made.
+        is_refined: refinement measured something for it.
         is_final: refinement is done.
         baselines: blind schedules with as many F layers, and their losses.
         held_out: the final pattern on the held-out batches; None before, or with fewer than two.
@@ -61,6 +61,7 @@ class Found:
     searched: Pattern
     searched_loss: float
     exchanges: int = 0
+    is_refined: bool = False
     is_final: bool = False
     baselines: Mapping[str, tuple[Pattern, float]] = field(default_factory=dict)
     held_out: HeldOut | None = None
@@ -75,8 +76,14 @@ class Search:
     """One search. Deterministic: over the same ledger contents it gives the same answer.
 
     Attributes:
+        budget: tokens that it may ask for until every pattern is final.
         start_loss: of the start pattern over all batches; known after the first event.
-        found: the marks passed so far, by F layers.
+        path: the start and every committed flip.
+        found: the marks passed so far by their F layers, most first.
+        search_tokens: that were asked for until every pattern was final.
+
+    Raises:
+        SearchError: a budget that the search cannot keep; see :meth:`Options.budget`.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Search:
     ) -> None:
         self.ledger, self.constraints = ledger, constraints
         self.targets, self.options = targets, options
+        self.budget = options.budget(constraints, targets, ledger.tokens_of_batches)
         self.start_loss = float("nan")
         self.path: list[Step] = []
         self.found: dict[int, Found] = {}
@@ -91,22 +99,31 @@ class Search:
         self.is_complete = False
 
     @property
-    def exhaustive_tokens(self) -> int:
-        """What exhaustive greedy would forward for the same targets."""
-        return evaluations(self.constraints, self.targets) * self.ledger.full_evaluation
+    def check_tokens(self) -> int:
+        """What measuring the found patterns against others takes at most, beyond the budget."""
+        marks = len(self.targets.marks) + (self.targets.loss_budget is not None)
+        counts = [mark.full_layers for mark in self.targets.marks]
+        blind = sum(len(baselines(count, self.constraints)) for count in counts)
+        if self.targets.loss_budget is not None:
+            blind += 2
+        held_out = sum(self.ledger.batch_tokens[b] for b in self.ledger.held_out_batches)
+        return blind * self.ledger.full_evaluation + (1 + 2 * marks) * held_out
 
     @property
     def expected_tokens(self) -> int | None:
-        """Tokens of the whole search, as far as they are known beforehand."""
-        full_evaluation = self.ledger.full_evaluation
-        return self.options.expected_tokens(self.constraints, self.targets, full_evaluation)
+        """Tokens of everything at most; None where nobody can say."""
+        return self.budget.total + self.check_tokens if self.budget.is_kept else None
+
+    def in_words(self) -> str:
+        """What ran, for provenance."""
+        is_refined = any(found.is_refined for found in self.found.values())
+        return self.options.in_words(is_refined=is_refined)
 
     def run(self) -> Iterator[Step | Found]:
         """Yield each step and each mark as it is passed, then each mark in its final form."""
         rules, begun, pattern = self.constraints, self.ledger.spent, self.constraints.start
-        budget = self.options.budget(rules, self.targets, self.ledger.full_evaluation)
-        descent, refinement = self.options.divide(budget)
-        for event in self.options.method.descend(self.ledger, rules, self.targets, descent):
+        method = self.options.method
+        for event in method.descend(self.ledger, rules, self.targets, self.budget.method):
             if isinstance(event, Step):
                 self.path.append(event)
                 self.start_loss = self.start_loss if self.path[1:] else event.loss
@@ -118,8 +135,7 @@ class Search:
         count = len(pattern.full_layers)
         if self.targets.loss_budget is not None and count not in self.found:
             yield self._pass(Mark(count, f"{count}/{len(pattern)}"), pattern)
-        # What the descent left over is refinement's, too.
-        end = max(begun + budget, self.ledger.spent + refinement)
+        end = begun + self.budget.total  # what the method left over is refinement's, too
         for place, passed in enumerate(list(self.found.values())):
             left = (end - self.ledger.spent) // (len(self.found) - place)
             yield self._keep(self._refined(passed, left))
@@ -137,10 +153,12 @@ class Search:
         return standard_error(losses - self.ledger.losses(self.constraints.start))
 
     def _keep(self, found: Found) -> Found:
-        self.found[found.mark.full_layers] = found
+        known = self.found | {found.mark.full_layers: found}
+        self.found = dict(sorted(known.items(), reverse=True))
         return found
 
     def _refined(self, found: Found, budget: int) -> Found:
+        before = self.ledger.spent
         pattern, exchanges = self.options.refinement.refine(
             self.ledger, self.constraints, found.pattern, self._known(), budget
         )
@@ -151,6 +169,7 @@ class Search:
             loss=float(losses.mean()),
             standard_error=self._error(losses),
             exchanges=exchanges,
+            is_refined=exchanges > 0 or self.ledger.spent > before,
             is_final=True,
         )
 

@@ -57,6 +57,7 @@ def run_search(
             console.print(notice, highlight=False)
         if journal.records:
             console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")
+        console.print(_budget(search), highlight=False)
         try:
             with _progress(console) as progress:
                 task = progress.add_task("measuring the start", total=total)
@@ -66,7 +67,8 @@ def run_search(
                 ledger.on_measured(ledger)
                 for event in search.run():
                     _show(event, search, console)
-                    progress.update(task, description=f"{len(search.path) - 1} layers shared")
+                    shared = len(event.pattern.shared_layers)
+                    progress.update(task, description=f"{shared} layers shared")
                     folder.update(event)
         except KeyboardInterrupt:
             folder.finish()
@@ -99,14 +101,26 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
+def _budget(search: Search) -> str:
+    """What the search will forward at most."""
+    budget, checks = search.budget, f"{search.check_tokens:,}"
+    if not budget.is_kept:
+        return f"budget: none, {search.options.in_words()} keeps to none"
+    return (
+        f"budget: {budget.total:,} tokens, {100 * budget.share:.1f} % of exhaustive greedy's; then "
+        f"{checks} at most to compare what was found"
+    )
+
+
 def _show(event: Step | Found, search: Search, console: Console) -> None:
     if isinstance(event, Found) or event.layer is None:
         return
     added = 100 * (event.loss / search.start_loss - 1)
     sure = "" if event.decided else "  (undecided: no budget left to tell the best apart)"
     full = len(event.pattern.full_layers)
+    kind = "F" if event.pattern.is_full(event.layer) else "S"
     console.print(
-        f"{full:>4} F  layer {event.layer:>3} -> S  loss {event.loss:.5f} "
+        f"{full:>4} F  layer {event.layer:>3} -> {kind}  loss {event.loss:.5f} "
         f"({added:+.3f} %, {event.batches} batches, {event.candidates} candidates){sure}",
         highlight=False,
     )
@@ -137,7 +151,7 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
             "its 95 % interval. Judge it by that: the loss it was chosen by flatters it.",
             highlight=False,
         )
-    share = search.search_tokens / search.exhaustive_tokens
+    share = search.search_tokens / search.budget.exhaustive
     console.print(
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"

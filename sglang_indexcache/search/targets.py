@@ -51,6 +51,18 @@ class Targets:
         """The mark with exactly this many F layers."""
         return next((mark for mark in self.marks if mark.full_layers == full_layers), None)
 
+    def refuse_loss_budget(self, method: str) -> None:
+        """For a method that does not stop where the loss exceeds it.
+
+        Raises:
+            SearchError: there is a loss budget.
+        """
+        if self.loss_budget is not None:
+            raise SearchError(
+                f"{method} cannot stop at a loss budget (+{100 * self.loss_budget:g}%). Give "
+                "ratios or numbers of F layers, or search with --method fast or greedy."
+            )
+
 
 def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Targets:
     """Read what a user wrote.

@@ -17,7 +17,7 @@ def call(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("method", ["fast", "greedy", "similarity"])
+@pytest.mark.parametrize("method", ["fast", "oneshot", "forward", "greedy", "similarity"])
 @pytest.mark.parametrize("refine", ["none", "screened", "swap", "beam"])
 def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: str) -> None:
     result = call(
@@ -62,6 +62,16 @@ def test_a_pattern_is_judged_by_data_that_did_not_choose_it(tmp_path: Path) -> N
     assert "Judge it by that" in result.output
 
 
+def test_says_the_budget_first_and_what_ran_last(tmp_path: Path) -> None:
+    options = ("--target", "1/4", "--batches", "16", "--name", "x", "--method", "greedy")
+    result = call("search", "run", "--synthetic", "12", *options, "-o", tmp_path, "--budget", "1")
+    # 1 + 11 + 10 + ... + 3 evaluations of 16 batches of 1000 tokens; then two known schedules on
+    # those, and three patterns on the 8 held-out batches.
+    told = "budget: 1,024,000 tokens, 100.0 % of exhaustive greedy's; then 56,000 at most"
+    assert told in result.output.replace("\n", " ")
+    assert load_entry(tmp_path / "x-1of4.yaml").method.name == "exhaustive greedy (Algorithm 1)"
+
+
 def test_constraints_reach_the_search(tmp_path: Path) -> None:
     result = call(
         *("search", "run", "--synthetic", "12", "-o", tmp_path, "--target", "4", "--name", "x"),
@@ -78,6 +88,8 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
     [
         (["--synthetic", "8", "--method", "magic"], "method 'magic' is unknown"),
         (["--synthetic", "8", "--budget", "2"], "share must be above 0 and at most 1"),
+        (["--synthetic", "8", "--budget", "0.01"], "too little: fast greedy (lazy re-evaluation"),
+        (["--synthetic", "8", "--method", "forward", "--target", "+1%"], "stop at a loss budget"),
         (["--synthetic", "8", "--method", "fast:2"], "method fast takes no number"),
         (["--synthetic", "8", "--method", "greedy:x"], "method greedy takes a number"),
         (["--synthetic", "8", "--method", "greedy:9"], "8 layers cannot be cut into 9 blocks"),

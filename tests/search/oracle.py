@@ -49,6 +49,21 @@ def algorithm_1_in_blocks(blocks: list[list[int]], loss: Loss, rounds: int) -> l
     return trace
 
 
+def forward_selection(count: int, loss: Loss, steps: int) -> list[str]:
+    """From layer 0 alone upwards: the pattern after every step."""
+    kept, trace = {0}, []
+    for _ in range(steps):
+        tried = {
+            layer: "".join("F" if i in kept or i == layer else "S" for i in range(count))
+            for layer in range(count)
+            if layer not in kept
+        }
+        best = min(tried, key=lambda layer: loss(tried[layer]))
+        kept.add(best)
+        trace.append(tried[best])
+    return trace
+
+
 def every_pattern(count: int, full: int) -> list[str]:
     """All patterns of ``count`` layers with ``full`` F, layer 0 among them."""
     found = []

@@ -86,6 +86,12 @@ def test_more_blocks_than_layers() -> None:
         list(greedy(landscape(4), free(4), targets(4, "1"), blocks=5))
 
 
+def test_a_target_below_what_blocks_keep_is_refused() -> None:
+    """It was left out of the result without a word."""
+    with pytest.raises(SearchError, match="3 F layers are the fewest, and not 2"):
+        Greedy(3).least(free(12), targets(12, "2"), [1])
+
+
 class Blind:
     """An evaluator whose context is too short: every pattern loses the same."""
 

@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.methods.fast import FastGreedy, first_subset, least_subset
+from sglang_indexcache.search.ledger import Ledger, Step
+from sglang_indexcache.search.methods.fast import (
+    Descent,
+    Fast,
+    FastGreedy,
+    first_subset,
+    least_subset,
+)
 from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search
@@ -42,21 +48,27 @@ def test_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float) -> 
 def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
     goal = targets(count, str(data.draw(st.integers(1, count))))
     expected = [s.pattern for s in greedy(landscape(count, seed), free(count), goal)]
-    fast = FastGreedy(landscape(count, seed), free(count), goal, 0, exact=True)
+    fast = FastGreedy(landscape(count, seed), Descent(free(count), goal), 0, exact=True)
     assert [step.pattern for step in fast.steps()] == expected
+    paid = Fast().descend(landscape(count, seed), free(count), goal, budget=10**9)
+    assert [step.pattern for step in paid] == expected
 
 
-def test_racing_stays_within_the_budget() -> None:
-    """Beyond what the first looks need, which a tiny budget does not cover."""
-    goal = targets(LAYERS, "1/8")
+def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) -> list[Step]:
+    """With the least budget, or this one."""
+    way = Descent(free(count), targets(count, goal))
+    least = way.least(ledger.tokens_of_batches)
+    return list(FastGreedy(ledger, way, least if budget is None else budget).steps())
+
+
+def test_the_least_budget_is_enough_and_more_is_used() -> None:
     ledger = landscape(LAYERS, 1, batches=32)
-    tiny = list(FastGreedy(ledger, free(LAYERS), goal, 0).steps())
-    looks = ledger.spent
-    assert len(tiny) == 42
+    assert len(descend(ledger, LAYERS, "1/8")) == 42
+    least = Fast().least(free(LAYERS), targets(LAYERS, "1/8"), ledger.tokens_of_batches)
+    assert ledger.spent <= least
     larger = landscape(LAYERS, 1, batches=32)
-    budget = 2 * looks
-    list(FastGreedy(larger, free(LAYERS), goal, budget).steps())
-    assert looks < larger.spent <= budget
+    assert len(descend(larger, LAYERS, "1/8", 2 * least)) == 42
+    assert least < larger.spent <= 2 * least
 
 
 def test_measures_more_again_where_old_measurements_mislead() -> None:
@@ -71,9 +83,8 @@ def test_measures_more_again_where_old_measurements_mislead() -> None:
             digest = hashlib.sha256(str(pattern).encode()).digest()
             return np.full(len(chosen), int.from_bytes(digest[:4], "big") / 2**32)
 
-    goal = targets(24, "1/4")
-    steps = list(FastGreedy(Ledger(Chaos(24, 8)), free(24), goal, 10**9).steps())
-    tame = list(FastGreedy(landscape(24), free(24), goal, 10**9).steps())
+    steps = descend(Ledger(Chaos(24, 8)), 24, "1/4", 10**9)
+    tame = descend(landscape(24), 24, "1/4", 10**9)
 
     def share(steps) -> float:  # type: ignore[no-untyped-def]
         looked = [
@@ -85,23 +96,34 @@ def test_measures_more_again_where_old_measurements_mislead() -> None:
 
 
 def test_says_where_the_budget_left_it_undecided() -> None:
-    poor = list(FastGreedy(landscape(24, noise=1.0), free(24), targets(24, "1/4"), 0).steps())
-    rich = list(FastGreedy(landscape(24, noise=1.0), free(24), targets(24, "1/4"), 10**9).steps())
+    poor = descend(landscape(24, noise=1.0), 24, "1/4")
+    rich = descend(landscape(24, noise=1.0), 24, "1/4", 10**9)
     assert not all(step.decided for step in poor)
     assert all(step.decided for step in rich)
 
 
 def test_ends_within_the_loss_budget() -> None:
     ledger = landscape(24, 3, batches=16)
-    steps = list(FastGreedy(ledger, free(24), targets(24, "+1%"), 10**9).steps())
+    steps = descend(ledger, 24, "+1%", 10**9)
     start = ledger.mean(Pattern.full(24))
     assert ledger.mean(steps[-1].pattern) <= start * 1.01
     assert 1 < len(steps) < 24
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_loss_budget_is_kept_or_not_gone_near(seed: int) -> None:
+    """Also where there are no tokens left to look whether the next flip exceeds it."""
+    ledger = landscape(24, seed, batches=16, noise=1.0)
+    steps = descend(ledger, 24, "+0.5%")
+    way = Descent(free(24), targets(24, "+0.5%"))
+    ledger.losses(steps[-1].pattern)
+    assert ledger.spent <= way.least(ledger.tokens_of_batches)
+
+
 @pytest.mark.parametrize(("batches", "least"), [(1, 1), (2, 2), (8, 2), (32, 2), (64, 4)])
 def test_first_subset(batches: int, least: int) -> None:
+    tokens = [1000] * batches
     assert least_subset(batches) == least
-    assert first_subset(batches, 46, 41, 0) == least
-    assert first_subset(batches, 46, 41, 10**6) == batches
-    assert first_subset(100, 60, 35, 20) == 6  # 60 + 4 * 35 looks, 20 / 2 evaluations
+    assert first_subset(tokens, 200, 0) == least
+    assert first_subset(tokens, 200, 10**9) == batches
+    assert first_subset([10] * 50 + [1000] * 50, 200, 200 * 2600) == 52

@@ -1,12 +1,24 @@
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.methods.similarity import Similarity
 from sglang_indexcache.search.options import Options, cost
 from sglang_indexcache.search.refinements import Unrefined
 from sglang_indexcache.search.refinements.exchange import Screened
 from sglang_indexcache.search.run import Search
+from sglang_indexcache.search.targets import Targets, parse_targets
 from tests.search.helpers import free, landscape, targets
 
 
@@ -89,3 +101,135 @@ def test_refinement_repairs_what_greedy_ran_into() -> None:
         gained += [found.gained for found in search.found.values()]
     assert max(gained) > 0
     assert min(gained) >= 0
+
+
+# -- budgets -----------------------------------------------------------------------------------
+
+
+def run(search: Search) -> Search:
+    for _ in search.run():
+        pass
+    return search
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
+    layers = draw(st.sampled_from([4, 5, 8, 12, 20, 47, 80]))
+    batches = draw(st.sampled_from([1, 2, 3, 8, 16, 33, 64]))
+    names = ["fast", "oneshot", "forward"]
+    names += ["greedy", "greedy:2"] if layers <= 12 else []
+    method = draw(st.sampled_from(names))
+    marks = draw(st.lists(st.integers(2, layers).map(str), min_size=1, max_size=3))
+    if method in ("fast", "greedy"):
+        marks += draw(st.sampled_from([[], [], ["+0.1%"], ["+1%"]]))
+    keep = draw(st.sampled_from([[], [], [2], [1, 3]]))
+    rules = Constraints.make(Pattern.full(layers), keep_full=keep)
+    seed, noise = draw(st.integers(0, 10**6)), draw(st.sampled_from([0.1, 1.0]))
+    evaluator = SyntheticEvaluator(layers, batches, seed, noise=noise)
+    if draw(st.booleans()):  # documents are whole, so batches differ in length
+        lengths = np.random.default_rng(seed).integers(1, 2000, batches)
+        evaluator.batch_tokens = tuple(int(length) for length in lengths)
+    refinement = draw(st.sampled_from(["none", "screened"]))
+    share = draw(st.sampled_from([None, None, 0.05, 0.1, 0.3, 1.0]))
+    with reject_on(SearchError):
+        goal = parse_targets(marks, rules)
+        options = Options.parse(method, refinement, share)
+        options.budget(rules, goal, evaluator.batch_tokens)
+    return Ledger(evaluator), rules, goal, options
+
+
+@contextmanager
+def reject_on(error: type[Exception]) -> Iterator[None]:
+    """An input that is refused before the search says nothing about the search."""
+    try:
+        yield
+    except error:
+        reject()
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@given(case=searches())
+def test_no_search_forwards_more_than_was_said(
+    case: tuple[Ledger, Constraints, Targets, Options],
+) -> None:
+    ledger, rules, goal, options = case
+    search = run(Search(ledger, rules, goal, options))
+    assert search.search_tokens <= search.budget.total
+    assert ledger.spent <= search.budget.total + search.check_tokens
+    if options.share is not None:
+        assert search.budget.total <= round(options.share * search.budget.exhaustive)
+    if goal.loss_budget is None:
+        assert set(search.found) == {mark.full_layers for mark in goal.marks}
+
+
+@pytest.mark.parametrize(("layers", "least"), [(47, 0.12), (78, 0.072)])
+def test_two_batches(layers: int, least: float) -> None:
+    """Each look takes both: a tenth was exceeded 1.4 to 2.3 times."""
+    goal, rules = targets(layers, "1/2", "1/4", "1/8"), free(layers)
+    with pytest.raises(SearchError, match=f"--budget 0.07 is .* needs at least {least} of exh"):
+        Search(landscape(layers, batches=2), rules, goal, Options(share=0.07))
+    search = run(Search(landscape(layers, batches=2), rules, goal, Options(share=least)))
+    assert search.search_tokens <= least * search.budget.exhaustive
+
+
+def test_a_budget_that_nothing_keeps_to_is_refused() -> None:
+    goal = targets(12, "1/4")
+    for names in (("similarity",), ("fast", "swap"), ("fast", "beam")):
+        with pytest.raises(SearchError, match="--budget does not bound this"):
+            Search(landscape(12), free(12), goal, Options.parse(*names, share=0.5))
+        assert not Search(landscape(12), free(12), goal, Options.parse(*names)).budget.is_kept
+
+
+@pytest.mark.parametrize("method", ["fast", "oneshot", "forward"])
+def test_the_refusal_names_a_budget_that_is_enough(method: str) -> None:
+    goal, ledger = targets(24, "1/4"), landscape(24, batches=4)
+    with pytest.raises(SearchError, match="needs at least") as refused:
+        Search(ledger, free(24), goal, Options.parse(method, share=0.001))
+    enough = float(re.findall(r"at least ([\d.]+)", str(refused.value))[0])
+    assert run(Search(ledger, free(24), goal, Options.parse(method, share=enough))).is_complete
+    with pytest.raises(SearchError):
+        Search(ledger, free(24), goal, Options.parse(method, share=enough - 0.001))
+
+
+def test_a_target_one_flip_away_costs_no_more_than_exhaustive() -> None:
+    """It took two evaluations per layer, twice as much."""
+    goal = targets(47, "46")
+    search = run(Search(landscape(47, batches=16), free(47), goal, Options()))
+    assert search.budget.total == search.budget.exhaustive == 47 * 16_000
+    assert search.search_tokens <= search.budget.exhaustive
+
+
+def test_every_budget_does_something() -> None:
+    """Below 0.088 it did nothing at 47 layers."""
+    goal = targets(47, "1/2", "1/4", "1/8")
+    spent = []
+    for share in (0.03, 0.05, 0.08, 0.2):
+        search = run(Search(landscape(47, batches=32), free(47), goal, Options(share=share)))
+        spent.append(search.search_tokens / search.budget.exhaustive)
+        assert spent[-1] <= share
+    assert spent == sorted(spent)
+    assert spent[-1] > 2 * spent[0]
+
+
+@pytest.mark.parametrize("method", ["fast", "oneshot", "forward", "greedy"])
+def test_the_bill_is_the_budget(method: str) -> None:
+    goal, options = targets(47, "1/4"), Options.parse(method, "screened")
+    search = Search(landscape(47, batches=32), free(47), goal, options)
+    bill = cost(free(47), goal, options, sequences=32, context=1000)
+    assert bill.tokens == search.budget.total
+    assert search.expected_tokens == search.budget.total + search.check_tokens
+
+
+def test_provenance_names_a_refinement_only_where_it_ran() -> None:
+    goal = targets(12, "1/4")
+    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy", "screened", 1.0)))
+    assert search.budget.refinement == 0
+    assert search.in_words() == "exhaustive greedy (Algorithm 1)"
+    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy", "screened")))
+    assert search.in_words() == "exhaustive greedy (Algorithm 1), screened refinement"
+
+
+def test_more_than_exhaustive_is_refused() -> None:
+    """Upwards to nearly all F is the long way round."""
+    with pytest.raises(SearchError, match="Search with --method greedy"):
+        Search(landscape(24, batches=2), free(24), targets(24, "23"), Options.parse("forward"))

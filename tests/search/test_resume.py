@@ -16,13 +16,11 @@ import pytest
 from sglang_indexcache.library import load_entry
 from tests.signals import hears_sigint
 
-KILLS = 20
 
-
-def start(output: Path) -> subprocess.Popen[bytes]:
+def start(output: Path, method: str = "fast") -> subprocess.Popen[bytes]:
     command = [
         *(sys.executable, "-m", "tests.search.slow_search", "search", "run", "--synthetic", "12"),
-        *("--batches", "8", "--name", "test", "--output", str(output)),
+        *("--batches", "8", "--name", "test", "--output", str(output), "--method", method),
     ]
     return subprocess.Popen(
         command,
@@ -53,19 +51,20 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "goal"), [("fast", 20), ("oneshot", 5), ("forward", 5)])
+def test_kill_9_at_random_moments(tmp_path: Path, method: str, goal: int) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    finish(start(undisturbed))
+    finish(start(undisturbed, method))
     expected = results(undisturbed)
     assert list(expected) == [f"test-1of{r}.yaml" for r in (2, 4, 8)]
     whole = size(undisturbed / "journal.jsonl")
     moments = random.Random(0)
     journal, kills = killed / "journal.jsonl", 0
-    while kills < KILLS:
-        process = start(killed)
+    while kills < goal:
+        process = start(killed, method)
         # Each life gets a random share of the work, so that the kills spread over all of it.
-        goal = size(journal) + moments.uniform(0.0, 1.6 / KILLS) * whole
-        while process.poll() is None and size(journal) < min(goal, 0.97 * whole):
+        enough = size(journal) + moments.uniform(0.0, 1.6 / goal) * whole
+        while process.poll() is None and size(journal) < min(enough, 0.97 * whole):
             time.sleep(0.002)
         time.sleep(moments.uniform(0.0, 0.03))
         if process.poll() is not None:
@@ -73,8 +72,8 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         kills += 1
-    assert kills == KILLS
-    finish(start(killed))
+    assert kills == goal
+    finish(start(killed, method))
     assert results(killed) == expected
     found = evaluations(killed)
     assert len(found) == len(set(found))

@@ -53,9 +53,14 @@ class SyntheticEvaluator:
         self._position = np.cumsum(steps + boundaries * layers.uniform(0.3, 1.5, num_layers))
         depth = np.arange(num_layers) / max(num_layers - 1, 1)
         weight = 0.01 * np.exp(0.9 * layers.standard_normal(num_layers)) * (1.6 - depth)
-        spread = np.exp(noise * data.standard_normal((num_layers, num_batches)))
-        self._weight = weight[:, None] * spread  # [layers, batches]
+        self._noise = noise
+        self._weight = weight[:, None] * self._spread(data)  # [layers, batches]
         self._level = 2.0 + 0.3 * data.standard_normal(num_batches)
+
+    def _spread(self, data: np.random.Generator) -> Floats:
+        """``[layers, batches]``: how batches weigh the layers. Other kinds of data override it."""
+        shape = (self.num_layers, len(self.batch_tokens))
+        return np.exp(self._noise * data.standard_normal(shape))
 
     @property
     def identity(self) -> dict[str, str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Fast
+from sglang_indexcache.search.methods.forward import Forward
 from sglang_indexcache.search.methods.greedy import Greedy
+from sglang_indexcache.search.methods.oneshot import OneShot
 from sglang_indexcache.search.methods.similarity import Similarity
 from sglang_indexcache.search.targets import Targets
 
@@ -27,24 +29,35 @@ class Method(Protocol):
     def descend(
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
     ) -> Iterator[Step | Pattern]:
-        """Yield the start as a step, then what it finds on its way to the fewest F layers.
+        """Yield the start as a step, then what it finds on its way.
 
         A step that arrives at a mark, and a pattern with as many F layers as a mark, is that
-        mark's answer. ``budget`` is in tokens, for a method that keeps to one.
+        mark's answer; whoever takes it measures it on all batches. ``budget`` is in tokens, is
+        :meth:`least` or more, and pays for everything that is asked for until the last mark's
+        answer is measured.
         """
 
-    def tokens(
-        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
+    def least(
+        self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
     ) -> int | None:
-        """Tokens that :meth:`descend` asks for at most; None where nobody can say.
+        """Tokens that :meth:`descend` cannot do without; None where nobody can say.
 
-        Where the method spends the budget, this is the budget. ``full_evaluation`` is the tokens
-        of one pattern on all the data.
+        A method without a choice, such as exhaustive greedy, takes exactly this.
+
+        Args:
+            constraints: of the search.
+            targets: of the search.
+            batch_tokens: tokens of each batch that is searched on.
+
+        Raises:
+            SearchError: targets that the method cannot aim at.
         """
 
 
 METHODS: Mapping[str, type[Method]] = {
     "fast": Fast,
+    "oneshot": OneShot,
+    "forward": Forward,
     "greedy": Greedy,
     "similarity": Similarity,
 }

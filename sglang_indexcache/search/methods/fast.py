@@ -10,12 +10,14 @@ source), and a few batches tell a bad candidate from a good one. So a step here
    still be the best, with a margin for how much old measurements were found to be off;
 2. races the contenders on growing subsets of batches with paired statistics (``race.py``).
 
-What is guaranteed: the same answer when started again; racing never spends beyond the budget (only
-the first looks do, where the budget does not even cover those); and with ``exact=True`` the answer
-of exhaustive greedy, flip by flip, at its full cost. What is not: that each step commits exhaustive
-greedy's flip. The fallback is gradual: where old measurements prove unreliable the margin grows and
-more candidates, up to all, are measured again in every step; where the budget ends before the data
-has decided, the step says ``decided=False``.
+What is guaranteed: the same answer when started again; never more tokens than the budget, because
+what the rest of the way needs at least is set aside before a step spends on anything else; and with
+``exact=True`` the answer of exhaustive greedy, flip by flip, at its full cost. What is not: that
+each step commits exhaustive greedy's flip. The fallback is gradual: where old measurements prove
+unreliable the margin grows and more candidates, up to all, are measured again in every step; where
+the budget ends before the data has decided, the step says ``decided=False``.
+
+The same search can walk from all S upwards: see ``forward.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped
 from sglang_indexcache.search.evaluators import standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
+from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.race import race
 from sglang_indexcache.search.targets import Targets
 
@@ -36,10 +39,10 @@ _MEMORY = 64
 """Re-measurements from which the margin is taken."""
 _QUANTILE = 0.9
 """Share of those that the margin covers."""
-_LOOKS_PER_STEP = 4
-"""Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
 _LOOKING_SHARE = 0.5
 """Share of the budget that first looks may take; the rest is for racing."""
+_LEAST_LOOKS = 2
+"""Candidates that a step has to look at, after the first: what the last flip changed."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,87 @@ class Fast:
     def descend(
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
     ) -> Iterator[Step]:
-        """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return FastGreedy(ledger, constraints, targets, budget).steps()
+        """See :class:`~sglang_indexcache.search.methods.Method`.
 
-    def tokens(
-        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
-    ) -> int:
+        A budget that pays for exhaustive greedy is spent on exactly that.
+        """
+        exact = budget >= evaluations(constraints, targets) * ledger.full_evaluation
+        return FastGreedy(ledger, Descent(constraints, targets), budget, exact=exact).steps()
+
+    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return budget
+        return Descent(constraints, targets).least(batch_tokens)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The way from all F downwards: its steps, and what they need at least.
+
+    Attributes:
+        constraints: which layers may be flipped.
+        targets: where to end.
+    """
+
+    constraints: Constraints
+    targets: Targets
+    looks_per_step = 4
+    """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
+
+    @property
+    def begin(self) -> Pattern:
+        """The pattern before the first step."""
+        return self.constraints.start
+
+    @property
+    def counts(self) -> range:
+        """F layers before each step."""
+        return range(len(self.begin.full_layers), self.targets.fewest, -1)
+
+    def candidates(self, pattern: Pattern) -> list[int]:
+        """Layers that the next step may flip, ascending."""
+        return self.constraints.candidates(pattern)
+
+    def outdated(self, pattern: Pattern, layer: int) -> Sequence[int]:
+        """Layers whose measurements say nothing any more once ``layer`` of ``pattern`` flips."""
+        before = pattern.full_layers
+        place = before.index(layer)
+        return (*before[place - 1 : place], *before[place + 1 : place + 2])
+
+    def ahead(self, count: int) -> list[int]:
+        """F layers of the marks that steps from ``count`` F layers on will arrive at."""
+        way = self.counts.step
+        marks = (mark.full_layers for mark in self.targets.marks)
+        return [mark for mark in marks if (mark - count) * way > 0]
+
+    def looks(self, count: int) -> int:
+        """Candidates that the step from ``count`` F layers on has to look at."""
+        begin = len(self.begin.full_layers)
+        left = len(self.candidates(self.begin)) - abs(count - begin)
+        return left if count == begin else min(_LEAST_LOOKS, left)
+
+    def fixed(self, count: int, subset: int, full: int) -> int:
+        """Tokens that patterns on all batches take, from ``count`` F layers on: marks, limits.
+
+        Args:
+            count: F layers.
+            subset: tokens of a look, which each of them has had.
+            full: tokens of all batches.
+        """
+        # Two more under a limit: the pattern that is found to exceed it, and the one before.
+        limit = 2 if self.targets.loss_budget is not None else 0
+        return (len(self.ahead(count)) + limit) * (full - subset)
+
+    def needs(self, count: int, subset: int, full: int) -> int:
+        """Tokens that all steps from ``count`` F layers on need at least; see :meth:`fixed`."""
+        steps = self.counts[self.counts.index(count) :] if count in self.counts else ()
+        looks = sum(self.looks(before) for before in steps)
+        return looks * subset + self.fixed(count, subset, full)
+
+    def least(self, batch_tokens: Sequence[int]) -> int:
+        """Tokens of the whole way at least, the start on all batches included."""
+        subset = sum(batch_tokens[: least_subset(len(batch_tokens))])
+        full = sum(batch_tokens)
+        return full + self.needs(len(self.begin.full_layers), subset, full)
 
 
 def least_subset(batches: int) -> int:
@@ -66,64 +142,45 @@ def least_subset(batches: int) -> int:
     return min(batches, max(2, batches // 16))
 
 
-def first_subset(batches: int, candidates: int, flips: int, evaluations: float) -> int:
-    """Batches of a candidate's first look in a descent.
-
-    Args:
-        batches: all there are.
-        candidates: that the first step looks at.
-        flips: steps.
-        evaluations: the descent's budget in full evaluations.
-    """
-    looks = candidates + _LOOKS_PER_STEP * flips
-    affordable = int(_LOOKING_SHARE * evaluations * batches / max(looks, 1))
-    return min(batches, max(least_subset(batches), affordable))
+def first_subset(batch_tokens: Sequence[int], looks: int, tokens: int) -> int:
+    """Batches of a candidate's first look, of which ``looks`` may take ``tokens`` together."""
+    found = least_subset(len(batch_tokens))
+    while found < len(batch_tokens) and looks * sum(batch_tokens[: found + 1]) <= tokens:
+        found += 1
+    return found
 
 
 class FastGreedy:
-    """One descent.
+    """One search along a way.
 
     Args:
         ledger: measures and remembers.
-        constraints: which layers may be flipped.
-        targets: where to end.
-        budget: tokens for the whole descent.
+        way: where it goes.
+        budget: tokens for all of it; :meth:`Descent.least` at least.
         exact: measure every candidate on every batch in every step, whatever the budget.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        constraints: Constraints,
-        targets: Targets,
-        budget: int,
-        *,
-        exact: bool = False,
-    ) -> None:
-        self._ledger, self._constraints, self._targets = ledger, constraints, targets
-        self._exact = exact
+    def __init__(self, ledger: Ledger, way: Descent, budget: int, *, exact: bool = False) -> None:
+        self._ledger, self._way, self._exact = ledger, way, exact
         self._end = ledger.spent + budget
-        self._pattern = constraints.start
-        count = len(ledger.all_batches)
-        self._first = count
+        self._pattern = way.begin
+        self._first = len(ledger.all_batches)
         if not exact:
-            candidates = len(constraints.candidates(constraints.start))
-            flips = len(constraints.start.full_layers) - targets.fewest
-            evaluations = budget / ledger.full_evaluation
-            self._first = first_subset(count, candidates, flips, evaluations)
+            self._first = self._affordable_subset(budget)
         self._subset = ledger.all_batches[: self._first]
+        self._subset_tokens = sum(ledger.tokens_of_batches[: self._first])
         self._cost: dict[int, float] = {}  # nats that flipping a layer adds, when last measured
         self._age: dict[int, int] = {}  # step of that measurement
         self._errors: list[float] = []
 
     def steps(self) -> Iterator[Step]:
         """Yield the start, then every committed flip."""
-        start = self._ledger.losses(self._pattern)
-        budget = self._targets.loss_budget
+        origin = self._way.constraints.start
+        start = self._ledger.losses(origin)
+        budget = self._way.targets.loss_budget
         limit = float(start.mean()) * budget if budget is not None else None
-        yield self._ledger.step(self._pattern, self._pattern, None, candidates=1)
-        flips = len(self._pattern.full_layers) - self._targets.fewest
-        for number in range(flips):
+        yield self._ledger.step(origin, origin, None, candidates=1)
+        for number in range(len(self._way.counts)):
             fresh = self._refresh(number)
             allowance = self._allowance()
             self._look_ahead(fresh)
@@ -131,10 +188,10 @@ class FastGreedy:
             finish = race(self._ledger, contenders, self._first, allowance)
             if limit is not None and self._exceeds(finish.winner, finish.batches, limit):
                 return
-            [layer] = self._pattern.diff(finish.winner).became_shared
+            [layer] = set(self._pattern.full_layers) ^ set(finish.winner.full_layers)
             self._commit(layer)
             yield self._ledger.step(
-                self._constraints.start,
+                origin,
                 self._pattern,
                 layer,
                 candidates=len(fresh),
@@ -142,26 +199,51 @@ class FastGreedy:
                 decided=finish.decided,
             )
 
+    def _affordable_subset(self, budget: int) -> int:
+        """Batches of a first look."""
+        ledger, way = self._ledger, self._way
+        set_aside = ledger.cost([way.constraints.start], ledger.all_batches)
+        set_aside += way.fixed(len(way.begin.full_layers), 0, ledger.full_evaluation)
+        looks = len(way.candidates(way.begin)) + way.looks_per_step * len(way.counts)
+        tokens = int(_LOOKING_SHARE * (budget - set_aside))
+        return first_subset(ledger.tokens_of_batches, looks, tokens)
+
+    def _left(self) -> int:
+        """Tokens that no later step needs and no mark, once this step's least looks were made."""
+        count, full = len(self._pattern.full_layers), self._ledger.full_evaluation
+        needs = self._way.needs(count, self._subset_tokens, full)
+        own = self._way.looks(count) * self._subset_tokens
+        return self._end - self._ledger.spent - needs + own
+
+    def _affords(self, pattern: Pattern, layers: Sequence[int]) -> bool:
+        """Whether first looks at these flips would leave enough for what later steps need."""
+        patterns = [flipped(pattern, layer) for layer in layers]
+        return self._exact or self._ledger.cost(patterns, self._subset) <= self._left()
+
     def _allowance(self) -> int:
         """Tokens for this step's race: the nearer a mark, the more.
 
         A layer flipped too early is flipped later anyway; only what a mark leaves out counts.
         """
-        full = len(self._pattern.full_layers)
+        counts = self._way.counts
+        place = counts.index(len(self._pattern.full_layers))
         weights = [
-            1 / (count - max(m.full_layers for m in self._targets.marks if m.full_layers < count))
-            for count in range(full, self._targets.fewest, -1)
+            1 / min(abs(count - mark) for mark in self._way.ahead(count))
+            for count in counts[place:]
         ]
-        return int(max(0, self._end - self._ledger.spent) * weights[0] / sum(weights))
+        return int(max(0, self._left()) * weights[0] / sum(weights))
 
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""
         fresh, stale = self._due(self._pattern, self._cost)
         self._look_ahead([*fresh, *stale])
-        self._look(fresh, number)
+        if fresh:
+            self._look(fresh, number)
         while stale:
             nearest = stale[0]
-            if self._cost[nearest] - self._margin() > min(self._cost[c] for c in fresh):
+            if fresh and (
+                self._is_behind(nearest, fresh) or not self._affords(self._pattern, [nearest])
+            ):
                 break
             stale.remove(nearest)
             fresh.append(nearest)
@@ -171,14 +253,19 @@ class FastGreedy:
 
     def _due(self, pattern: Pattern, cost: Mapping[int, float]) -> tuple[list[int], list[int]]:
         """Candidates to look at in any case, and the others, the cheapest first."""
-        candidates = self._constraints.candidates(pattern)
+        candidates = self._way.candidates(pattern)
         fresh = [c for c in candidates if c not in cost or self._exact]
         stale = sorted((c for c in candidates if c not in fresh), key=lambda c: (cost[c], c))
         if stale:  # one that has waited longest, so that the margin stays honest
             oldest = min(stale, key=lambda c: (self._age[c], c))
-            stale.remove(oldest)
-            fresh.append(oldest)
+            if self._affords(pattern, [*fresh, oldest]):
+                stale.remove(oldest)
+                fresh.append(oldest)
         return fresh, stale
+
+    def _is_behind(self, stale: int, fresh: list[int]) -> bool:
+        """Whether a candidate cannot be the best any more, as far as old measurements tell."""
+        return self._cost[stale] - self._margin() > min(self._cost[c] for c in fresh)
 
     def _look_ahead(self, layers: Sequence[int]) -> None:
         """Let idle engines make the next step's first looks, as if the cheapest layer won this one.
@@ -187,10 +274,13 @@ class FastGreedy:
         is cheaper than last measured.
         """
         known = [layer for layer in layers if layer in self._cost]
-        if not known or len(self._pattern.full_layers) - 1 == self._targets.fewest:
+        if not known:
             return
         layer = min(known, key=lambda c: (self._cost[c], c))
-        pattern, touched = flipped(self._pattern, layer), (layer, *self._neighbours(layer))
+        pattern = flipped(self._pattern, layer)
+        if len(pattern.full_layers) not in self._way.counts:
+            return
+        touched = (layer, *self._way.outdated(self._pattern, layer))
         cost = {c: kept for c, kept in self._cost.items() if c not in touched}
         due, stale = self._due(pattern, cost)
         least = min(cost.values(), default=0.0)
@@ -211,22 +301,22 @@ class FastGreedy:
         return max(0.0, float(np.quantile(recent, _QUANTILE))) if recent else 0.0
 
     def _commit(self, layer: int) -> None:
-        touched = (layer, *self._neighbours(layer))
+        for other in (layer, *self._way.outdated(self._pattern, layer)):
+            self._cost.pop(other, None)
         self._pattern = flipped(self._pattern, layer)
-        for neighbour in touched:
-            self._cost.pop(neighbour, None)
-
-    def _neighbours(self, layer: int) -> tuple[int, ...]:
-        """The F layers before and after ``layer``, whose flips its flip changes."""
-        full = self._pattern.full_layers
-        place = full.index(layer)
-        return (*full[place - 1 : place], *full[place + 1 : place + 2])
 
     def _exceeds(self, pattern: Pattern, batches: int, limit: float) -> bool:
-        """Whether the loss over the start is above ``limit`` nats; all batches where it may be."""
+        """Whether the loss over the start is above ``limit`` nats; all batches where it may be.
+
+        Also where the budget does not allow to look: a limit is kept, or not gone near.
+        """
         subset = self._ledger.all_batches[:batches]
-        start = self._constraints.start
+        start = self._way.constraints.start
         added = self._ledger.losses(pattern, subset) - self._ledger.losses(start, subset)
         if added.mean() + 3 * np.nan_to_num(standard_error(added), nan=np.inf) <= limit:
             return False
+        set_aside = self._ledger.full_evaluation - self._subset_tokens
+        needed = self._ledger.cost([pattern], self._ledger.all_batches)
+        if not self._exact and needed > self._left() + set_aside:
+            return True
         return self._ledger.mean(pattern) - self._ledger.mean(start) > limit

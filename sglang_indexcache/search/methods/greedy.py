@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.constraints import Constraints, flipped, stage_starts
 from sglang_indexcache.search.ledger import Ledger, Step
@@ -34,11 +35,20 @@ class Greedy:
         """See :class:`~sglang_indexcache.search.methods.Method`."""
         return greedy(ledger, constraints, targets, self.blocks)
 
-    def tokens(
-        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
-    ) -> int:
-        """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return evaluations(constraints, targets, self.blocks) * full_evaluation
+    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """See :class:`~sglang_indexcache.search.methods.Method`; this is its whole cost.
+
+        Raises:
+            SearchError: more blocks than layers, or a target below the F layers that blocks keep.
+        """
+        starts = stage_starts(len(constraints.start), self.blocks)
+        kept = constraints.fixed | {layer for layer in starts if constraints.start.is_full(layer)}
+        if targets.loss_budget is None and targets.fewest < len(kept):
+            raise SearchError(
+                f"{self.blocks} pipeline blocks keep their first layers F, so that "
+                f"{len(kept)} F layers are the fewest, and not {targets.fewest}"
+            )
+        return evaluations(constraints, targets, self.blocks) * sum(batch_tokens)
 
 
 def greedy(

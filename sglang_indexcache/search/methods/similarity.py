@@ -52,10 +52,15 @@ class Similarity:
         for mark in targets.marks:
             yield most_similar(matrix, mark.full_layers, constraints)
 
-    def tokens(
-        self, constraints: Constraints, targets: Targets, full_evaluation: int, budget: int
+    def least(
+        self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
     ) -> None:
-        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations."""
+        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations.
+
+        Raises:
+            SearchError: a loss budget, which the matrix knows nothing of.
+        """
+        targets.refuse_loss_budget("the similarity matrix")
 
 
 def most_similar(similarity: Floats, full_layers: int, constraints: Constraints) -> Pattern:
