@@ -109,6 +109,7 @@ def search(layers: int, method: str, servers: int) -> dict[str, Any]:
         "servers": servers,
         "speed_up": round(alone / evaluator.clock.now, 2),
         "tokens": ledger.spent,
+        # Commits before the look-ahead have none.
         "tokens_ahead_in_vain": getattr(ledger, "ahead_tokens", 0),
         "patterns": [str(found.pattern) for found in search.found.values()],
     }

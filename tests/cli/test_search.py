@@ -104,6 +104,7 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
         (["--synthetic", "8", "--dtype", "bfloat16"], "--dtype is for transformers"),
         (["--model", "m", "--url", "http://h", "--dtype", "float32"], "--dtype is for transf"),
         (["--model", "m", "--engine", "default", "--dtype", "float32"], "--dtype is for transf"),
+        (["--synthetic", "8", "--timeout", "9"], "--timeout is for the servers of --url"),
         (["--model", "m", "--dtype", "int3"], "--dtype is float32 or bfloat16, got 'int3'"),
         # It selects 64 tokens: all patterns would tie, and the lowest layers be flipped first.
         (["--model", str(TINY), "--context", "64"], "cannot tell patterns apart: this model's"),
@@ -129,6 +130,18 @@ def test_cost() -> None:
     result = call("search", "cost", "--layers", "47", "--target", "1", "--rate", "1e6")
     assert "1,082" in result.output
     assert result.exit_code == 0
+    assert "100 % of a server's 1 data-parallel ranks" in " ".join(result.output.split())
+
+
+def test_cost_counts_idle_ranks() -> None:
+    """2 sequences on 8 ranks: 1082 evaluations of 1e6 tokens, at a quarter of 1e6 a second."""
+    size = ("--sequences", "10", "--context", "100K", "--target", "1", "--method", "greedy")
+    rate = ("--rate", "1e6", "--dp", "8", "--per-batch", "2")
+    result = call("search", "cost", "--layers", "47", *size, *rate)
+    assert "1.2" in result.output  # hours
+    said = " ".join(result.output.split())
+    assert "25 % of a server's 8 data-parallel ranks at work" in said
+    assert "assumed, not measured: --rate 1,000,000 tokens a second" in said
 
 
 def test_compare_needs_two() -> None:

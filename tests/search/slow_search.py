@@ -1,7 +1,11 @@
-"""The ``indexcache`` command with a made-up landscape that leaves time to interrupt a search."""
+"""The ``indexcache`` command with a made-up landscape that leaves time to interrupt a search.
+
+``SERVERS`` in the environment says how many calls it takes at the same time.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -24,4 +28,5 @@ def measure_slowly(
 
 if __name__ == "__main__":
     SyntheticEvaluator.loss = measure_slowly  # type: ignore[method-assign]
+    SyntheticEvaluator.in_flight = int(os.environ.get("SERVERS", "1"))
     app()

@@ -14,7 +14,7 @@ from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.methods.similarity import Similarity
-from sglang_indexcache.search.options import Options, cost
+from sglang_indexcache.search.options import Options, busy_share, cost
 from sglang_indexcache.search.refinements import Unrefined
 from sglang_indexcache.search.refinements.exchange import Screened
 from sglang_indexcache.search.run import Search
@@ -61,7 +61,23 @@ def test_fast_never_costs_more_than_predicted(layers: int) -> None:
     assert bill.hours is None
 
 
+def test_servers_share_the_hours_but_not_the_gpu_hours() -> None:
+    facts = (free(12), targets(12, "1/4"), Options(), 32, 1000, 100.0, 8)
+    one, four = cost(*facts), cost(*facts, 4)
+    assert four.hours == pytest.approx((one.hours or 0) / 4)
+    assert four.gpu_hours == pytest.approx(one.gpu_hours)
+
+
+@pytest.mark.parametrize(
+    ("per_batch", "ranks", "share"), [(8, 8, 1.0), (1, 8, 0.125), (9, 8, 9 / 16), (16, 8, 1.0)]
+)
+def test_a_short_batch_leaves_ranks_idle(per_batch: int, ranks: int, share: float) -> None:
+    assert busy_share(per_batch, ranks) == share
+
+
 def test_bad_numbers() -> None:
+    with pytest.raises(SearchError, match="above zero"):
+        busy_share(0, 8)
     with pytest.raises(SearchError, match="above zero"):
         cost(free(4), targets(4, "1"), Options(), sequences=0, context=1)
     with pytest.raises(SearchError, match="no cost model"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import cycle
@@ -184,6 +185,7 @@ def test_ctrl_c_ends_a_pause_at_once(
     def interrupt() -> None:
         for _ in range(count):
             left.acquire()
+        time.sleep(0.3)  # until the pause has begun
         signal.pthread_kill(main, signal.SIGINT)
 
     engines = [Engine(LAYERS) for _ in range(count)]

@@ -1,0 +1,104 @@
+"""A search over servers that are killed: the files of an undisturbed search on one of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import sglang_indexcache
+from sglang_indexcache.client import Client, free_port
+from sglang_indexcache.search.constraints import Constraints
+from sglang_indexcache.search.evaluators import pool
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.session import run_search
+from sglang_indexcache.search.sources import Data, Served
+from sglang_indexcache.search.targets import parse_targets
+from tests.search.test_resume import evaluations, results
+
+PACKAGE = Path(sglang_indexcache.__file__).parent
+TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "client.py"
+LAYERS = 12
+
+
+class Process:
+    """A fake engine in a process of its own, at the same port in each of its lives."""
+
+    def __init__(self, seconds: float) -> None:
+        self.port, self._seconds = free_port(), seconds
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.search.fake_engine"]
+        arguments = map(str, (self.port, LAYERS, self._seconds))
+        self._process = subprocess.Popen([*command, *arguments], cwd=Path(__file__).parents[2])
+        client = Client(f"http://127.0.0.1:{self.port}")
+        while not client.is_ready():
+            assert self._process.poll() is None
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def search(ports: Sequence[int], output: Path, told: list[str]) -> None:
+    clients = tuple(Client(f"http://127.0.0.1:{port}") for port in ports)
+    source = Served(
+        TINY, Data(str(TEXT), context=128, batches=8, held_out=2), clients, tell=told.append
+    )
+    with source.open() as setup:
+        rules = Constraints.make(setup.checkpoint.own)
+        goals = parse_targets(["1/2", "1/4"], rules)
+        with (output.parent / f"{output.name}.log").open("w") as log:
+            run_search(setup, rules, goals, Options(), output, "x", Console(file=log))
+
+
+def test_one_of_three_servers_is_killed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "FIRST_PAUSE", 0.05)
+    alone, three = tmp_path / "alone", tmp_path / "three"
+    servers = [Process(0.0), Process(0.05), Process(0.05), Process(0.05)]
+    told: list[str] = []
+    kills: list[int] = []
+
+    def kill_twice() -> None:
+        journal, victim = three / "journal.jsonl", servers[2]
+        for lines in (20, 60):
+            while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
+                time.sleep(0.01)
+            victim.kill()
+            kills.append(lines)
+            time.sleep(0.3)
+            victim.start()
+
+    try:
+        search([servers[0].port], alone, told)
+        assert told == []
+        killer = threading.Thread(target=kill_twice, daemon=True)
+        killer.start()
+        search([server.port for server in servers[1:]], three, told)
+        killer.join(60)
+    finally:
+        for server in servers:
+            server.kill()
+    assert kills == [20, 60]
+    assert list(results(three)) == ["x-1of2.yaml", "x-1of4.yaml"]
+    assert results(three) == results(alone)
+    found = evaluations(three)
+    assert len(found) == len(set(found))
+    assert set(found) >= set(evaluations(alone))
+    victim = f"http://127.0.0.1:{servers[2].port}"
+    assert {line.split()[0] for line in told} == {victim}
+    assert [line for line in told if line == f"{victim} answers again"]
+    ahead = re.search(r"not needed: ([\d,]+) tokens", (tmp_path / "three.log").read_text())
+    extra = len(found) - len(evaluations(alone))
+    assert int(ahead[1].replace(",", "")) == 128 * extra if ahead else extra == 0
