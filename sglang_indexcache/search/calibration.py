@@ -289,11 +289,11 @@ class _Reading:
         """The account, with how many of the chosen sequences have under half of the context."""
         topk, context = self.objective.topk, self.context
         facts = {
-            f"{self.unmarked} without answers left out": self.unmarked,
-            f"{self.blind} left out, of which nothing that counts sees more than {topk} tokens": (
+            f"{self.unmarked} left out without answers": self.unmarked,
+            f"{self.blind} left out because nothing that counts sees more than {topk} tokens": (
                 self.blind
             ),
-            f"{self.too_long} with answers left out, longer than {context} tokens": self.too_long,
+            f"{self.too_long} left out with answers and more than {context} tokens": self.too_long,
             f"{self.shortened} conversations cut after a response": self.shortened,
             f"{self.windowed} texts cut into windows": self.windowed,
             f"{short} of {chosen} sequences under half of {context} tokens": short,

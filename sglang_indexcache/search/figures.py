@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.support.plots import make_figure, save_figure
 
+_LABEL = 46
+"""Characters of an axis label's line, in the height of a figure."""
 _LINE, _MARK, _HELD_OUT, _BLIND = "#1f5fa8", "#c0392b", "#2c8a4b", "#8a8a8a"
 
 
@@ -39,7 +42,7 @@ def draw_losses(search: Search, path: Path, objective: str = "") -> None:
     for number, found in enumerate(search.found.values()):
         _draw_mark(axis, search, found, start - found.mark.full_layers, is_first=number == 0)
     axis.set_xlabel("layers turned from F to S")
-    axis.set_ylabel(_of("loss", objective), fontsize=9)
+    axis.set_ylabel(_of("loss", objective), fontsize=8)
     axis.set_title(search.in_words(), fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False, loc="upper left")
     axis.ticklabel_format(axis="y", useOffset=False)
@@ -114,7 +117,7 @@ def draw_comparison(
         axis.fill_between(middles, low, high, color=line.get_color(), alpha=0.15, lw=0)
     axis.axhline(0, color="black", lw=0.8, ls=":")
     axis.set_xlabel("position in the context, tokens")
-    axis.set_ylabel(_of("loss difference", objective), fontsize=9)
+    axis.set_ylabel(_of("loss difference", objective), fontsize=8)
     axis.set_title(f"against {_short(comparisons[0][1].reference)}", fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False)
     save_figure(figure, path)
@@ -122,8 +125,8 @@ def draw_comparison(
 
 def _of(quantity: str, objective: str) -> str:
     """An axis label that says which tokens count."""
-    which = f"\nof {objective}" if objective else ""
-    return f"{quantity}, nats per token{which}"
+    which = f" of {objective}" if objective else ""
+    return fill(f"{quantity}{which}, nats per token", _LABEL)
 
 
 def _short(pattern: Pattern) -> str:

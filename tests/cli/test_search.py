@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,41 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         )
     for name in ("losses.png", "search.json", "journal.jsonl"):
         assert (tmp_path / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("score", "which"),
+    [
+        ("", "answer tokens"),
+        ("late", "tokens in the later half of each sequence"),
+        ("all", "all tokens"),
+    ],
+)
+def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None:
+    """Before the search, below the table, in the entry, the numbers and the journal."""
+    data = tmp_path / "data.jsonl"
+    with data.open("w") as file:
+        for number in range(24):
+            row = {"prompt": f"value = {number}\n" + "return self\n" * 60, "response": "yes"}
+            file.write(json.dumps(row) + "\n")
+    arguments = (
+        *("search", "run", "--model", TINY, "--data", data, "--batches", "2", "--held-out", "2"),
+        *("--target", "11", "-o", tmp_path / "out", "--name", "x"),
+    )
+    result = call(*arguments, *(["--score", score] if score else []))
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    told = f"loss of {which} whose query sees more than 64 tokens"
+    assert told in output
+    assert f"every loss is that of {which}" in output
+    assert "documents read" in output
+    entry = load_entry(tmp_path / "out" / "x-11of12.yaml")
+    assert entry.method.objective == f"language-modelling {told}"
+    assert entry.method.details["counted"].startswith(which)
+    assert "documents read" in entry.method.details["documents"]
+    assert json.loads((tmp_path / "out" / "search.json").read_text())["objective"].startswith(which)
+    other = call(*arguments, "--score", "late" if score == "all" else "all")
+    assert "belongs to another search; different: counted" in " ".join(other.output.split())
 
 
 def test_a_pattern_is_judged_by_data_that_did_not_choose_it(tmp_path: Path) -> None:
@@ -105,6 +141,9 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
         (["--model", "m", "--url", "http://h", "--dtype", "float32"], "--dtype is for transf"),
         (["--model", "m", "--engine", "default", "--dtype", "float32"], "--dtype is for transf"),
         (["--synthetic", "8", "--timeout", "9"], "--timeout is for the servers of --url"),
+        (["--synthetic", "8", "--score", "late"], "a made-up landscape has none"),
+        (["--model", "m", "--score", "early"], "the score is answers, late, all, got 'early'"),
+        (["--model", str(TINY), "--score", "answers"], "no document of machine marks an answer"),
         (["--model", "m", "--dtype", "int3"], "--dtype is float32 or bfloat16, got 'int3'"),
         # It selects 64 tokens: all patterns would tie, and the lowest layers be flipped first.
         (["--model", str(TINY), "--context", "64"], "cannot tell patterns apart: this model's"),

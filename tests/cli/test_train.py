@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
+from tests.training.data.test_retrieval import solve
 from tests.training.recipes import tiny, write
 
 
@@ -35,6 +37,13 @@ def test_run_then_evaluate(runner: CliRunner, tmp_path: Path) -> None:
     documents = [json.loads(line) for line in data.splitlines()]
     assert [d["task"] for d in documents] == ["text", "recall", "needles", "tracking"] * 2
     assert len({d["text"] for d in documents}) == 8
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for d in documents:
+        # Once they came out some tokens short, because cut text is read as other tokens.
+        assert len(tokenizer(d["text"], add_special_tokens=False)["input_ids"]) == 64
+        assert ("answers" in d) == (d["task"] != "text")
+        for start, stop in d.get("answers", ()):
+            assert solve(d["task"], d["text"][:start]) == d["text"][start:stop].strip()
     scored = runner.invoke(app, [*evaluate, "--rows", "1"])
     assert (
         json.loads(scored.stdout, parse_constant=pytest.fail)["tasks"]["recall"]["per_document_95"]

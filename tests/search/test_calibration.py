@@ -110,7 +110,7 @@ def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
     for sequence in split.calibration.sequences:
         text = text_of(sequence)
         assert text[:2] == text[-2:]
-    assert "1 with answers left out, longer than 8 tokens" in split.calibration.reading
+    assert "1 left out with answers and more than 8 tokens" in split.calibration.reading
 
 
 def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
     split = made(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
     assert {len(s) for s in split.calibration.sequences} == {7}
     assert [mask.tolist() for mask in split.calibration.counted] == [4 * [False] + 2 * [True]] * 6
-    told = "20 left out, of which nothing that counts sees more than 4 tokens"
+    told = "20 left out because nothing that counts sees more than 4 tokens"
     assert told in split.calibration.reading
 
 
@@ -164,7 +164,7 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
     for sequence, mask in zip(calibration.sequences, calibration.counted, strict=True):
         assert np.flatnonzero(mask).tolist() == [1, 2, 4]
         assert text_of(sequence).startswith("k ")
-    assert "5 without answers left out" in calibration.reading
+    assert "5 left out without answers" in calibration.reading
     assert calibration.counts == "6"
 
 

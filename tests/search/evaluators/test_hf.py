@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,41 @@ def test_losses_are_the_oracles_with_and_without_reuse(folder: Path, data: Calib
         assert other.layer_tokens == 4 * LENGTH * 6
         saved += other.layer_tokens - mine.layer_tokens
     assert saved > 0
+
+
+def test_sequences_of_every_length(folder: Path, data: Calibration) -> None:
+    """One length after the other, reused and not; the arguments of one are not the other's."""
+    cut = tuple(
+        ids[:length] for ids, length in zip(data.sequences, (120, 70, 97, 120), strict=True)
+    )
+    uneven = Calibration(cut, 2, "test")
+    oracle = Oracle(folder, torch.float32, first_of_ties=False)
+    evaluator = TransformersEvaluator(folder, uneven)
+    assert evaluator.batch_tokens == (190, 217)
+    for text in ORDER:
+        found = evaluator.loss(Pattern(text), [0, 1])
+        assert -found.values == pytest.approx(truth(oracle, uneven, text), abs=1e-6)
+    assert found.layer_tokens < 407 * 6
+    matrix = evaluator.similarity([0, 1])
+    alone = [
+        TransformersEvaluator(folder, Calibration((ids,), 1, "test")).similarity([0]) for ids in cut
+    ]
+    weights = np.array([len(ids) for ids in cut]) / 407
+    assert matrix == pytest.approx(np.tensordot(weights, alone, 1), abs=1e-6)
+
+
+def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> None:
+    random = np.random.default_rng(1)
+    masks = tuple(random.random(LENGTH - 1) < 0.1 for _ in data.sequences)
+    evaluator = TransformersEvaluator(folder, replace(data, counted=masks))
+    tokens = evaluator.token_losses(Pattern("FSFSFS"), [1, 0])
+    chosen = [masks[2:], masks[:2]]
+    expected = [
+        sum(float(x) for t, m in zip(*pair, strict=True) for x, c in zip(t, m, strict=True) if c)
+        / sum(int(m.sum()) for m in pair[1])
+        for pair in zip(tokens, chosen, strict=True)
+    ]
+    assert evaluator.loss(Pattern("FSFSFS"), [1, 0]).values == pytest.approx(expected)
 
 
 def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibration) -> None:

@@ -67,6 +67,13 @@ def test_means_per_batch_in_the_order_asked() -> None:
     assert [list(np.round(t, 9)) for t in tokens[0]] == [[0.2, 0.3], [0.5, 0.6]]
 
 
+def test_only_what_counts_is_in_the_loss_at_every_length() -> None:
+    masks = tuple(np.array(m) for m in ([True, False], [True], [False, False], [False, True]))
+    data = Calibration(((1, 2, 3), (4, 5), (7, 8, 9), (3, 2, 1)), 2, "test", counted=masks)
+    found = ServedEvaluator(Cardboard(), data).loss(Pattern("FFFF"), [0, 1])
+    assert found.values == pytest.approx([(0.2 + 0.5) / 2, 0.1])
+
+
 def test_switches_only_when_needed() -> None:
     engine = Cardboard()
     evaluator = ServedEvaluator(engine, DATA)
