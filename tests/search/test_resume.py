@@ -51,7 +51,7 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.parametrize(("method", "goal"), [("fast", 20), ("oneshot", 5), ("forward", 5)])
+@pytest.mark.parametrize(("method", "goal"), [("fast", 20), ("oneshot", 3), ("forward", 3)])
 def test_kill_9_at_random_moments(tmp_path: Path, method: str, goal: int) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finish(start(undisturbed, method))
