@@ -199,10 +199,12 @@ class Contenders:
         self.num_layers = count + 1
         self.batch_tokens = (1,) * BATCHES
         self.patterns = [Pattern.from_layers(count + 1, [0, i]) for i in range(1, count + 1)]
-        means = rng.exponential(1.0, count)[:, None]
         shape = (count, BATCHES)
-        noise = rng.standard_normal(shape)
-        self.losses = 16 * means * (rng.random(shape) < 1 / 16) if is_rare else means + noise
+        noise = rng.standard_normal(shape) * (0.2 if is_rare else 1.0)
+        self.losses = rng.exponential(1.0, count)[:, None] + noise
+        if is_rare:
+            damage = 16 * rng.exponential(1.0, count)[:, None]
+            self.losses = self.losses + damage * (rng.random(shape) < 1 / 16)
         self._place = {pattern: place for place, pattern in enumerate(self.patterns)}
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:

@@ -38,8 +38,9 @@ class Step:
         batches: how many of the batches were measured (a racing search may stop early).
         candidates: patterns that were compared.
         spent: tokens asked for since the search began.
-        decided: whether the data told the best candidate from the others; a racing search that
-            runs out of its allowance commits the leader and says False.
+        decided: whether one candidate was left; a racing search that runs out of its allowance
+            commits the leader and says False. True does not mean that it is the best one: see
+            ``race.py``.
     """
 
     pattern: Pattern

@@ -17,7 +17,11 @@ from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.support.stats import student_quantile
 
 CONFIDENCE = 0.95
-"""One-sided confidence with which a contender must be worse than the leader to be dropped."""
+"""One-sided confidence with which a contender must be worse than the leader to be dropped.
+
+Of one comparison, at one look, with a leader that was picked for being lowest there: not of a race,
+in which many are made, and not of a search. ``docs/search.md`` has how often races miss the best.
+"""
 
 _PRIOR_FREEDOM = 4
 """Weight of the spread pooled over all contenders, in degrees of freedom: two batches of one
@@ -32,7 +36,8 @@ class Finish:
         winner: the pattern with the lowest mean on what was measured.
         batches: how many batches it was measured on.
         decided: every other contender was dropped for being worse with confidence, or all
-            batches were measured. False: the allowance ended first.
+            batches were measured. False: the allowance ended first. A race that dropped the best
+            contender early is decided, too.
     """
 
     winner: Pattern

@@ -151,6 +151,13 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
             "its 95 % interval. Judge it by that: the loss it was chosen by flatters it.",
             highlight=False,
         )
+    if undecided := sum(not step.decided for step in search.path):
+        console.print(
+            f"{undecided} of {len(search.path) - 1} flips are undecided: the budget ended while "
+            "several candidates were left. More budget (--budget) or more batches (--batches) "
+            "would tell. Decided is no proof either: each comparison has 95 % for itself alone.",
+            highlight=False,
+        )
     share = search.search_tokens / search.budget.exhaustive
     console.print(
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "

@@ -1,0 +1,69 @@
+"""The simulation of searches: its landscapes are what they are called, its files are its own."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import search_synthetic as simulation
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+
+
+@pytest.mark.parametrize("layers", [47, 78])
+def test_the_committed_summary_is_of_the_committed_rows(layers: int) -> None:
+    found = json.loads((simulation.RESULTS / f"synthetic-{layers}.json").read_text())
+    assert found["layers"] == layers
+    assert json.loads(json.dumps(simulation.summarize(found["rows"]))) == found["summary"]
+    for row in found["rows"]:
+        paid = {name: s["evaluations_of_32_batches"] for name, s in row["searches"].items()}
+        assert paid.pop("fast, 10x batches") <= paid["exhaustive"] == max(paid.values())
+        assert sorted(paid.values())[-2] <= 0.1 * paid["exhaustive"]
+
+
+@pytest.mark.parametrize("kind", simulation.KINDS)
+def test_a_landscape_is_the_same_again_and_other_data_is_of_the_same_model(kind: str) -> None:
+    pattern = Pattern.uniform(20, 4)
+
+    def added(data_seed: int, batches: int = 2000) -> np.ndarray:
+        made = simulation.Landscape(simulation.KINDS[kind], 20, batches, 7, data_seed)
+        every = range(batches)
+        found = made.loss(pattern, every).values - made.loss(Pattern.full(20), every).values
+        return np.asarray(found)
+
+    assert (added(0) == added(0)).all()
+    first, other = added(0), added(1)
+    assert (first != other).any()
+    error = np.hypot(first.std(), other.std()) / np.sqrt(len(first))
+    assert abs(first.mean() - other.mean()) < 5 * error
+
+
+def test_the_base_kind_is_the_packages_landscape() -> None:
+    made = simulation.Landscape(simulation.KINDS["base"], 12, 4, 3)
+    other = SyntheticEvaluator(12, 4, 3)
+    for pattern in (Pattern.full(12), Pattern.uniform(12, 4)):
+        assert (made.loss(pattern, range(4)).values == other.loss(pattern, range(4)).values).all()
+
+
+def test_noise_of_its_own_averages_out_and_all_f_has_none() -> None:
+    kind = simulation.KINDS["noise per pattern"]
+    noisy = simulation.Landscape(kind, 12, 4000, 3)
+    quiet = SyntheticEvaluator(12, 4000, 3)
+    every = range(4000)
+    full, shared = Pattern.full(12), Pattern.uniform(12, 4)
+    assert (noisy.loss(full, every).values == quiet.loss(full, every).values).all()
+    noise = noisy.loss(shared, every).values - quiet.loss(shared, every).values
+    assert noise.std() == pytest.approx(kind.own_noise, rel=0.05)
+    assert abs(noise.mean()) < 5 * kind.own_noise / np.sqrt(4000)
+
+
+def test_every_search_is_compared_within_its_tokens() -> None:
+    row = simulation.compare("base", 20, 5)
+    assert list(row["searches"]) == list(simulation.SEARCHES)
+    for search in row["searches"].values():
+        assert set(search["added"]) == set(simulation.MARKS)
+        assert all(value > 0 for value in search["added"].values())
+
+
+def test_races_of_two_equal_fields_are_equal() -> None:
+    assert simulation._race(4, 2, 1, is_rare=False) == simulation._race(4, 2, 1, is_rare=False)
