@@ -55,8 +55,9 @@ def search(client: Client, work: Path) -> dict[str, dict[int, Pattern]]:
     found: dict[str, dict[int, Pattern]] = {}
     for score in SCORES:
         folder, kept = work / score, RESULTS / score
-        where = ("--model", str(CHECKPOINT), "--url", client.url, "--data", str(work / "calib.jsonl"))
-        run("search", "run", *where, *SEARCH, "--score", score, "--output", str(folder))
+        where = ("--model", str(CHECKPOINT), "--url", client.url, "--output", str(folder))
+        what = ("--data", str(work / "calib.jsonl"), "--score", score)
+        run("search", "run", *where, *what, *SEARCH)
         kept.mkdir(parents=True, exist_ok=True)
         for name in ("search.json", "losses.png"):
             shutil.copy(folder / name, kept)
