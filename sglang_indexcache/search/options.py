@@ -11,7 +11,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.methods import METHODS, Method
 from sglang_indexcache.search.methods.fast import Fast
-from sglang_indexcache.search.methods.greedy import evaluations
+from sglang_indexcache.search.methods.greedy import Greedy, evaluations
 from sglang_indexcache.search.refinements import REFINEMENTS, Refinement
 from sglang_indexcache.search.refinements.exchange import Screened
 from sglang_indexcache.search.targets import Targets
@@ -122,8 +122,8 @@ class Options:
         set_aside = self.refinement.tokens(int(REFINEMENT_SHARE * total)) or 0
         if self.share is None:
             total = max(total, least + set_aside)
-            # Exhaustive greedy itself is refined on top; nothing else may come to cost more.
-            total = min(total, exhaustive) if least < exhaustive else total
+            if not isinstance(self.method, Greedy):  # which is refined on top of its own cost
+                total = min(total, exhaustive)
         method = max(total - set_aside, least)
         return Budget(method, total - method, exhaustive, is_kept)
 

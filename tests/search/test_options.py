@@ -172,6 +172,8 @@ def test_no_search_forwards_more_than_was_said(
     search = run(Search(ledger, rules, goal, options))
     assert search.search_tokens <= search.budget.total
     assert ledger.spent <= search.budget.total + search.check_tokens
+    if not isinstance(options.method, Greedy):
+        assert search.budget.total <= search.budget.exhaustive
     if options.share is not None:
         assert search.budget.total <= round(options.share * search.budget.exhaustive)
     if goal.loss_budget is None:
