@@ -308,9 +308,10 @@ class _Reading:
                 f"no document of {self.source} marks an answer. Give chat messages, a prompt with "
                 "its response, or text with answers; or count other tokens (--score late)."
             )
+        length = "longer" if self.too_long else "shorter"
         return SearchError(
-            f"{self.source} is too short: of {wanted[False]} sequences of up to {self.context} "
-            f"tokens to search on it gives {got[False]}, and of {wanted[True]} to hold out "
+            f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
+            f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
             f"{got[True]} ({self.in_words(0, 0)}). Give more text, or ask for fewer batches or a "
-            "shorter context."
+            f"{length} context."
         )

@@ -23,7 +23,7 @@ from sglang_indexcache.training.sharing import Stage
 
 DOCUMENTS = "documents.jsonl"
 _ATTEMPTS = 500
-"""To draw one document; some ten are needed."""
+"""To draw one document. For 192 of 512 tokens, the demo's tokenizer needed 19 at most."""
 
 
 @dataclass(frozen=True)

@@ -198,8 +198,13 @@ def test_the_machines_own_text() -> None:
 
 def test_too_little(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a" * 24)
-    with pytest.raises(SearchError, match="too short: of 6 sequences of up to 8 tokens"):
+    with pytest.raises(
+        SearchError, match=r"too little: of 6 sequences of up to 8 tokens.*shorter context"
+    ):
         made(tmp_path / "short.txt")
+    long = write(tmp_path / "long.jsonl", [{"prompt": "key", "response": "a" * 8}] * 9)
+    with pytest.raises(SearchError, match=r"9 left out with answers and.*longer context"):
+        made(long)
     with pytest.raises(SearchError, match="context of at least 2 tokens"):
         made(tmp_path, context=1)
 
