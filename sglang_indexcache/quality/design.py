@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
-
-import numpy as np
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.inference import capital
+from sglang_indexcache.quality.inference import FEW
 from sglang_indexcache.quality.looks import boundaries, needed_drift
 
 QUESTIONS = 8
 """Behind one context."""
+_SURELY_NOT_FEW = FEW + 2 * FEW**0.5
+"""Contexts expected to differ with which there are hardly ever too few for t."""
 
 
 @dataclass(frozen=True)
@@ -60,46 +59,75 @@ class Design:
         """Standard errors of the whole evaluation that a difference needs to be found."""
         return needed_drift(self.fractions, self.alpha, self.power)
 
-    def detectable(self, deviation: float) -> float:
+    def needed(self, deviation: float, differing: float) -> int:
+        """Contexts with which "no loss beyond the margin" is shown of a pattern that loses nothing.
+
+        Args:
+            deviation: standard deviation of a context's difference, see :func:`spread`.
+            differing: share of contexts that differ, 0 to 1.
+        """
+        return math.ceil(self._needed(self.margin, deviation, differing) - 1e-9)
+
+    def detectable(self, deviation: float, differing: float) -> float:
         """Smallest loss that is found with the design's power; also the smallest margin.
 
         Args:
-            deviation: standard deviation of a context's difference, see :func:`deviation`.
+            deviation: standard deviation of a context's difference.
+            differing: share of contexts that differ, 0 to 1.
         """
-        exact: float = 1 - _none_differ(self.alpha) ** (1 / self.contexts)
-        return max(self.drift * deviation / math.sqrt(self.contexts), exact)
+        low, high = 1e-9, 1.0 - 1e-9
+        for _ in range(50):
+            middle = (low + high) / 2
+            enough = self._needed(middle, deviation, differing) <= self.contexts
+            low, high = (low, middle) if enough else (middle, high)
+        return high
 
-    def needed(self, deviation: float) -> int:
-        """Contexts with which "no loss beyond the margin" is shown of a pattern that loses nothing.
+    def _needed(self, margin: float, deviation: float, differing: float) -> float:
+        """By t; but if too few contexts would differ for it, by the bet or until enough differ."""
+        normal = (self.drift * deviation / margin) ** 2
+        until = _SURELY_NOT_FEW / differing if differing else math.inf
+        return max(normal, min(until, self._bet_needs(margin, deviation)))
 
-        However little differs, as many are needed as the bet on nothing differing takes.
+    def _bet_needs(self, margin: float, deviation: float) -> float:
+        """Contexts until the full stake, half of the capital, has won by itself.
+
+        Its logarithm grows by the margin a context, less half the variance that it rides on, and
+        spreads by the deviation.
         """
-        normal = (self.drift * deviation / self.margin) ** 2
-        exact = math.log(_none_differ(self.alpha)) / math.log1p(-self.margin)
-        return math.ceil(max(normal, exact) - 1e-9)
+        from scipy.special import ndtr, ndtri
+
+        deviation = deviation / (1 - margin)
+        growth = -math.log1p(-margin) - deviation**2 / 2
+        if growth <= 0:
+            return math.inf
+        goal = math.log(2 / ndtr(-self.bounds[-1]))
+        luck = float(ndtri(self.power)) * deviation
+        return ((luck + math.sqrt(luck**2 + 4 * growth * goal)) / (2 * growth)) ** 2
 
 
-def deviation(discordance: float, correlation: float, questions: int = QUESTIONS) -> float:
-    """Standard deviation of a context's mean difference, if the arms are equally good.
+def spread(
+    discordance: float, correlation: float, questions: int = QUESTIONS
+) -> tuple[float, float]:
+    """Deviation of a context's mean difference, and the share of contexts that differ.
+
+    If the arms are equally good; the share is of contexts that all differ by the same, as
+    `inference.Estimate.differing` counts them. A question takes its context's fate with probability
+    sqrt(correlation) and else its own, which gives that correlation.
 
     Args:
         discordance: share of paired questions that differ, 0 to 1.
         correlation: of two differences in the same context, 0 to 1.
         questions: behind one context.
     """
-    variance: float = discordance * (1 + (questions - 1) * correlation) / questions
-    return math.sqrt(variance)
-
-
-@cache
-def _none_differ(alpha: float) -> float:
-    """``(1 - loss)^G`` at which the bet on G equal contexts has made 1/alpha; below ``alpha``.
-
-    Found at G = 1000; it is the same within 0.1 % from 100 contexts on.
-    """
-    from scipy.optimize import brentq
-
-    contexts = 1000
-    nothing = np.zeros(contexts)
-    loss = brentq(lambda m: math.log(capital(nothing, 1.0, -m) * alpha), 1e-9, 0.5)
-    return float((1 - loss) ** contexts)
+    second = fourth = 0.0
+    for tied in range(questions + 1):
+        free = questions - tied
+        likely = (
+            math.comb(questions, tied)
+            * math.sqrt(correlation) ** tied
+            * (1 - math.sqrt(correlation)) ** free
+        )
+        second += likely * discordance * (tied**2 + free)
+        fourth += likely * discordance * (tied**4 + free)
+        fourth += likely * discordance**2 * (6 * tied**2 * free + 3 * free * (free - 1))
+    return math.sqrt(second) / questions, second**2 / fourth if fourth else 0.0

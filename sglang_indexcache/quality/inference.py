@@ -28,7 +28,7 @@ import numpy as np
 from sglang_indexcache.quality.outcomes import Differences, Floats
 from sglang_indexcache.support.stats import student_quantile
 
-FEW = 12
+FEW = 24
 """Contexts that differ below which the bet replaces t; from the study in benchmarks/."""
 STAKES = (0.5, 1.0)
 """Shares of the largest stake that cannot go bankrupt before the worst outcome; bet half on each.
@@ -61,9 +61,14 @@ class Estimate:
         return float(self.scaled.mean())
 
     @property
-    def differing(self) -> int:
-        """Contexts whose difference is not zero."""
-        return int(np.count_nonzero(self.differences.values))
+    def differing(self) -> float:
+        """How many contexts differ, as if all that do differed by the same.
+
+        ``(sum x^2)^2 / sum x^4``: a context that lost all answers outweighs many that lost one, and
+        the standard error rests on it alone.
+        """
+        squares = self.scaled**2
+        return float(squares.sum() ** 2 / (squares**2).sum()) if squares.any() else 0.0
 
     @property
     def exact(self) -> bool:
@@ -75,21 +80,24 @@ class Estimate:
         """Standard error of the mean, clustered by context; infinite if a cell has one context."""
         return float(self._variances.sum() ** 0.5)
 
-    def lower(self, z: float, alpha: float) -> float:
-        """What the mean is above, except with the error that belongs to ``z``.
+    def lower(self, z: float) -> float:
+        """What the mean is above, except with the one-sided error that belongs to ``z``.
+
+        The bet too is held to the error of this look. At the whole alpha it would be valid by
+        itself, but a run whose early looks are judged by it and its later ones by t would spend
+        alpha twice: 8 % instead of 5 % in simulation.
 
         Args:
             z: the boundary at this look, as a standard normal value.
-            alpha: one-sided error over all looks, which the bet needs instead.
         """
         if self.exact:
-            return _bet(self.scaled, float(self._weights.max()), alpha)
+            return _bet(self.scaled, float(self._weights.max()), _error(z))
         return self.mean - self._half(z)
 
-    def upper(self, z: float, alpha: float) -> float:
+    def upper(self, z: float) -> float:
         """What the mean is below; see :meth:`lower`."""
         if self.exact:
-            return -_bet(-self.scaled, float(self._weights.max()), alpha)
+            return -_bet(-self.scaled, float(self._weights.max()), _error(z))
         return self.mean - self._half(-z)
 
     @cached_property
@@ -124,11 +132,9 @@ class Estimate:
 
     def _half(self, z: float) -> float:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
-        from scipy.special import ndtr
-
         if not 0 < self.error < np.inf:
             return float(np.inf * np.sign(z))
-        beyond = student_quantile(float(ndtr(-abs(z))), self._freedom)  # the accurate tail
+        beyond = student_quantile(_error(abs(z)), self._freedom)  # the accurate tail
         t = -beyond * np.sign(z)
         skew = float((self._residuals**3).sum()) / len(self.differences) ** 3 / self.error**3
         if abs(skew) > 1e-6:
@@ -153,6 +159,13 @@ def capital(values: Floats, largest: float, null: float) -> float:
     return float(np.exp(np.minimum(logs, 700.0)).mean())
 
 
+def _error(z: float) -> float:
+    """The normal probability above ``z``."""
+    from scipy.special import ndtr
+
+    return float(ndtr(-z))
+
+
 def _bet(values: Floats, largest: float, alpha: float) -> float:
     """The largest mean that the bet rules out from below; ``-largest`` if it rules out none."""
     from scipy.optimize import brentq
@@ -163,4 +176,4 @@ def _bet(values: Floats, largest: float, alpha: float) -> float:
     low = -largest * (1 - 1e-9)
     if surplus(low) <= 0:
         return -largest
-    return float(brentq(surplus, low, largest, xtol=1e-9))
+    return float(brentq(surplus, low, largest, xtol=1e-7))

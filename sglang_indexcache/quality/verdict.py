@@ -82,6 +82,7 @@ class Reading:
         lower: bound of the difference.
         upper: the other.
         deviation: of a context's difference, in the mean over cells.
+        differing: share of contexts that differ.
     """
 
     kind: Kind
@@ -89,6 +90,7 @@ class Reading:
     lower: float
     upper: float
     deviation: float
+    differing: float
 
 
 def read(differences: Differences, design: Design, look: int) -> Reading:
@@ -101,20 +103,21 @@ def read(differences: Differences, design: Design, look: int) -> Reading:
     """
     estimate = Estimate(differences)
     deviation = estimate.error * len(differences) ** 0.5
+    differing = estimate.differing / len(differences)
     if look > design.looks:
         # Looked at when somebody chose to: only the bet holds, and it has no claim of no loss.
         largest = float(abs(estimate.scaled).max(initial=1.0))
         lost = capital(-estimate.scaled, largest, 0.0) >= 1 / design.alpha
         kind = Kind.LOSS if lost else Kind.UNDECIDED
-        return Reading(kind, estimate.mean, -1.0, 0.0 if lost else 1.0, deviation)
+        return Reading(kind, estimate.mean, -1.0, 0.0 if lost else 1.0, deviation, differing)
     z = design.bounds[look - 1]
-    lower, upper = estimate.lower(z, design.alpha), estimate.upper(z, design.alpha)
+    lower, upper = estimate.lower(z), estimate.upper(z)
     kind = Kind.UNDECIDED
     if lower > -design.margin:
         kind = Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Reading(kind, estimate.mean, lower, upper, deviation)
+    return Reading(kind, estimate.mean, lower, upper, deviation, differing)
 
 
 def sees(differences: Differences, alpha: float) -> bool:
@@ -146,7 +149,7 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
     """Whether the reference, asked twice, has the same mean as far as can be seen."""
     estimate = Estimate(noise)
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
-    return estimate.lower(z, SAME) <= 0 <= estimate.upper(z, SAME)
+    return estimate.lower(z) <= 0 <= estimate.upper(z)
 
 
 def by_length(
@@ -275,14 +278,16 @@ def _claim(
     if kind is Kind.NO_LOSS and not permitted:
         kind = Kind.UNDECIDED
     if kind is Kind.UNDECIDED:
-        more = max(design.needed(reading.deviation), design.contexts) - len(differences)
+        more = max(design.needed(reading.deviation, reading.differing), design.contexts) - len(
+            differences
+        )
     verdict = Verdict(
         kind,
         pattern,
         "",
         difference=reading.difference,
         interval=(reading.lower, reading.upper),
-        detectable=design.detectable(reading.deviation),
+        detectable=design.detectable(reading.deviation, reading.differing),
         more=more,
         flips=differences.flips,
         noise=noise.flips if noise else None,
