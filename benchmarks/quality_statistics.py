@@ -216,13 +216,12 @@ def broken(row: dict[str, Any], evaluations: int, doubt: float = 1e-4) -> list[s
 
 
 def worlds() -> Iterator[World]:
-    """All that are studied: rare and frequent flips, tied and free, a quiet engine and a noisy."""
-    for margin, discordances in ((0.01, (0.005, 0.02)), (0.03, (0.02, 0.1))):
-        for discordance in discordances:
-            for correlation, noise in ((0.0, 0.005), (0.1, 0.005), (0.3, 0.005), (0.3, 0.0)):
-                for times in LOSSES:
-                    loss = times * margin / (1 - 2 * noise)
-                    yield World(margin, discordance, correlation, noise, loss)
+    """All that are studied: rare flips and frequent ones, tied a little and much."""
+    for discordance, correlation in ((0.02, 0.3), (0.1, 0.1), (0.1, 0.3)):
+        for times in LOSSES:
+            margin, noise = 0.03, 0.005
+            loss = times * margin / (1 - 2 * noise)
+            yield World(margin, discordance, correlation, noise, loss)
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
@@ -256,10 +255,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     plan: list[tuple[World, str]] = [(world, "by context") for world in worlds()]
-    shown = World(margin=0.01, discordance=0.02, correlation=0.3, noise=0.005)
-    for times in LOSSES:
-        world = replace(shown, loss=times * shown.margin / (1 - 2 * shown.noise))
-        plan += [(world, "by question"), (world, "unpaired")]
+    # Each mistake where it does its harm: claims of no loss at the margin, and power.
+    world = World(margin=0.03, discordance=0.1, correlation=0.3, noise=0.005)
+    plan += [(replace(world, loss=0.03 / 0.99), "by question"), (world, "unpaired")]
     for number, (world, pairing) in enumerate(plan):
         row = rates(world, arguments.evaluations, arguments.seed + number, pairing)
         row["broken"] = broken(row, arguments.evaluations)

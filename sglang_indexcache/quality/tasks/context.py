@@ -184,7 +184,7 @@ def fitted(
         over = sum(map(len, pieces)) + tail - length
         if over <= 0:
             return _assembled(name, length, seed, draft, pieces, ids, answers, encode, -over)
-        reserve += over
+        reserve = max(reserve + over, tail)
     raise QualityError(
         f"{name} with {questions} questions does not fit {length} tokens: it is {over} too long. "
         "Ask for longer contexts, or for fewer questions."

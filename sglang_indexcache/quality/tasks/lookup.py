@@ -13,7 +13,7 @@ import random
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.tasks.context import Asked, Draft, Room, shuffled, strata
-from sglang_indexcache.quality.tasks.words import names, needs_haystack, windows
+from sglang_indexcache.quality.tasks.words import ADJECTIVES, NOUNS, names, needs_haystack, windows
 
 LETTERS = "ABCD"
 QUOTED = 8
@@ -33,15 +33,13 @@ def lookup(draw: random.Random, room: Room, haystack: str) -> Draft:
     """
     words = min(256, max(2 * QUOTED, room.tokens // 96))
     needs_haystack("lookup", haystack, 2 * words * room.questions)
-    titles = iter(names(draw, 8_000))
-    sections: list[tuple[str, str]] = []
-
-    def lines() -> list[str]:
-        sections.extend(zip(titles, windows(draw, haystack, words), strict=False))
-        return [f"Section {title}: {text}" for title, text in sections]
-
-    taken = room.fill(iter(lines()), beside=[_OPENING], least=room.questions)
+    titles = names(draw, len(ADJECTIVES) * len(NOUNS))
+    sections = list(zip(titles, windows(draw, haystack, words), strict=False))
+    lines = (f"Section {title}: {text}" for title, text in sections)
+    taken = room.fill(lines, beside=[_OPENING], least=room.questions)
     del sections[len(taken) :]
+    if len(sections) < max(room.questions, len(LETTERS)):
+        raise QualityError("the haystack repeats itself too much for lookup; give it other text")
     whole = "\n".join(text for _, text in sections)
     asked = []
     for place in strata(draw, room.questions, len(sections)):

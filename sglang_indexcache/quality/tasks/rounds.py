@@ -53,6 +53,8 @@ def rounds(draw: random.Random, room: Room, haystack: str) -> Draft:
         beside=[_OPENING],
         least=room.questions,
     )
+    if len(turns) < room.questions:
+        raise QualityError("the haystack repeats itself too much for rounds; give it other text")
     kinds = _kinds(draw, len(turns))
     passages = [turn.partition("Assistant: ")[2] for turn in turns]
     places = _places(kinds)
