@@ -12,9 +12,9 @@ however many contexts it has. Three things decide how it is bounded.
   JRSS B 86:1): a capital that a fair game cannot multiply by 1/alpha with probability above alpha.
   This holds at any number of contexts, for any correlation within them, and at any number of looks.
   With nothing differing among G contexts it is the exact binomial bound but for the price of
-  betting at two stakes: ``(1 - loss)^G`` lies between alpha/2 and alpha. The usual 3/n over questions
-  would be wrong here, because the questions of a context fail together; so would McNemar's test,
-  which also tests that arms are identical where a margin is asked for.
+  betting at two stakes: ``(1 - loss)^G`` lies between alpha/2 and alpha. The usual 3/n over
+  questions would be wrong here, because the questions of a context fail together; so would
+  McNemar's test, which also tests that arms are identical where a margin is asked for.
 * *Unbounded outcomes* (nats) have no exact form: t alone, and no bound where it has none.
 """
 
@@ -31,8 +31,8 @@ from sglang_indexcache.support.stats import student_quantile
 FEW = 24
 """Contexts that differ below which the bet replaces t.
 
-With 12, counting every context that differs at all, "no loss" was claimed of a loss of the margin in
-7 to 8 % of simulated evaluations with rare flips, in place of 5 %.
+With 12, counting every context that differs at all, "no loss" was claimed of a loss of the margin
+in 7 to 8 % of 1,000 simulated evaluations with rare flips, in place of 5 %.
 """
 STAKES = (0.5, 1.0)
 """Shares of the largest stake that cannot go bankrupt before the worst outcome; bet half on each.
