@@ -49,6 +49,10 @@ class BenchError(IndexCacheError):
     """A benchmark that cannot be run as asked, or whose measurement does not hold."""
 
 
+class QualityError(IndexCacheError):
+    """Outcomes or tasks of a quality evaluation that cannot be made or judged as asked."""
+
+
 class StaleIndexError(RuntimeError):
     """A shared layer asked for indices that its full layer has not written in this forward.
 

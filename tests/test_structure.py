@@ -45,6 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "scipy"},
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
+    "quality": ({"errors", "support.stats"}, {"numpy", "scipy"}),
     "bench": (
         BASE | {"client", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},

@@ -1,0 +1,133 @@
+"""How many contexts a margin needs, and what loss a number of contexts can show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.inference import FEW
+from sglang_indexcache.quality.looks import boundaries, needed_drift
+
+QUESTIONS = 8
+"""Behind one context."""
+_SURELY_NOT_FEW = FEW + 2 * FEW**0.5
+"""Contexts expected to differ with which there are hardly ever too few for t."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is fixed before the first request.
+
+    Attributes:
+        contexts: at the last look, in all cells together.
+        margin: the loss that still counts as none; 0.01 is one point of right answers.
+        looks: how often is judged, at equal steps.
+        alpha: one-sided error of each claim over all looks.
+        power: with which a loss is to be found, or its absence shown.
+
+    Raises:
+        QualityError: a design that no evaluation can follow.
+    """
+
+    contexts: int
+    margin: float = 0.01
+    looks: int = 4
+    alpha: float = 0.05
+    power: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin < 1:
+            raise QualityError(f"a margin of {self.margin} is not above 0 and below 1")
+        if not (0 < self.alpha < 0.5 < self.power < 1):
+            raise QualityError(f"alpha {self.alpha} must be below 0.5 and power {self.power} above")
+        if not 1 <= self.looks <= self.contexts:
+            raise QualityError(f"{self.looks} looks need at least as many contexts")
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """Of the contexts, at each look."""
+        return tuple((look + 1) / self.looks for look in range(self.looks))
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Standard normal values that a claim must reach at each look."""
+        return boundaries(self.fractions, self.alpha)
+
+    @property
+    def drift(self) -> float:
+        """Standard errors of the whole evaluation that a difference needs to be found."""
+        return needed_drift(self.fractions, self.alpha, self.power)
+
+    def needed(self, deviation: float, differing: float) -> int:
+        """Contexts with which "no loss beyond the margin" is shown of a pattern that loses nothing.
+
+        Args:
+            deviation: standard deviation of a context's difference, see :func:`spread`.
+            differing: share of contexts that differ, 0 to 1.
+        """
+        return math.ceil(self._needed(self.margin, deviation, differing) - 1e-9)
+
+    def detectable(self, deviation: float, differing: float) -> float:
+        """Smallest loss that is found with the design's power; also the smallest margin.
+
+        Args:
+            deviation: standard deviation of a context's difference.
+            differing: share of contexts that differ, 0 to 1.
+        """
+        low, high = 1e-9, 1.0 - 1e-9
+        for _ in range(50):
+            middle = (low + high) / 2
+            enough = self._needed(middle, deviation, differing) <= self.contexts
+            low, high = (low, middle) if enough else (middle, high)
+        return high
+
+    def _needed(self, margin: float, deviation: float, differing: float) -> float:
+        """By t; but if too few contexts would differ for it, by the bet or until enough differ."""
+        normal = (self.drift * deviation / margin) ** 2
+        until = _SURELY_NOT_FEW / differing if differing else math.inf
+        return max(normal, min(until, self._bet_needs(margin, deviation)))
+
+    def _bet_needs(self, margin: float, deviation: float) -> float:
+        """Contexts until the full stake, half of the capital, has won by itself.
+
+        Its logarithm grows by the margin a context, less half the variance that it rides on, and
+        spreads by the deviation.
+        """
+        from scipy.special import ndtr, ndtri
+
+        deviation = deviation / (1 - margin)
+        growth = -math.log1p(-margin) - deviation**2 / 2
+        if growth <= 0:
+            return math.inf
+        goal = math.log(2 / ndtr(-self.bounds[-1]))
+        luck = float(ndtri(self.power)) * deviation
+        return ((luck + math.sqrt(luck**2 + 4 * growth * goal)) / (2 * growth)) ** 2
+
+
+def spread(
+    discordance: float, correlation: float, questions: int = QUESTIONS
+) -> tuple[float, float]:
+    """Deviation of a context's mean difference, and the share of contexts that differ.
+
+    If the arms are equally good; the share is of contexts that all differ by the same, as
+    `inference.Estimate.differing` counts them. A question takes its context's fate with probability
+    sqrt(correlation) and else its own, which gives that correlation.
+
+    Args:
+        discordance: share of paired questions that differ, 0 to 1.
+        correlation: of two differences in the same context, 0 to 1.
+        questions: behind one context.
+    """
+    second = fourth = 0.0
+    for tied in range(questions + 1):
+        free = questions - tied
+        likely = (
+            math.comb(questions, tied)
+            * math.sqrt(correlation) ** tied
+            * (1 - math.sqrt(correlation)) ** free
+        )
+        second += likely * discordance * (tied**2 + free)
+        fourth += likely * discordance * (tied**4 + free)
+        fourth += likely * discordance**2 * (6 * tied**2 * free + 3 * free * (free - 1))
+    return math.sqrt(second) / questions, second**2 / fourth if fourth else 0.0

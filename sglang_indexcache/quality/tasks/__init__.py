@@ -1,0 +1,55 @@
+"""Long-context tasks, generated offline to an exact number of tokens: one file each, one row here.
+
+The rules and prompts are those of their published sources as far as they need no download; each
+file says what it takes from where, and which known defects of the source it does not copy.
+"""
+
+from __future__ import annotations
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.design import QUESTIONS
+from sglang_indexcache.quality.tasks.context import Context, Question, Task, Tokenizer, fitted
+from sglang_indexcache.quality.tasks.lookup import lookup
+from sglang_indexcache.quality.tasks.needles import needles
+from sglang_indexcache.quality.tasks.needles_text import needles_text
+from sglang_indexcache.quality.tasks.parents import parents
+from sglang_indexcache.quality.tasks.rounds import rounds
+from sglang_indexcache.quality.tasks.tracking import tracking
+
+TASKS: dict[str, Task] = {
+    "needles": needles,
+    "needles-text": needles_text,
+    "tracking": tracking,
+    "rounds": rounds,
+    "parents": parents,
+    "lookup": lookup,
+}
+
+__all__ = ["TASKS", "Context", "Question", "Task", "Tokenizer", "make_context"]
+
+
+def make_context(
+    task: str,
+    tokenizer: Tokenizer,
+    length: int,
+    seed: int,
+    *,
+    haystack: str = "",
+    questions: int = QUESTIONS,
+) -> Context:
+    """A context of ``task`` with its questions; the same for the same arguments, byte for byte.
+
+    Args:
+        task: a name in :data:`TASKS`.
+        tokenizer: of the model.
+        length: tokens of the context with its longest question and that question's answer.
+        seed: which context of the task.
+        haystack: running text for the tasks that hide something in it.
+        questions: behind the context.
+
+    Raises:
+        QualityError: an unknown task, a length too small for it, or a haystack that is too short.
+    """
+    if task not in TASKS:
+        raise QualityError(f"no task is called {task!r}; there are {', '.join(TASKS)}")
+    return fitted(task, TASKS[task], tokenizer, length, seed, haystack, questions)

@@ -1,0 +1,222 @@
+"""A long context with questions behind it, of an exact number of tokens.
+
+A task drafts lines of text for about the room that it is given; :func:`fitted` measures the draft
+in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in front.
+Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are joined:
+the ids are what the model is sent, so the length is exact for every tokenizer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from sglang_indexcache.errors import QualityError
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""Text that says nothing, as in RULER."""
+_BATCH = 512
+_TRIES = 12
+
+
+class Tokenizer(Protocol):
+    """What is needed of a transformers tokenizer."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """``input_ids``: a list of ids for each text."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as a task drafts it.
+
+    Attributes:
+        text: the question, with the first words of the answer where the source gives them.
+        answer: what follows them, to the letter.
+        evidence: which lines of the draft it follows from.
+    """
+
+    text: str
+    answer: str
+    evidence: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A context before it is measured.
+
+    Attributes:
+        opening: what is to be done with the lines.
+        lines: the context.
+        asked: in the order of asking, which says nothing of where the answers lie.
+    """
+
+    opening: str
+    lines: list[str]
+    asked: list[Asked]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question behind a context.
+
+    Attributes:
+        name: unique in the context.
+        ids: its tokens, which follow the context's.
+        answer: the answer's tokens, which follow those.
+        text: the question.
+        answer_text: the answer.
+        depth: where in the context the first line lies that the answer follows from, 0 to 1.
+    """
+
+    name: str
+    ids: list[int]
+    answer: list[int]
+    text: str
+    answer_text: str
+    depth: float
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is computed once and asked several times.
+
+    Attributes:
+        name: unique among all contexts.
+        task: which one made it.
+        length: tokens of the context with its longest question and that question's answer.
+        ids: the context's tokens.
+        questions: each asked behind the context alone, none behind another.
+    """
+
+    name: str
+    task: str
+    length: int
+    ids: list[int]
+    questions: list[Question]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a task may fill.
+
+    Attributes:
+        tokens: of opening and lines together.
+        questions: to draft.
+        encode: text to ids, piece by piece.
+    """
+
+    tokens: int
+    questions: int
+    encode: Callable[[Sequence[str]], list[list[int]]]
+
+    def cost(self, pieces: Iterable[str]) -> int:
+        """Tokens of lines."""
+        return sum(len(ids) for ids in self.encode([f"\n{piece}" for piece in pieces]))
+
+    def fill(self, lines: Iterator[str], *, beside: Sequence[str], least: int = 0) -> list[str]:
+        """As many of ``lines`` as fit.
+
+        Args:
+            beside: what else must fit.
+            least: lines that are taken whether or not they fit.
+        """
+        left = self.tokens - self.cost(beside)
+        taken: list[str] = []
+        while batch := list(islice(lines, _BATCH)):
+            for line, ids in zip(batch, self.encode([f"\n{one}" for one in batch]), strict=True):
+                left -= len(ids)
+                if left < 0 and len(taken) >= least:
+                    return taken
+                taken.append(line)
+        return taken
+
+
+Task = Callable[[random.Random, Room, str], Draft]
+"""From a source of chance, the room and a haystack to a draft."""
+
+
+def strata(draw: random.Random, count: int, total: int) -> list[int]:
+    """``count`` places among ``total``, one at random in each of as many equal parts, rising."""
+    return [int((part + draw.random()) * total / count) for part in range(count)]
+
+
+def shuffled(draw: random.Random, asked: list[Asked]) -> list[Asked]:
+    """In an order that does not give the depths away."""
+    return draw.sample(asked, len(asked))
+
+
+def fitted(
+    name: str,
+    task: Task,
+    tokenizer: Tokenizer,
+    length: int,
+    seed: int,
+    haystack: str,
+    questions: int,
+) -> Context:
+    """Draft until it fits, then fill up; the arguments are those of ``make_context``.
+
+    Raises:
+        QualityError: the smallest draft is longer than ``length``.
+    """
+    known: dict[str, list[int]] = {}
+
+    def encode(pieces: Sequence[str]) -> list[list[int]]:
+        new = list({piece: None for piece in pieces if piece not in known})
+        if new:
+            known.update(
+                zip(new, tokenizer(new, add_special_tokens=False)["input_ids"], strict=True)
+            )
+        return [known[piece] for piece in pieces]
+
+    reserve = over = 0
+    for _ in range(_TRIES):
+        draw = random.Random(f"{name} {length} {seed}")
+        draft = task(draw, Room(length - reserve, questions, encode), haystack)
+        pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
+        ids = encode([f"\n{asked.text}" for asked in draft.asked])
+        answers = encode([asked.answer for asked in draft.asked])
+        tail = max(len(a) + len(b) for a, b in zip(ids, answers, strict=True))
+        over = sum(map(len, pieces)) + tail - length
+        if over <= 0:
+            return _assembled(name, length, seed, draft, pieces, ids, answers, encode, -over)
+        reserve = max(reserve + over, tail)
+    raise QualityError(
+        f"{name} with {questions} questions does not fit {length} tokens: it is {over} too long. "
+        "Ask for longer contexts, or for fewer questions."
+    )
+
+
+def _assembled(
+    name: str,
+    length: int,
+    seed: int,
+    draft: Draft,
+    pieces: list[list[int]],
+    ids: list[list[int]],
+    answers: list[list[int]],
+    encode: Callable[[Sequence[str]], list[list[int]]],
+    spare: int,
+) -> Context:
+    noise = encode([f" {NOISE}"])[0]
+    prefix = (noise * (spare // len(noise) + 1))[:spare]
+    starts = []
+    for piece in pieces:
+        starts.append(len(prefix))
+        prefix += piece
+    questions = [
+        Question(
+            f"q{number}",
+            ids[number],
+            answers[number],
+            asked.text,
+            asked.answer,
+            starts[1 + min(asked.evidence)] / len(prefix),  # 0 is the opening
+        )
+        for number, asked in enumerate(draft.asked)
+    ]
+    return Context(f"{name}-{length}-{seed}", name, length, prefix, questions)

@@ -1,0 +1,342 @@
+"""What an evaluation may say of a pattern, in one of five ways, and the sentence to paste.
+
+The order in which a run is judged:
+
+1. the control below ``index_topk`` tokens, where every pattern selects everything, must not differ
+   in a single question: else the arms differ in more than the pattern, and nothing is claimed;
+2. the reference asked twice (A/A) must not differ in the mean: else the order or the engine favours
+   an arm;
+3. a cell in which a pattern known to be bad is not seen to lose cannot see, and leaves the claim;
+4. over the cells that are left, "no loss beyond the margin" and "a loss" are each judged at the
+   planned looks; the first claim ends the evaluation of that pattern;
+5. of several patterns, one is only called safe if all with more full layers were (a fixed
+   sequence, each at the whole alpha). A loss needs no such permission.
+
+A run longer than planned may still show a loss, by the bet, which holds at any length. It may not
+claim "no loss": its alpha was spent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.design import Design
+from sglang_indexcache.quality.inference import Estimate, capital
+from sglang_indexcache.quality.looks import boundaries
+from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
+
+REFERENCE = "full"
+SAME = 0.005
+"""One-sided error of the A/A check: of sound runs, one in a hundred is refused."""
+
+
+class Kind(enum.Enum):
+    """The five verdicts."""
+
+    NO_LOSS = "no loss beyond the margin"
+    LOSS = "loss"
+    UNDECIDED = "undecided"
+    CANNOT_SEE = "this task cannot see it"
+    INVALID = "refused"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says of one pattern.
+
+    Attributes:
+        kind: the claim.
+        pattern: which was judged.
+        sentence: to paste, with all that a reader needs to judge it.
+        difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
+        interval: one-sided bounds at the design's alpha each, valid at every look.
+        detectable: smallest loss that the whole run could show, with the design's power.
+        more: contexts that are missing for a decision; None unless undecided.
+        flips: pattern against reference.
+        noise: the reference against itself; None where it was not asked twice.
+        blind: cells that left the claim.
+    """
+
+    kind: Kind
+    pattern: str
+    sentence: str
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    detectable: float | None = None
+    more: int | None = None
+    flips: Flips | None = None
+    noise: Flips | None = None
+    blind: tuple[Cell, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The primary endpoint at one look.
+
+    Attributes:
+        kind: NO_LOSS, LOSS or UNDECIDED.
+        difference: mean over cells.
+        lower: bound of the difference.
+        upper: the other.
+        deviation: of a context's difference, in the mean over cells.
+        differing: share of contexts that differ.
+    """
+
+    kind: Kind
+    difference: float
+    lower: float
+    upper: float
+    deviation: float
+    differing: float
+
+
+def read(differences: Differences, design: Design, look: int) -> Reading:
+    """Judge the primary endpoint.
+
+    Args:
+        differences: of all contexts asked so far, in the cells that can see.
+        design: as it was fixed before the run.
+        look: 1 to ``design.looks``; one more for a run that went on beyond its plan.
+    """
+    estimate = Estimate(differences)
+    deviation = estimate.error * len(differences) ** 0.5
+    differing = estimate.differing / len(differences)
+    if look > design.looks:
+        # Looked at when somebody chose to: only the bet holds, and it has no claim of no loss.
+        largest = float(abs(estimate.scaled).max(initial=1.0))
+        lost = capital(-estimate.scaled, largest, 0.0) >= 1 / design.alpha
+        kind = Kind.LOSS if lost else Kind.UNDECIDED
+        return Reading(kind, estimate.mean, -1.0, 0.0 if lost else 1.0, deviation, differing)
+    z = design.bounds[look - 1]
+    lower, upper = estimate.lower(z), estimate.upper(z)
+    kind = Kind.UNDECIDED
+    if lower > -design.margin:
+        kind = Kind.NO_LOSS
+    elif upper < 0:
+        kind = Kind.LOSS
+    return Reading(kind, estimate.mean, lower, upper, deviation, differing)
+
+
+def sees(differences: Differences, alpha: float) -> bool:
+    """Whether a control that is known to be bad has been seen to lose.
+
+    By the bet, so that it may be asked after every context and the control ended once it has.
+    """
+    values = -differences.values
+    largest = float(abs(values).max(initial=1.0))
+    return bool(len(values)) and capital(values, largest, 0.0) >= 1 / alpha
+
+
+def seeing_cells(
+    outcomes: Sequence[Outcome], control: str, reference: str, alpha: float
+) -> tuple[set[Cell], set[Cell]]:
+    """Cells in which the positive control was seen to lose, and those that cannot see.
+
+    A cell in which the control was not asked cannot see: nothing shows that it could.
+    """
+    every = {(row.task, row.length) for row in outcomes}
+    asked = {(row.task, row.length) for row in outcomes if row.arm == control}
+    seeing = {
+        cell for cell in asked if sees(paired(outcomes, control, reference, cells=[cell]), alpha)
+    }
+    return seeing, every - seeing
+
+
+def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
+    """Whether the reference, asked twice, has the same mean as far as can be seen."""
+    estimate = Estimate(noise)
+    z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
+    return estimate.lower(z) <= 0 <= estimate.upper(z)
+
+
+def by_length(
+    outcomes: Sequence[Outcome],
+    pattern: str,
+    design: Design,
+    look: int,
+    *,
+    reference: str = REFERENCE,
+    cells: set[Cell] | None = None,
+) -> dict[int, Reading]:
+    """The same comparison at each length; secondary, and by custom with twice the margin.
+
+    "No loss at every length" holds if every reading is NO_LOSS: all of them must be wrong for the
+    claim to be wrong, so each is judged at the whole alpha (an intersection-union test).
+    """
+    found = {}
+    for length in sorted({row.length for row in outcomes}):
+        here = [row for row in outcomes if row.length == length]
+        found[length] = read(paired(here, pattern, reference, cells=cells), design, look)
+    return found
+
+
+def judge(
+    outcomes: Sequence[Outcome],
+    patterns: Sequence[str],
+    design: Design,
+    look: int,
+    *,
+    bad: str,
+    selects_all: int,
+    reference: str = REFERENCE,
+) -> list[Verdict]:
+    """The verdict on each pattern.
+
+    Args:
+        outcomes: right (1) or wrong (0) of every arm; of the reference twice where A/A was asked.
+        patterns: from most to fewest full layers, the fixed sequence.
+        design: as it was fixed before the run.
+        look: which of the planned looks this is, from 1.
+        bad: the arm that must be seen to lose.
+        selects_all: ``index_topk``; cells of at most this length are the control.
+        reference: the arm that every other is compared with.
+
+    Raises:
+        QualityError: no pattern, a look that is none, or an arm without outcomes.
+    """
+    if not patterns or look < 1:
+        raise QualityError("judging needs at least one pattern, and a look counted from 1")
+    short = [row for row in outcomes if row.length <= selects_all]
+    long = [row for row in outcomes if row.length > selects_all]
+    if not short:
+        raise QualityError(
+            f"no outcome at or below {selects_all} tokens; the control that must not differ is "
+            "obligatory"
+        )
+    seeing, blind = seeing_cells(long, bad, reference, design.alpha)
+    noise = _noise(long, reference)
+    verdicts: list[Verdict] = []
+    permitted = True
+    for pattern in patterns:
+        invalid = _invalid(short, pattern, reference, noise, design, look)
+        if invalid:
+            verdict = _without(Kind.INVALID, pattern, invalid)
+        elif not seeing:
+            verdict = _without(Kind.CANNOT_SEE, pattern, _cannot_see(bad, blind))
+        else:
+            differences = paired(long, pattern, reference, cells=seeing)
+            verdict = _claim(pattern, differences, design, look, noise, permitted)
+            verdict = replace(
+                verdict,
+                blind=tuple(sorted(blind)),
+                sentence=verdict.sentence + (f" {_cannot_see(bad, blind)}" if blind else ""),
+            )
+        permitted = permitted and verdict.kind is Kind.NO_LOSS
+        verdicts.append(verdict)
+    return verdicts
+
+
+def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
+    if not any(row.arm == reference and row.repeat == 1 for row in outcomes):
+        return None
+    return paired(outcomes, reference, reference, repeat=1)
+
+
+def _invalid(
+    short: Sequence[Outcome],
+    pattern: str,
+    reference: str,
+    noise: Differences | None,
+    design: Design,
+    look: int,
+) -> str:
+    """Why nothing may be claimed; empty if all is as it must be."""
+    control = paired(short, pattern, reference)
+    if control.values.any() or control.flips.lost or control.flips.won:
+        return (
+            f"refused: below index_topk tokens, where every pattern selects everything, the arms "
+            f"differ ({control.flips}). They differ in more than the pattern, or the engine does "
+            "not repeat itself: compare flags and checkpoints, and ask for deterministic kernels."
+        )
+    if noise is None:
+        return (
+            "refused: the reference was not asked twice, so the engine's own noise is not known. "
+            "Ask it again on a quarter of the contexts, in another order."
+        )
+    if not repeats_itself(noise, design, look):
+        return (
+            f"refused: the reference differs from itself by {_points(Estimate(noise).mean)} points "
+            f"({noise.flips}). The order of the arms or the state of the server favours one: "
+            "flush between blocks and alternate the arms."
+        )
+    return ""
+
+
+def _claim(
+    pattern: str,
+    differences: Differences,
+    design: Design,
+    look: int,
+    noise: Differences | None,
+    permitted: bool,
+) -> Verdict:
+    reading = read(differences, design, look)
+    kind, more = reading.kind, None
+    if kind is Kind.NO_LOSS and not permitted:
+        kind = Kind.UNDECIDED
+    if kind is Kind.UNDECIDED:
+        more = max(design.needed(reading.deviation, reading.differing), design.contexts) - len(
+            differences
+        )
+    verdict = Verdict(
+        kind,
+        pattern,
+        "",
+        difference=reading.difference,
+        interval=(reading.lower, reading.upper),
+        detectable=design.detectable(reading.deviation, reading.differing),
+        more=more,
+        flips=differences.flips,
+        noise=noise.flips if noise else None,
+    )
+    return replace(verdict, sentence=_sentence(verdict, differences, design, look, permitted))
+
+
+def _sentence(
+    verdict: Verdict, differences: Differences, design: Design, look: int, permitted: bool
+) -> str:
+    assert verdict.interval is not None
+    assert verdict.difference is not None
+    assert verdict.detectable is not None
+    lower, upper = verdict.interval
+    if verdict.kind is Kind.NO_LOSS:
+        claim = f"no loss beyond {100 * design.margin:g} points"
+    elif verdict.kind is Kind.LOSS:
+        claim = f"a loss of {-100 * verdict.difference:.1f} points"
+    elif look > design.looks:
+        claim = "undecided, and beyond the plan no claim of no loss may be made; plan a new run"
+    elif not permitted and lower > -design.margin:
+        claim = "not claimed, because a pattern with more full layers was not shown to be safe"
+    elif look < design.looks:
+        claim = f"undecided at look {look} of {design.looks}, {verdict.more:,} more contexts"
+    else:
+        claim = (
+            f"undecided, {verdict.more:,} more contexts: a new run with so many more shows, with "
+            f"{design.power:.0%} probability, that it loses nothing if it does"
+        )
+    noise = f" A/A: {verdict.noise}." if verdict.noise else ""
+    missing = f" {differences.missing:,} questions missing." if differences.missing else ""
+    return (
+        f"{verdict.pattern}: {claim}. Difference {_points(verdict.difference)} points "
+        f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
+        f"{differences.flips}, in {len(differences):,} contexts;{noise}{missing} "
+        f"A loss of {100 * verdict.detectable:.1f} points would have been found "
+        f"with {design.power:.0%} probability (one-sided {design.alpha:.0%}, "
+        f"look {min(look, design.looks)} of {design.looks})."
+    )
+
+
+def _without(kind: Kind, pattern: str, reason: str) -> Verdict:
+    return Verdict(kind, pattern, f"{pattern}: {reason}")
+
+
+def _cannot_see(bad: str, blind: set[Cell]) -> str:
+    cells = ", ".join(f"{task} at {length:,}" for task, length in sorted(blind))
+    return f"Cannot see: {cells} ({bad} was not seen to lose there)."
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f}"

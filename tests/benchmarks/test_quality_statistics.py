@@ -1,0 +1,58 @@
+"""The simulation keeps its promises with the statistics as they are, and not with mistakes.
+
+Fewer evaluations than in the committed study; the bounds are binomial, and chance breaks one of
+them once in a million runs whatever the seed.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.quality_statistics import RESULT, World, broken, rates, simulate, worlds
+
+EVALUATIONS, DOUBT = 300, 1e-6
+TIED = World(margin=0.03, discordance=0.1, correlation=0.5, noise=0.005)
+"""Questions that fail together, an engine that flips answers by itself."""
+EDGE = World(margin=0.03, discordance=0.1, correlation=0.5, noise=0.005, loss=0.03 / 0.99)
+
+
+def test_answers_are_those_of_the_world() -> None:
+    world = World(margin=0.01, discordance=0.1, correlation=0.3, noise=0.01, loss=0.05)
+    draw = np.random.default_rng(5)
+    many = [simulate(world, draw) for _ in range(40)]
+    difference = np.concatenate([found.pattern - found.reference for found in many])
+    again = np.concatenate([found.again - found.reference for found in many])
+    contexts = len(difference)
+    error = difference.mean(axis=1).std() / contexts**0.5
+    assert difference.mean() == pytest.approx(world.truth, abs=6 * error)
+    assert (again != 0).mean() == pytest.approx(2 * 0.01 * 0.99, rel=0.1)
+    own = difference.var() * (1 + 7 * 0.3 * 0.9) / 8  # flips of the engine are not correlated
+    assert difference.mean(axis=1).var() == pytest.approx(own, rel=0.1)
+
+
+@pytest.mark.parametrize("world", [TIED, EDGE])
+def test_promises_are_kept(world: World) -> None:
+    assert broken(rates(world, EVALUATIONS, 1), EVALUATIONS, DOUBT) == []
+
+
+def test_questions_taken_for_contexts_are_caught() -> None:
+    row = rates(EDGE, EVALUATIONS, 2, "by question")
+    assert "no_loss" in broken(row, EVALUATIONS, DOUBT)
+
+
+def test_unpaired_arms_are_caught() -> None:
+    row = rates(TIED, EVALUATIONS, 3, "unpaired")
+    assert "power" in broken(row, EVALUATIONS, DOUBT)
+
+
+def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
+    study = json.loads(RESULT.with_suffix(".json").read_text())
+    assert study["evaluations"] >= 2000
+    own = [row for row in study["rows"] if row["pairing"] == "by context"]
+    assert [World(**row["world"]) for row in own] == list(worlds())
+    assert [row["broken"] for row in own if row["broken"]] == []
+    for mistake in ("by question", "unpaired"):
+        assert any(row["broken"] for row in study["rows"] if row["pairing"] == mistake)

@@ -1,0 +1,70 @@
+"""Answers found by reading the text, without a line of the generators.
+
+Each solver gets the context as text and a question, and returns the answer to the letter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+
+def needle(context: str, question: str) -> str:
+    key = re.search(r"What is the special magic (?:uuid|number) for (\S+) mentioned", question)
+    assert key
+    found = re.findall(rf"One of the special magic \w+ for {key[1]} is: (\S+)\.$", context, re.M)
+    assert len(found) == 1
+    return f" {found[0]}"
+
+
+def tracking(context: str, question: str) -> str:
+    value = re.search(r"assigned the value (\d+) in", question)
+    assert value
+    known: list[str] = []
+    for name, given in re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w+)$", context, re.M):
+        if given == value[1] or given in known:
+            known.append(name)
+    return " " + ", ".join(known)
+
+
+def rounds(context: str, question: str) -> str:
+    asked = re.search(r"Prepend (\w+) to the (\d)\w\w \(1 indexed\) (\w+) about (\w+)\.", question)
+    assert asked
+    turns = re.split(r"^User: ", context, flags=re.M)[1:]
+    request = f"Write a {asked[3]} about {asked[4]}."
+    same = [turn for turn in turns if turn.split("\n")[0] == request]
+    passage = same[int(asked[2]) - 1].split("\n")[1].removeprefix("Assistant: ")
+    return f" {asked[1]}{passage}"
+
+
+def parents(context: str, question: str) -> str:
+    asked = re.search(r"parents of node (\w+)\.", question)
+    assert asked
+    edges = [line.split(" -> ") for line in context.splitlines() if " -> " in line]
+    sources = [source for source, target in edges if target == asked[1] != source]
+    return ", ".join(dict.fromkeys(sources)) + "]"
+
+
+def lookup(context: str, question: str) -> str:
+    passage = re.search(r'contains the passage "(.*)"\?$', question, re.M)
+    assert passage
+    lines = context.splitlines()
+    titles = [
+        line.split(":")[0].removeprefix("Section ")
+        for line in lines
+        if line.startswith("Section ") and passage[1] in line
+    ]
+    assert len(titles) == 1
+    letter = re.search(rf"^\((\w)\) {titles[0]}$", question, re.M)
+    assert letter
+    return letter[1]
+
+
+SOLVERS: dict[str, Callable[[str, str], str]] = {
+    "needles": needle,
+    "needles-text": needle,
+    "tracking": tracking,
+    "rounds": rounds,
+    "parents": parents,
+    "lookup": lookup,
+}

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.design import Design, spread
+from sglang_indexcache.quality.inference import Estimate
+from sglang_indexcache.quality.outcomes import Differences, Flips
+
+
+def test_the_classical_size_with_one_look() -> None:
+    # n = 6.18 d / m^2 pairs, times the design effect over the questions of a context.
+    design = Design(contexts=1, looks=1)
+    deviation, _ = spread(0.1, 0.1)
+    classical = (norm.ppf(0.95) + norm.ppf(0.8)) ** 2 * 0.1 / 0.01**2 * 1.7 / 8
+    assert design.needed(deviation, 1.0) == pytest.approx(classical, abs=1)
+    four = Design(contexts=4, looks=4).needed(deviation, 1.0)
+    assert four / classical == pytest.approx(1.029, abs=0.002)
+
+
+def test_correlated_questions_count_for_fewer() -> None:
+    assert spread(0.02, 0.0)[0] == pytest.approx((0.02 / 8) ** 0.5)
+    assert spread(0.02, 1.0) == pytest.approx((0.02**0.5, 0.02))
+    assert spread(0.0, 0.5) == (0.0, 0.0)
+
+
+def test_spread_against_drawn_contexts() -> None:
+    draw = np.random.default_rng(1)
+    contexts, discordance, correlation = 400_000, 0.06, 0.25
+    tied = draw.random((contexts, 8)) < correlation**0.5
+    chances = (discordance / 2, 1 - discordance, discordance / 2)
+    own = draw.choice((-1, 0, 1), (contexts, 8), p=chances)
+    values = np.where(tied, draw.choice((-1, 0, 1), (contexts, 1), p=chances), own).mean(axis=1)
+    deviation, differing = spread(discordance, correlation)
+    assert values.std() == pytest.approx(deviation, rel=0.02)
+    assert (values**2).mean() ** 2 / (values**4).mean() == pytest.approx(differing, rel=0.05)
+
+
+def test_detectable_is_the_margin_that_needs_as_many_contexts() -> None:
+    for deviation, differing in (spread(0.02, 0.1), spread(0.1, 0.0), (0.0, 0.0)):
+        design = Design(contexts=576)
+        found = design.detectable(deviation, differing)
+        again = Design(contexts=576, margin=found).needed(deviation, differing)
+        assert again <= 576 < Design(contexts=576, margin=found * 0.98).needed(deviation, differing)
+
+
+def test_where_nothing_differs_the_needed_contexts_suffice() -> None:
+    design = Design(contexts=4, margin=0.01)
+    for contexts, enough in ((design.needed(0.0, 0.0), True), (300, False)):
+        nothing = np.zeros(contexts)
+        same = Differences(nothing, nothing.astype(int), (("t", 1),), Flips(0, 0, contexts))
+        assert (Estimate(same).lower(design.bounds[-1]) > -0.01) is enough
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"margin": 0.0}, "margin"), ({"alpha": 0.6}, "alpha"), ({"looks": 5}, "looks")],
+)
+def test_designs_that_nobody_can_follow_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(QualityError, match=message):
+        Design(**{"contexts": 4, **change})
