@@ -18,7 +18,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -84,7 +84,7 @@ class Setting:
     patterns: int
 
 
-SETTINGS = (Setting("starved", 256, 16, 6, 55), Setting("own", 512, 64, 4, 24))
+SETTINGS = (Setting("starved", 256, 16, 6, 44), Setting("own", 512, 64, 3, 18))
 
 
 # -- documents --------------------------------------------------------------------------------
@@ -114,21 +114,30 @@ def _line(start: list[int], value: int, words: TaskWords, answer: bool) -> Docum
     return line
 
 
+@cache
+def _materials() -> tuple[TaskWords, Tokens, Tokens]:
+    """The tasks' words, source code that training never saw, and English prose, as tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    source = Text.of_machine(tokenizer, TEXT_CHARACTERS).held_out
+    english = "\n".join(text for _, text in sorted(topics.topics.items()))
+    prose = tokenizer(english, add_special_tokens=False)["input_ids"]
+    return TaskWords(tokenizer), source, np.asarray(prose, dtype=np.int32)
+
+
 class Documents:
     """Calibration documents and held-out ones; no filler text is in both.
+
+    Args:
+        length: tokens of each.
 
     Attributes:
         words: of the tasks.
     """
 
-    def __init__(self, checkpoint: Path, length: int) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.words, self._length = TaskWords(tokenizer), length
-        unseen = Text.of_machine(tokenizer, TEXT_CHARACTERS).held_out
+    def __init__(self, length: int) -> None:
+        self.words, unseen, self._prose = _materials()
+        self._length = length
         self._calibration, self._source = unseen[: len(unseen) // 2], unseen[len(unseen) // 2 :]
-        english = "\n".join(text for _, text in sorted(topics.topics.items()))
-        prose = tokenizer(english, add_special_tokens=False)["input_ids"]
-        self._prose = np.asarray(prose, dtype=np.int32)
 
     def calibration(self, task: str, row: int) -> Document:
         """Document ``row`` of a kind that is searched on."""
@@ -218,7 +227,7 @@ class Study:
 
     def __init__(self, setting: Setting, work: Path) -> None:
         self.setting, self._work = setting, work
-        self.documents = Documents(CHECKPOINT, setting.length)
+        self.documents = Documents(setting.length)
         self.layers = int(json.loads((CHECKPOINT / "config.json").read_text())["num_hidden_layers"])
         self.full = Pattern.full(self.layers)
         self._journal = work / f"{setting.name}.jsonl"

@@ -35,7 +35,7 @@ TOPK = 12
 
 @pytest.fixture(scope="module")
 def documents() -> Documents:
-    return Documents(CHECKPOINT, LENGTH)
+    return Documents(LENGTH)
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=3, max_size=30))
