@@ -59,7 +59,7 @@ DESCENTS = ("all", "late", "answers")
 OBJECTIVES = (*DESCENTS, "kl", "late_kl", "late_top1")
 CALIBRATED_ON = (TEXT, *TASKS)
 """Documents of one calibration batch."""
-RECALL_EVERY = 4
+RECALL_EVERY = 2
 """Of recall one row in so many: a document has dozens of answers where others have a few."""
 RESAMPLES = 2000
 _REUSE_BYTES = 1 << 29
@@ -603,7 +603,7 @@ def main() -> None:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--work", type=Path, required=True, help="journal and scratch checkpoints")
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
-    parser.add_argument("--rows", type=int, nargs="+", default=[48], help="held-out documents")
+    parser.add_argument("--rows", type=int, nargs="+", default=[24, 15], help="held-out documents")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
