@@ -4,7 +4,7 @@ For every pattern: what each objective says of it on calibration documents, and 
 the model gets right under it on other documents. Then, within a retention, the rank correlation of
 the two, and what descents on each objective arrive at.
 
-python -m benchmarks.search_objectives --work runs/objectives [--settings own] [--rows 48]
+python -m benchmarks.search_objectives --work runs/objectives [--settings own] [--rows 64]
 
 Each measurement is appended to a journal in the work folder before it counts, so a killed run goes
 on where it was, and a run with fewer ``--rows`` than were measured only reports.
@@ -75,6 +75,7 @@ class Setting:
         topk: selected tokens.
         batches: calibration batches, each one document of each kind.
         patterns: with 6 and with 3 F layers, of those that descents visit and of random ones.
+        rows: held-out documents of a task; see :func:`rows_of`.
     """
 
     name: str
@@ -82,9 +83,10 @@ class Setting:
     topk: int
     batches: int
     patterns: int
+    rows: int
 
 
-SETTINGS = (Setting("starved", 256, 16, 6, 44), Setting("own", 512, 64, 3, 18))
+SETTINGS = (Setting("starved", 256, 16, 6, 44, 24), Setting("own", 512, 64, 3, 18, 15))
 
 
 # -- documents --------------------------------------------------------------------------------
@@ -603,14 +605,13 @@ def main() -> None:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--work", type=Path, required=True, help="journal and scratch checkpoints")
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
-    parser.add_argument("--rows", type=int, nargs="+", default=[24, 15], help="held-out documents")
+    parser.add_argument("--rows", type=int, help="held-out documents, instead of each setting's")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     wanted = [setting for setting in SETTINGS if setting.name in arguments.settings]
-    rows = (arguments.rows * len(wanted))[: len(wanted)]
-    found = [report(Study(s, arguments.work), n) for s, n in zip(wanted, rows, strict=True)]
+    found = [report(Study(s, arguments.work), arguments.rows or s.rows) for s in wanted]
     result = {
         "what": "objectives on calibration documents against held-out accuracy, by pattern",
         "checkpoint": checkpoint_digest(CHECKPOINT),

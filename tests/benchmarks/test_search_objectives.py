@@ -123,7 +123,7 @@ def test_every_pattern_is_listed_once(count: int) -> None:
 def test_a_study_measures_what_a_starved_model_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = Setting("small", LENGTH, TOPK, batches=1, patterns=3)
+    setting = Setting("small", LENGTH, TOPK, batches=1, patterns=3, rows=1)
     study = Study(setting, tmp_path)
     pattern = Pattern("FFSSSSFSSSSS")
     sums = study.calibrated(pattern, "recall", 0)
