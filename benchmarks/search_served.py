@@ -56,7 +56,7 @@ def search(client: Client, work: Path) -> dict[str, dict[int, Pattern]]:
     for score in SCORES:
         folder, kept = work / score, RESULTS / score
         where = ("--model", str(CHECKPOINT), "--url", client.url, "--output", str(folder))
-        what = ("--data", str(work / "calib.jsonl"), "--score", score)
+        what = ("--data", str(work / "documents.jsonl"), "--score", score)
         run("search", "run", *where, *what, *SEARCH)
         kept.mkdir(parents=True, exist_ok=True)
         for name in ("search.json", "losses.png"):
@@ -170,10 +170,9 @@ def main() -> None:
     arguments = parser.parse_args()
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    data = work / "calib.jsonl"
-    if not data.exists():
+    if not (work / "documents.jsonl").exists():
         model = ("--model", str(CHECKPOINT))
-        run("train", "data", *model, "--output", str(data), "--rows", "48")
+        run("train", "data", *model, "--output", str(work), "--rows", "48")
     flags = ("--attention-backend", "indexcache", "--indexcache-mode", "live", "--dtype", "float32")
     with Server(["--model-path", str(CHECKPOINT), *flags], work / "server.log") as server:
         client = server.wait_until_ready()
