@@ -75,8 +75,8 @@ def find_cuobjdump() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
-    """The SASS of each kernel of a built library: addresses and instructions, in order.
+def listing(library: Path) -> str:
+    """cuobjdump's text of a built library or a cubin: instructions and their encodings.
 
     Raises:
         KernelError: no cuobjdump, or it fails.
@@ -87,10 +87,26 @@ def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
     done = subprocess.run([tool, "-sass", library], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise KernelError(f"{tool} -sass {library} failed: {done.stderr.strip()}")
-    parts = _FUNCTION.split(done.stdout)[1:]
+    return done.stdout
+
+
+def functions(text: str) -> dict[str, str]:
+    """The part of a listing that belongs to each kernel, by its readable name."""
+    parts = _FUNCTION.split(text)[1:]
     return {
-        readable(symbol): [(int(line[1], 16), line[2]) for line in _LINE.finditer(body)]
-        for symbol, body in zip(parts[::2], parts[1::2], strict=True)
+        readable(symbol): body for symbol, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
+    """The SASS of each kernel of a built library: addresses and instructions, in order.
+
+    Raises:
+        KernelError: no cuobjdump, or it fails.
+    """
+    return {
+        kernel: [(int(line[1], 16), line[2]) for line in _LINE.finditer(body)]
+        for kernel, body in functions(listing(library)).items()
     }
 
 
