@@ -8,10 +8,12 @@ one of :data:`PARTS`. Run ``python -m benchmarks.readme`` after a measurement; w
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.kernels import forecast
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
@@ -25,7 +27,9 @@ from sglang_indexcache.serving.features import FEATURES
 from sglang_indexcache.support.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
-PAGES = (Path("README.md"), Path("docs/benchmarks.md"), Path("docs/serving.md"))
+PAGES = tuple(
+    Path(page) for page in ("README.md", "docs/benchmarks.md", "docs/kernels.md", "docs/serving.md")
+)
 RESULTS = Path("benchmarks/results")
 _PAPER_LENGTHS = (10_000, 60_000, 120_000, 200_000)
 
@@ -88,6 +92,10 @@ def _stack_check(folder: Path, path: str) -> str:
     return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
 
 
+def _forecast(folder: Path, path: str) -> str:
+    return forecast.table(json.loads((folder / path).read_text())).to_markdown()
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -121,6 +129,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "replay-cpu": (_replay, "replay/cpu/replay.json"),
     "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
     "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
+    "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""

@@ -182,10 +182,7 @@ def simulate(
         times = [_earliest(warp, tensor, pipes) for warp in warps]
         moment = min(times)
         if moment > now:
-            following = min(moment, tensor.event())
-            if following == NEVER:
-                raise ValueError("every warp waits for ever: a barrier that not all reach")
-            now = following
+            now = min(moment, tensor.event())
             continue
         # Who issued last goes on, else the first that can.
         last = last if times[last] <= now else next(i for i, t in enumerate(times) if t <= now)
@@ -214,10 +211,9 @@ def _earliest(warp: _Warp, tensor: _Tensor, pipes: _Pipes) -> float:
         return NEVER
     instruction = warp.next
     moment = max(warp.ready, pipes.ready(instruction))
-    for scoreboard in range(6):
-        if instruction.waits >> scoreboard & 1:
-            moment = max(moment, warp.scoreboards[scoreboard])
-    if instruction.name.startswith("WARPGROUP.DEPBAR"):
+    for scoreboard in instruction.scoreboards:
+        moment = max(moment, warp.scoreboards[scoreboard])
+    if instruction.awaits_products:
         moment = max(moment, tensor.done(warp) + PRODUCT_WAIT)
     return moment
 
@@ -234,5 +230,5 @@ def _issue(warp: _Warp, tensor: _Tensor, pipes: _Pipes, now: float) -> None:
     )
     stall = max(instruction.stall, FENCE_CLOCKS if instruction.opcode == "MEMBAR" else 0)
     warp.ready = now + stall
-    warp.waiting = instruction.name.startswith("BAR.SYNC")
+    warp.waiting = instruction.is_barrier
     warp.step(now)

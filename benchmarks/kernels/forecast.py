@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.forecast [--reason LOOP TEXT] [--out FILE]
 
-Compiles ``csrc/``, models the hot loops (``hot_loops.py``), and makes of their clocks and of what is
-stated here the time of the benchmark's shapes. The engine's times are published ones, or follow
+Compiles ``csrc/``, models the hot loops (``hot_loops.py``), and makes of their clocks and of what
+is stated here the time of the benchmark's shapes. The engine's times are published ones, or follow
 from them: each says where it is from. Writes ``benchmarks/results/kernels/forecast.json`` and
 prints its table; fill ``docs/kernels.md`` with ``python -m benchmarks.readme`` afterwards.
 """
@@ -21,7 +21,13 @@ from typing import Any, Literal, TypeAlias
 
 from benchmarks.kernels import engine_loops, gate_counts, hot_loops
 from benchmarks.kernels.hot_loops import Modelled
-from benchmarks.kernels.machine import GHZ, MEMORY_BYTES_PER_SECOND, MULTIPROCESSORS, SILICON
+from benchmarks.kernels.machine import (
+    CLUSTERS,
+    GHZ,
+    MEMORY_BYTES_PER_SECOND,
+    MULTIPROCESSORS,
+    SILICON,
+)
 from benchmarks.kernels.predictions import predictions
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.errors import KernelError
@@ -72,7 +78,7 @@ ENGINE_RANGE = {"optimistic": 1.15, "central": 1.0, "pessimistic": 0.85}
 class GateClocks:
     """Clocks of the gate's steps, all math warps, during which the tensor cores idle.
 
-    From the cycle model on the pieces of ``select_kernel<32, 8>`` as nvcc 13.0 compiled it, by hand:
+    From a cycle model on the pieces of ``select_kernel<32, 8>`` as nvcc 13.0 compiled it, by hand:
     unlike the hot loops they are not found anew. Change them with gate.h.
     """
 
@@ -105,12 +111,12 @@ CHECK_PAGES = gate_counts.CHECK_KEYS // PAGE_TOKENS
 # -- attention -----------------------------------------------------------------------------------
 
 OVERLAP = {"optimistic": 1.2, "central": 1.25, "pessimistic": 1.6}
-"""Union of three neighbours' lists over one list. The benchmark's lists keep 90 % from row to row and
-are drawn anew every 64 rows: 1.25."""
+"""Union of three neighbours' lists over one list. The benchmark's lists keep 90 % from row to row
+and are drawn anew every 64 rows: 1.25."""
 PACK_US = {"optimistic": 150.0, "central": 170.0, "pessimistic": 200.0}
 """Packing the lists of 8192 rows: assumed."""
 TILE_START, DECODE_START, DECODE_END = 7000.0, 5000.0, 5000.0
-"""Clocks of a tile beside its steps; before the first step and after the last in decode: assumed."""
+"""Clocks of a tile beside its steps; in decode before the first step, after the last: assumed."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,7 @@ def mla_decode_us(
     """A list is split over a cluster; with FP8 rows two stages load side by side, then convert."""
     size = cluster_size(batch, heads, TOPK, MULTIPROCESSORS)
     steps = TOPK // 64 // size
-    waves = math.ceil(batch * size / MULTIPROCESSORS)
+    waves = math.ceil(batch / CLUSTERS[size])
     if load is None:
         spent = steps * clocks(step, mood)
     else:
@@ -280,7 +286,9 @@ def _prefill_rows(loops: Mapping[str, Modelled], engine: Mapping[str, Any]) -> l
             parts = prefill_parts(loop, heads, context, "central")
             most = max(parts, key=lambda name: parts[name])
             share = parts[most] / sum(parts.values())
-            bound = {"products": f"issue; tensor cores {tensor_part(loop):.0%} busy"}.get(most, most)
+            bound = {"products": f"issue; tensor cores {tensor_part(loop):.0%} busy"}.get(
+                most, most
+            )
             ours = {mood: prefill_us(loop, heads, context, mood) for mood in MOODS}
             theirs = dict.fromkeys(MOODS, engine_prefill_us(engine, heads, context))
             shape = f"{ROWS} rows, {context // 1024}K, {heads} heads"
@@ -294,15 +302,15 @@ def _decode_rows(loops: Mapping[str, Modelled]) -> list[Row]:
     for context, topks in DECODE_TOPK_US.items():
         for batch, topk in zip((1, 8, 64), topks, strict=True):
             logits = decode_logits_us(batch, context, MEMORY_PART["ours"])
-            ours = {
-                mood: logits + decode_topk_us(loops["topk"], context, mood) for mood in MOODS
-            }
+            ours = {mood: logits + decode_topk_us(loops["topk"], context, mood) for mood in MOODS}
             central = decode_logits_us(batch, context, MEMORY_PART["engine"]) + topk
             theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
             goal = "indexer_decode" + ("" if context >= LONG else "_short")
             bound = "memory" if logits > ours["central"] / 2 else "top-k: one SM a row"
             shape = f"{batch} requests, {context // 1024}K, 32 or 64 heads"
-            found.append(row(goal, shape, ours, theirs, bound, "bandwidth; published top-k, scaled"))
+            found.append(
+                row(goal, shape, ours, theirs, bound, "bandwidth; published top-k, scaled")
+            )
     return found
 
 
@@ -385,7 +393,12 @@ def record(
         KernelError: as :func:`record_loops`.
     """
     entries = record_loops(loops, before.get("hot_loops", {}), reasons)
-    rows = rows_of(loops, engine)
+    rows = [one.to_json() for one in rows_of(loops, engine)]
+
+    def decode_us(batch: int, fp8: bool) -> float:
+        load = loops["attend_fp8_load"] if fp8 else None
+        return mla_decode_us(loops["attend_bf16"], batch, 20, "central", load)
+
     return {
         "status": "forecast by a model; no card has run these kernels",
         "machine": "H200 SXM",
@@ -401,8 +414,8 @@ def record(
         "calibration": calibration(engine),
         "engine": engine,
         "hot_loops": entries,
-        "rows": [one.to_json() for one in rows],
-        "predictions": predictions([one.to_json() for one in rows], loops),
+        "rows": rows,
+        "predictions": predictions(rows, loops, decode_us),
     }
 
 

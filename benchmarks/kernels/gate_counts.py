@@ -1,4 +1,4 @@
-"""How often the gate of the fused kernel compacts and cuts a row's list: csrc/indexer/gate.h, counted.
+"""How often the fused kernel's gate (csrc/indexer/gate.h) compacts and cuts a row's list.
 
 A copy of its bookkeeping in numpy, over logits that are drawn. Costs of the steps are in
 ``forecast.py``; here is only how often they happen.

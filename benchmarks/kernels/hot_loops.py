@@ -142,7 +142,7 @@ class Modelled:
         """For the results."""
         return {
             **asdict(self),
-            "clocks": [round(each, 1) for each in self.clocks],
+            "clocks": list(self.clocks),
             "tensor": round(self.tensor, 3),
             "issue": round(self.issue, 3),
         }
@@ -178,7 +178,7 @@ def model(hot: HotLoop, code: list[Instruction], registers: int, shared: int) ->
         unit=hot.unit,
         instructions=(len(longest), len(shortest)),
         pipes=dict(sorted(mix(longest, pipe_of).items())),
-        clocks=(least[0], max(runs)[0]),
+        clocks=(round(least[0], 1), round(max(runs)[0], 1)),
         tensor=least[1],
         issue=least[2],
         registers=registers,

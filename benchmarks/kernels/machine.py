@@ -14,6 +14,9 @@ from benchmarks.kernels.sass import Instruction
 
 MULTIPROCESSORS = 132
 """H100 and H200 SXM (data sheet)."""
+CLUSTERS = {1: 132, 2: 66, 4: 31, 8: 15}
+"""Clusters of so many blocks, one an SM, that run at once. 15 of 8: published for H100 SXM
+(accel-sim gpu-app-collection #87; cuBLAS's grid of 120 in cutlass #1921); 31 of 4: assumed."""
 MEMORY_BYTES_PER_SECOND = 4.8e12
 """H200 (data sheet)."""
 SHARED_BYTES_PER_CLOCK = 128
@@ -29,9 +32,9 @@ THREADS_OF_AN_SM = 2048
 GHZ = {"optimistic": 1.83, "central": 1.70, "pessimistic": 1.60}
 """The clock under a load of tensor products: assumed; 1.4 to 1.98 is what the card allows."""
 SILICON = {"optimistic": 1.0, "central": 1.10, "pessimistic": 1.25}
-"""Clocks of our main loop on a card over those of the model: assumed. DeepGEMM's own published time
-is 1.2 to 1.5 times its modelled clocks (``calibration`` in the result says how much at which clock),
-so these favour us; the pessimistic end of the range is about what DeepGEMM gets."""
+"""Clocks of the indexer's main loop on a card over those of the model: assumed. DeepGEMM's own
+published time is 1.2 to 1.6 times its modelled clocks (``calibration`` in the result says how much
+at which clock), so these favour us; the pessimistic end of the range is about what it gets."""
 
 PIPE_CLOCKS = {"ALU": 2, "FMA": 2, "IMAD": 2, "XU": 8, "LSU": 4}
 """Clocks for which one warp instruction keeps a sub-partition's pipe: 16 lanes of the ALU, twice 16
@@ -57,8 +60,8 @@ LATENCY = {
 OTHER_LATENCY = 20
 
 _PIPES = {
-    "ALU": """FMNMX FSEL FSETP ISETP LOP3 LEA IADD3 VIADD VIMNMX VIADDMNMX SEL SHF PLOP3 P2R R2P PRMT
-        IABS MOV FSET BMSK SGXT VABSDIFF F2FP CS2R FCHK IMNMX""",
+    "ALU": """FMNMX FSEL FSETP ISETP LOP3 LEA IADD3 VIADD VIMNMX VIADDMNMX SEL SHF PLOP3 P2R R2P
+        PRMT IABS MOV FSET BMSK SGXT VABSDIFF F2FP CS2R FCHK IMNMX""",
     "FMA": "FFMA FMUL FADD HFMA2 HADD2 HMUL2",
     "IMAD": "IMAD",
     "XU": "MUFU I2F F2I F2F POPC FLO I2I FRND",

@@ -1,4 +1,4 @@
-"""What the model says that a card can refute: each a number, its range, and what is wrong outside of it.
+"""What the model says that a card can refute: a range each, and what is wrong outside of it.
 
 Most are ratios of two times that the device check takes anyway (``speed.py``); it writes what it
 measured beside what was predicted. The others need a profiler and are for a person.
@@ -6,54 +6,35 @@ measured beside what was predicted. The others need a profiler and are for a per
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.kernels.hot_loops import Modelled
 from benchmarks.kernels.workloads import Workload
 
-CHUNK = 8192
 OURS, ENGINE_SELECT, ENGINE_MLA = "cuda", "deep_gemm + sglang v2", "flash_mla"
 
 
 def predictions(
-    rows: Sequence[Mapping[str, Any]], loops: Mapping[str, Modelled]
+    rows: Sequence[Mapping[str, Any]],
+    loops: Mapping[str, Modelled],
+    decode_us: Callable[[int, bool], float],
 ) -> list[dict[str, Any]]:
     """The list.
 
     Args:
         rows: of the forecast, as in its JSON.
         loops: the hot loops that they follow from.
+        decode_us: what attention of so many requests takes, over an FP8 cache or a bfloat16 one.
     """
     found = [_speed(one, *timed) for one in rows if (timed := _timed(one)) is not None]
-    bf16 = {batch: Workload("mla_decode", batch, 122_880, 20) for batch in (1, 15, 16, 17)}
-    fp8 = Workload("mla_decode", 1, 122_880, 20, fp8=True)
-    found += [
-        _ratio(
-            "decode attention, 16 requests over 15",
-            bf16[16],
-            bf16[15],
-            1.5,
-            2.2,
-            "16 clusters of 8 blocks fit at once: cluster_size is right",
-        ),
-        _ratio(
-            "decode attention, 17 requests over 16",
-            bf16[17],
-            bf16[16],
-            0.5,
-            0.95,
-            "16 clusters of 8 blocks fit at once: cluster_size is right",
-        ),
-        _ratio(
-            "decode attention of 1 request, FP8 rows over bfloat16",
-            fp8,
-            bf16[1],
-            1.15,
-            2.3,
-            "loads in flight are not what FP8 decode waits for",
-        ),
-    ]
+    for over, under, otherwise in (
+        ((16, False), (15, False), "16 clusters of 8 blocks fit at once: cluster_size is right"),
+        ((17, False), (16, False), "16 clusters of 8 blocks fit at once: cluster_size is right"),
+        ((1, True), (1, False), "loads in flight are not what FP8 decode waits for"),
+    ):
+        ratio = decode_us(*over) / decode_us(*under)
+        found.append(_ratio(over, under, ratio, otherwise))
     select = loops["select_32"]
     least = select.tensor * select.clocks[0] / select.clocks[1]
     found += [
@@ -61,7 +42,7 @@ def predictions(
             "tensor cores busy in select_kernel<32, 8>",
             "ncu: sm__pipe_tensor_cycles_active",
             0.8 * least,
-            1.0 * select.tensor,
+            select.tensor,
             "the warpgroups do alternate by themselves",
         ),
         _by_hand(
@@ -133,16 +114,24 @@ def _speed(one: Mapping[str, Any], work: Workload, engine: str) -> dict[str, Any
 
 
 def _ratio(
-    name: str, over: Workload, under: Workload, low: float, high: float, otherwise: str
+    over: tuple[int, bool], under: tuple[int, bool], ratio: float, otherwise: str
 ) -> dict[str, Any]:
+    """Of two times of our decode attention: the model's, and what is nearer to it than to 1."""
+    works = [Workload("mla_decode", batch, 122_880, 20, fp8=fp8) for batch, fp8 in (over, under)]
+    halfway = (1 + ratio) / 2
+    far = ratio + (ratio - 1) / 2
     return {
-        "name": name,
-        "over": [str(over), OURS],
-        "under": [str(under), OURS],
-        "low": low,
-        "high": high,
+        "name": f"decode attention, {_requests(*over)} over {_requests(*under)}",
+        "over": [str(works[0]), OURS],
+        "under": [str(works[1]), OURS],
+        "low": round(min(halfway, far), 2),
+        "high": round(max(halfway, far), 2),
         "otherwise": otherwise,
     }
+
+
+def _requests(batch: int, fp8: bool) -> str:
+    return f"{batch} requests with {'FP8' if fp8 else 'bfloat16'} rows"
 
 
 def _by_hand(name: str, how: str, low: float, high: float, otherwise: str) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """SASS as the cycle model reads it: instructions with their control words, loops, one iteration.
 
-Hopper's instructions are 16 bytes. The upper half ends in what the compiler decided about time: the
-clocks before the next instruction of the warp may issue, the scoreboards that this one sets when its
-result arrives or its operands are read, and those that it waits for. (Decoded as in Jia et al.,
-"Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2.1; the layout
-has not changed since.)
+Hopper's instructions are 16 bytes. The upper half ends in what the compiler decided about time:
+the clocks before the next instruction of the warp may issue, the scoreboards that this one sets
+when its result arrives or its operands are read, and those that it waits for. (Decoded as in Jia et
+al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2.1.)
 """
 
 from __future__ import annotations
@@ -56,6 +55,21 @@ class Instruction:
     def opcode(self) -> str:
         """Without them: ``QGMMA``."""
         return self.name.partition(".")[0]
+
+    @cached_property
+    def scoreboards(self) -> tuple[int, ...]:
+        """Those that it waits for."""
+        return tuple(scoreboard for scoreboard in range(6) if self.waits >> scoreboard & 1)
+
+    @cached_property
+    def awaits_products(self) -> bool:
+        """Whether it waits for the warp's own tensor products."""
+        return self.name.startswith("WARPGROUP.DEPBAR")
+
+    @cached_property
+    def is_barrier(self) -> bool:
+        """Whether it waits for the other warps."""
+        return self.name.startswith("BAR.SYNC")
 
     @property
     def target(self) -> int | None:
@@ -131,20 +145,25 @@ class Loop:
         """
         index, found = self.header, [self.code[self.header]]
         while True:
-            ways = sorted(self._ways(index), key=lambda way: way[0])
-            _, following = ways[-1 if longer() else 0] if len(ways) > 1 else ways[0]
+            ways = self._ways[index]
+            following = ways[-1 if len(ways) > 1 and longer() else 0]
             if following is None:
                 return found
             index = following
             found.append(self.code[index])
 
-    def _ways(self, index: int) -> list[tuple[int, int | None]]:
-        """(instructions still to come on the longest way, the next index or None for the end)."""
-        ways: list[tuple[int, int | None]] = [
-            (self._ahead[after], after) for after in self.edges[index] if after in self._ahead
-        ]
-        ways = [*ways, (0, None)] if index in self.ends else ways
-        return [way for way in ways if way[1] not in self.spins] or ways
+    @cached_property
+    def _ways(self) -> dict[int, list[int | None]]:
+        """What can follow an index, the shortest way first; None is the iteration's end."""
+        found: dict[int, list[int | None]] = {}
+        for index in self._ahead:
+            ways: list[tuple[int, int | None]] = [
+                (self._ahead[after], after) for after in self.edges[index] if after in self._ahead
+            ]
+            ways += [(0, None)] if index in self.ends else []
+            ways = [way for way in ways if way[1] not in self.spins] or ways
+            found[index] = [after for _, after in sorted(ways, key=lambda way: way[0])]
+        return found
 
     @cached_property
     def _ahead(self) -> dict[int, int]:
@@ -162,10 +181,10 @@ class Loop:
 def loops(code: list[Instruction]) -> list[Loop]:
     """Every loop of a kernel, the smallest first, then by address."""
     edges = _edges(code)
-    back = _back_edges(edges)
+    back, reached = _back_edges(edges)
     before: dict[int, list[int]] = {index: [] for index in edges}
-    for index, after in edges.items():
-        for other in after:
+    for index in reached:
+        for other in edges[index]:
             before[other].append(index)
     bodies: dict[int, set[int]] = {}
     for end, header in sorted(back):
@@ -221,28 +240,26 @@ def _edges(code: list[Instruction]) -> dict[int, tuple[int, ...]]:
     return edges
 
 
-def _back_edges(edges: Mapping[int, tuple[int, ...]]) -> set[tuple[int, int]]:
-    """Edges to an instruction that is on the way to them, in a walk in depth from the first."""
+def _back_edges(edges: Mapping[int, tuple[int, ...]]) -> tuple[set[tuple[int, int]], set[int]]:
+    """Edges to an instruction that is on the way to them, and what a walk from the first reaches.
+
+    What it does not reach are functions that are called, and nothing.
+    """
     found: set[tuple[int, int]] = set()
-    seen: set[int] = set()
-    for root in (0, *edges):  # what no branch reaches is called, or is not reached at all
-        if root in seen:
-            continue
-        stack, path = [(root, iter(edges[root]))], {root}
-        seen.add(root)
-        while stack:
-            index, rest = stack[-1]
-            after = next(rest, None)
-            if after is None:
-                stack.pop()
-                path.discard(index)
-            elif after in path:
-                found.add((index, after))
-            elif after not in seen:
-                seen.add(after)
-                path.add(after)
-                stack.append((after, iter(edges[after])))
-    return found
+    stack, path, seen = [(0, iter(edges[0]))], {0}, {0}
+    while stack:
+        index, rest = stack[-1]
+        after = next(rest, None)
+        if after is None:
+            stack.pop()
+            path.discard(index)
+        elif after in path:
+            found.add((index, after))
+        elif after not in seen:
+            seen.add(after)
+            path.add(after)
+            stack.append((after, iter(edges[after])))
+    return found, seen
 
 
 def _children_first(root: int, edges: Mapping[int, tuple[int, ...]]) -> list[int]:

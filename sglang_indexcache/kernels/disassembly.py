@@ -76,7 +76,7 @@ def find_cuobjdump() -> Path | None:
 
 
 def listing(library: Path) -> str:
-    """cuobjdump's text of a built library or a cubin: instructions and their encodings.
+    """Cuobjdump's text of a built library or a cubin: instructions and their encodings.
 
     Raises:
         KernelError: no cuobjdump, or it fails.
@@ -93,9 +93,7 @@ def listing(library: Path) -> str:
 def functions(text: str) -> dict[str, str]:
     """The part of a listing that belongs to each kernel, by its readable name."""
     parts = _FUNCTION.split(text)[1:]
-    return {
-        readable(symbol): body for symbol, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    return {readable(symbol): body for symbol, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
