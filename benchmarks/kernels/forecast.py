@@ -307,7 +307,7 @@ def _decode_rows(loops: Mapping[str, Modelled]) -> list[Row]:
             theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
             goal = "indexer_decode" + ("" if context >= LONG else "_short")
             bound = "memory" if logits > ours["central"] / 2 else "top-k: one SM a row"
-            shape = f"{batch} requests, {context // 1024}K, 32 or 64 heads"
+            shape = f"{_requests(batch)}, {context // 1024}K, 32 or 64 heads"
             found.append(
                 row(goal, shape, ours, theirs, bound, "bandwidth; published top-k, scaled")
             )
@@ -334,9 +334,13 @@ def _attention_rows(loops: Mapping[str, Modelled]) -> list[Row]:
             theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
             bound = "serial steps on few SMs" if converted is None else "one or two loads in flight"
             source = "pegainfer #624" if batch < 64 else "FlashMLA's README, scaled"
-            shape = f"{batch} requests, 20 heads"
+            shape = f"{_requests(batch)}, 20 heads"
             found.append(row(f"mla_decode_20_{name}", shape, ours, theirs, bound, source))
     return found
+
+
+def _requests(batch: int) -> str:
+    return "1 request" if batch == 1 else f"{batch} requests"
 
 
 def tensor_part(loop: Modelled) -> float:

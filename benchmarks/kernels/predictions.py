@@ -131,7 +131,7 @@ def _ratio(
 
 
 def _requests(batch: int, fp8: bool) -> str:
-    return f"{batch} requests with {'FP8' if fp8 else 'bfloat16'} rows"
+    return f"{batch} request{'s'[: batch > 1]} with {'FP8' if fp8 else 'bfloat16'} rows"
 
 
 def _by_hand(name: str, how: str, low: float, high: float, otherwise: str) -> dict[str, Any]:
