@@ -20,7 +20,7 @@ from benchmarks.kernels.machine import LOAD_CLOCKS, blocks_of_an_sm, pipe_of
 from benchmarks.kernels.sass import Instruction, Loop, innermost, mix, parse
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels.build import ARCHITECTURE, build, find_nvcc, source_folder
-from sglang_indexcache.kernels.disassembly import listing, usage
+from sglang_indexcache.kernels.disassembly import Usage, listing, usage
 
 ALLOWED_SLOWDOWN = 1.03
 TAKEN = (1.0, 0.75)
@@ -40,7 +40,7 @@ class HotLoop:
         warps: of one sub-partition that run it, of all the blocks of an SM.
         unit: what they do together in an iteration each.
         threads: of a block.
-        shared: the struct in dynamic shared memory, and the bytes beside it.
+        shared: dynamic shared memory of a block, as the launch has it in C++.
         loads: latencies of loads that are assumed, the least first.
     """
 
@@ -55,13 +55,13 @@ class HotLoop:
 
 
 def _indexer(kernel: str, tile: str, warps: int, unit: str) -> HotLoop:
-    struct = f"indexer::{tile} + kSwizzlePeriod"
-    return HotLoop("indexer", kernel, {"QGMMA": 4}, warps, unit, 384, struct)
+    shared = f"sizeof(indexer::{tile}) + kSwizzlePeriod"
+    return HotLoop("indexer", kernel, {"QGMMA": 4}, warps, unit, 384, shared)
 
 
 _SELECT = "SelectShared<indexer::Tile<{}>>"
 _RING = "Ring<indexer::Tile<{}>>"
-_ATTEND = "sparse_mla::Shared + kSwizzlePeriod"
+_ATTEND = "sparse_mla::kSharedBytes"
 HOT_LOOPS: dict[str, HotLoop] = {
     "select_32": _indexer(
         "select_kernel<32, 8>", _SELECT.format("32, 8"), 2, "2 pages of 64 keys x 256 columns"
@@ -82,7 +82,7 @@ HOT_LOOPS: dict[str, HotLoop] = {
         8,
         "8192 logits of one row into the histogram",
         1024,
-        "topk::Scratch",
+        "sizeof(topk::Scratch)",
         (350.0, 700.0),
     ),
     "attend_bf16": HotLoop(
@@ -118,7 +118,7 @@ class Modelled:
             warps and what is assumed of the data; every warp does one iteration.
         tensor, issue: parts of the time in the least.
         registers: of a thread at entry.
-        shared: dynamic, bytes of a block.
+        shared: bytes of a block, static and dynamic.
         blocks: that an SM holds.
     """
 
@@ -156,15 +156,16 @@ def model_all() -> dict[str, Modelled]:
     """
     sizes = shared_sizes(sorted({loop.shared for loop in HOT_LOOPS.values()}))
     codes: dict[str, list[Instruction]] = {}
-    registers: dict[str, int] = {}
+    used: dict[str, Usage] = {}
     for folder in sorted({loop.folder for loop in HOT_LOOPS.values()}):
         library = build(folder)
         codes |= parse(listing(library.path))
-        registers |= {one.kernel: one.registers for one in usage(library.log.read_text())}
-    return {
-        name: model(hot, codes[hot.kernel], registers[hot.kernel], sizes[hot.shared])
-        for name, hot in HOT_LOOPS.items()
-    }
+        used |= {one.kernel: one for one in usage(library.log.read_text())}
+    found = {}
+    for name, hot in HOT_LOOPS.items():
+        own = used[hot.kernel]
+        found[name] = model(hot, codes[hot.kernel], own.registers, sizes[hot.shared] + own.shared)
+    return found
 
 
 def model(hot: HotLoop, code: list[Instruction], registers: int, shared: int) -> Modelled:
@@ -213,7 +214,7 @@ def clocks_of(
 
 
 def shared_sizes(expressions: Sequence[str]) -> dict[str, int]:
-    """Bytes of ``struct`` or ``struct + constant`` of ``csrc/``, as nvcc lays them out.
+    """What C++ expressions of ``csrc/`` come to, as nvcc lays structs out; bytes.
 
     Raises:
         KernelError: nvcc does not compile it.
@@ -221,9 +222,7 @@ def shared_sizes(expressions: Sequence[str]) -> dict[str, int]:
     lines = ["indexer/select.cuh", "indexer/logits.cuh", "sparse_mla/attend.cuh", "topk/row.h"]
     source = "".join(f'#include "{line}"\n' for line in lines) + "namespace indexcache {\n"
     for number, expression in enumerate(expressions):
-        struct, _, beside = expression.partition(" + ")
-        size = f"sizeof({struct}) + {beside}" if beside else f"sizeof({struct})"
-        source += f'extern "C" {{ __device__ char size_{number}[{size}]; }}\n'
+        source += f'extern "C" {{ __device__ char size_{number}[{expression}]; }}\n'
     with tempfile.TemporaryDirectory() as folder:
         path, ptx = Path(folder) / "sizes.cu", Path(folder) / "sizes.ptx"
         path.write_text(source + "}\n")
