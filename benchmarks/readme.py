@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.kernels import forecast
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
@@ -26,11 +27,15 @@ from sglang_indexcache.serving.features import FEATURES
 from sglang_indexcache.support.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    Path("README.md"),
-    Path("docs/benchmarks.md"),
-    Path("docs/search.md"),
-    Path("docs/serving.md"),
+PAGES = tuple(
+    Path(page)
+    for page in (
+        "README.md",
+        "docs/benchmarks.md",
+        "docs/kernels.md",
+        "docs/search.md",
+        "docs/serving.md",
+    )
 )
 RESULTS = Path("benchmarks/results")
 _PAPER_LENGTHS = (10_000, 60_000, 120_000, 200_000)
@@ -94,6 +99,10 @@ def _stack_check(folder: Path, path: str) -> str:
     return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
 
 
+def _forecast(folder: Path, path: str) -> str:
+    return forecast.table(json.loads((folder / path).read_text())).to_markdown()
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -154,6 +163,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-47": (_searches, "search/synthetic-47.json"),
     "search-78": (_searches, "search/synthetic-78.json"),
     "search-races": (_races, "search/races.json"),
+    "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""

@@ -77,8 +77,11 @@ template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, int cluster,
             cudaStream_t stream, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  const cudaError_t granted = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  TVM_FFI_CHECK(granted == cudaSuccess, RuntimeError)
+      << "this GPU or driver does not give a block " << shared << " bytes of dynamic shared memory ("
+      << cudaGetErrorString(granted) << "); use the triton implementation";
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;

@@ -233,6 +233,7 @@ int check_constant(const char* name) {
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("gate.list_capacity")) return indexer::kListCapacity;
   if (is("gate.check_keys")) return indexer::kCheckKeys;
+  if (is("indexer.max_pages")) return indexer::kMaxPages;
   if (is("topk.list_capacity")) return topk::kListCapacity;
   if (is("mla.rows")) return sparse_mla::kRows;
   if (is("mla.keys")) return sparse_mla::kKeys;

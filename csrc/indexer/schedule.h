@@ -44,6 +44,8 @@ IC_HD int page_step(int pages) {
   }
 }
 
+// 32 bits are enough for kMaxPages pages, which is all that the host lets through.
+constexpr int kMaxPages = 1 << 16;
 IC_HD int spread_page(int i, int step, int pages) {
   return int(uint32_t(i) * uint32_t(step) % uint32_t(pages));
 }

@@ -29,7 +29,7 @@ struct Params {
   int rows_per_tile;
   float scale_log2;  // softmax scale * log2(e)
   // Lists: [tiles, list_stride]. Packed lists have masks and counts; without masks a tile is one
-  // row, its list ends at the first -1, and all of it is the row's.
+  // row, and every slot of its list that is not -1 is the row's.
   const int* slots;
   const unsigned char* masks;
   const int* counts;
@@ -39,15 +39,25 @@ struct Params {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Keys of the tile's list. Every thread of the block.
+// Keys of the tile's list, -1 among them included. Every thread of the block; all of them, and those
+// of the cluster's other blocks, get the same. Exact where -1 stands at the end only; else up to
+// kThreads too many, which are -1.
 __device__ __forceinline__ int list_length(const Params& params, const int* list, int tile) {
   if (params.counts != nullptr) return params.counts[tile];
+  int last = 0;  // the last kThreads slots with a key among them: their first, and how many keys
   int count = 0;
+  bool own = false;
   for (int base = 0; base < params.list_stride; base += kThreads) {
     const int i = base + threadIdx.x;
-    count += __syncthreads_count(i < params.list_stride && list[i] >= 0);
+    const bool valid = i < params.list_stride && list[i] >= 0;
+    const int found = __syncthreads_count(valid);
+    if (found == 0) continue;
+    last = base;
+    count = found;
+    own = valid;
   }
-  return count;
+  const int in_front = __syncthreads_count(own && int(threadIdx.x) < count);
+  return in_front == count ? last + count : smaller(last + kThreads, params.list_stride);
 }
 
 // Every thread of the block; rows of the tile that are no query head become zeros.
@@ -151,7 +161,7 @@ __device__ __forceinline__ void load_keys(Shared& shared, const Params& params, 
       slots[j] = key < left ? keys[key] : -1;
     }
     unsigned char mask = 0;
-    if (thread < left) mask = masks == nullptr ? 1 : masks[step * kKeys + thread];
+    if (thread < left) mask = masks == nullptr ? keys[thread] >= 0 : masks[step * kKeys + thread];
 
     mbarrier_wait(&shared.empty[stage], parity);
     shared.masks[stage][thread] = mask;

@@ -1,6 +1,8 @@
 // Shapes and shared memory of the sparse MLA kernel, and which row of a tile is which query head.
 #pragma once
 
+#include <cstddef>
+
 #include "common/layout.h"
 
 namespace indexcache::sparse_mla {
@@ -51,7 +53,10 @@ struct Shared {
   uint64_t empty[kStages];
 };
 
-static_assert(sizeof(Shared) + kSwizzlePeriod <= 227 * 1024, "shared memory of a block");
+// What a block asks for: up to the last member, without the padding to whole periods behind it, and
+// what aligning the first may take.
+constexpr int kSharedBytes = offsetof(Shared, empty) + sizeof(Shared::empty) + kSwizzlePeriod;
+static_assert(kSharedBytes + 512 <= 227 * 1024, "room for what a toolkit may reserve in a block");
 
 // A tile's rows: `heads` heads of each of its query rows, one query row after the other.
 struct TileRows {

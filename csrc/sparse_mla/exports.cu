@@ -57,7 +57,7 @@ void run_attend(TensorView q, TensorView cache, TensorView slots, Optional<Tenso
                          data_or_null<int>(counts), int(slots.size(1))};
   launch(fp8 ? attend_kernel<true> : attend_kernel<false>,
          ::dim3(ceil_div(rows, int(rows_per_tile)) * cluster, head_blocks(heads)), kThreads,
-         sizeof(Shared) + kSwizzlePeriod, int(cluster), place.stream(), params);
+         kSharedBytes, int(cluster), place.stream(), params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_mla_pack, run_pack);

@@ -15,8 +15,10 @@ from sglang_indexcache.kernels.contract import (
     LATENT_DIM,
     MAX_MLA_HEADS,
     MAX_NEXT_N,
+    MAX_PAGES,
     MAX_TOPK,
     PAGE_BYTES,
+    PAGE_TOKENS,
     IndexerBatch,
 )
 
@@ -85,6 +87,12 @@ def check_indexer(op: str, batch: IndexerBatch) -> None:
     heads, rows, requests = (arguments.sizes[letter] for letter in "HTB")
     arguments.check("query_starts", batch.query_starts, torch.int32, [requests + 1])
     arguments.require(heads in INDEXER_HEADS, f"{heads} heads; there are {INDEXER_HEADS}")
+    width = arguments.sizes["W"]
+    arguments.require(
+        width <= MAX_PAGES,
+        f"block_table has {width} columns; {MAX_PAGES} ({MAX_PAGES * PAGE_TOKENS} tokens) are the "
+        "most: start the engine with a shorter context",
+    )
     if batch.query_starts is None:
         each = batch.rows_per_request
         arguments.require(

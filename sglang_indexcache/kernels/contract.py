@@ -57,13 +57,14 @@ may differ only where logits are within the tolerance of the k-th.
   bfloat16 rotary. A row means ``bfloat16(float32(e4m3) * scale)`` and its rotary part as stored:
   attention over an FP8 cache is by definition attention over those bfloat16 rows.
 
-**Attention.** ``slots[row]`` lists physical slots, padding (-1) at the end only; a kernel may stop
-at the first -1. A slot may occur twice and then counts twice. With ``s_j = scale * q . row_j`` in
-float32, ``lse = ln(sum_j exp(s_j))``, ``out = sum_j exp(s_j - lse) * row_j[:512]``, probabilities
-rounded to bfloat16 before the second product. ``sinks`` (``[Hq]`` float32, infinities allowed)
-adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as it is, so that splits combine
-(FlashMLA's ``attn_sink``). A row without any slot gives zeros and ``-inf``. Within
-:func:`mla_tolerance` of float64, and the same bits on every run.
+**Attention.** ``slots[row]`` lists physical slots; -1 is no slot, wherever it stands. Our
+selections have it at the end only, where it costs nothing; another's may not, and a kernel that
+stopped at the first would drop rows silently. A slot may occur twice and then counts twice. With
+``s_j = scale * q . row_j`` in float32, ``lse = ln(sum_j exp(s_j))``, ``out = sum_j exp(s_j - lse)
+* row_j[:512]``, probabilities rounded to bfloat16 before the second product. ``sinks`` (``[Hq]``
+float32, infinities allowed) adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as
+it is, so that splits combine (FlashMLA's ``attn_sink``). A row without any slot gives zeros and
+``-inf``. Within :func:`mla_tolerance` of float64, and the same bits on every run.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ MAX_TOPK = 2048
 MAX_NEXT_N = 4
 """Rows of every request of a batch without ``query_starts``."""
 MAX_TOKENS = 1 << 20
-"""Tokens of one request that a row may see."""
+"""Tokens of one request that a row may see. A table may be wider: engines round up."""
+MAX_PAGES = 1 << 16
+"""Columns of a block table. The fused kernel visits pages in an order that multiplies two of their
+numbers in 32 bits (``spread_page`` of csrc/indexer/schedule.h): beyond, it would repeat some."""
 MAX_MLA_HEADS = 128
 INDEXER_HEADS = (8, 16, 32, 64)
 WORKSPACE_BYTES = 512 << 20

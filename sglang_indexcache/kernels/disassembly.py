@@ -14,6 +14,7 @@ from sglang_indexcache.kernels.build import find_nvcc
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
 _NAME = re.compile(r"(?<=\d)([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?")
 _FUNCTION = re.compile(r"Function : (\w+)")
 _LINE = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+([^;]+?)\s*;", re.MULTILINE)
@@ -29,12 +30,14 @@ class Usage:
         registers: at entry; roles that call for more (setmaxnreg) have more.
         stack: bytes of local memory a thread.
         spills: bytes of spill stores and loads.
+        shared: bytes of static shared memory a block.
     """
 
     kernel: str
     registers: int
     stack: int
     spills: int
+    shared: int = 0
 
 
 def readable(symbol: str) -> str:
@@ -55,7 +58,9 @@ def usage(log: str) -> list[Usage]:
         if symbol is None or stack is None or registers is None:
             raise KernelError(f"ptxas says nothing known of a kernel: {part[:200]!r}")
         spills = int(stack[2]) + int(stack[3])
-        found.append(Usage(readable(symbol[1]), int(registers[1]), int(stack[1]), spills))
+        shared = _SHARED.search(part)
+        sizes = int(registers[1]), int(stack[1]), spills, int(shared[1]) if shared else 0
+        found.append(Usage(readable(symbol[1]), *sizes))
     return found
 
 
@@ -75,8 +80,8 @@ def find_cuobjdump() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
-    """The SASS of each kernel of a built library: addresses and instructions, in order.
+def listing(library: Path) -> str:
+    """Cuobjdump's text of a built library or a cubin: instructions and their encodings.
 
     Raises:
         KernelError: no cuobjdump, or it fails.
@@ -87,10 +92,24 @@ def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
     done = subprocess.run([tool, "-sass", library], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise KernelError(f"{tool} -sass {library} failed: {done.stderr.strip()}")
-    parts = _FUNCTION.split(done.stdout)[1:]
+    return done.stdout
+
+
+def functions(text: str) -> dict[str, str]:
+    """The part of a listing that belongs to each kernel, by its readable name."""
+    parts = _FUNCTION.split(text)[1:]
+    return {readable(symbol): body for symbol, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
+    """The SASS of each kernel of a built library: addresses and instructions, in order.
+
+    Raises:
+        KernelError: no cuobjdump, or it fails.
+    """
     return {
-        readable(symbol): [(int(line[1], 16), line[2]) for line in _LINE.finditer(body)]
-        for symbol, body in zip(parts[::2], parts[1::2], strict=True)
+        kernel: [(int(line[1], 16), line[2]) for line in _LINE.finditer(body)]
+        for kernel, body in functions(listing(library)).items()
     }
 
 

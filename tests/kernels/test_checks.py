@@ -57,6 +57,14 @@ def test_right_arguments_pass() -> None:
         ({"weights": torch.zeros(32, 4).T}, "weights must be contiguous"),
         ({"pages": torch.zeros(3, 64, 132, dtype=torch.uint8)}, r"pages must be \[P, 8448\]"),
         ({"visible": torch.zeros(4, dtype=torch.int64)}, "visible must be .* int32"),
+        (
+            {"block_table": torch.zeros(2, 1, dtype=torch.int32).expand(2, 65_537)},
+            "block_table must be contiguous",
+        ),
+        (
+            {"block_table": torch.zeros(2, 65_537, dtype=torch.int32)},
+            r"block_table has 65537 columns; 65536 \(4194304 tokens\) are the most",
+        ),
         ({"query_starts": torch.zeros(2, dtype=torch.int32)}, r"query_starts must be \[3\]"),
         (
             {"q": torch.zeros(4, 12, 128, dtype=FP8), "weights": torch.zeros(4, 12)},

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from sglang_indexcache.kernels.contract import MAX_PAGES
 from tests.kernels import cuda_host
 from tests.kernels.cuda_host import host, pointer
 
@@ -233,8 +234,14 @@ def test_pages_of_a_segment(visible: list[int], trivial: int) -> None:
     assert found == -(-most // 64)
 
 
+def test_the_host_lets_through_what_the_order_of_pages_can_count() -> None:
+    """From 65 537 pages on their product wraps, and pages were visited twice or never."""
+    assert cuda_host.constant("indexer.max_pages") == MAX_PAGES
+    assert (MAX_PAGES - 1) ** 2 < 1 << 32
+
+
 @settings(deadline=None)
-@given(st.integers(1, 1 << 14))
+@given(st.one_of(st.integers(1, 1 << 14), st.integers(MAX_PAGES - 3, MAX_PAGES)))
 def test_every_page_is_visited_once_and_evenly(pages: int) -> None:
     order = np.empty(pages, dtype=np.int32)
     host().check_page_order(c_int(pages), pointer(order))

@@ -170,6 +170,23 @@ def test_select_decode_in_parts(
     np.testing.assert_array_equal(chosen.numpy(), wanted)
 
 
+@pytest.mark.parametrize("as_slots", [False, True])
+def test_few_long_rows_do_not_leave_multiprocessors_idle(
+    as_slots: bool,
+    emulated: Emulated,
+    random: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prefill of fewer tiles than multiprocessors whose logits do not fit at once: still split
+    over its keys, in parts that begin and end within requests."""
+    batch = Batch(random, 32, [3, 0, 4], [130, 9, 200], padding=1)
+    width = batch.table.shape[1] * 64
+    monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * width * 4 + 3)
+    chosen = indexer.select(on_torch(batch), 40, as_slots=as_slots)
+    assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 4
+    np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=as_slots))
+
+
 @pytest.mark.parametrize("gap", [0, 8])
 def test_decode_logits_into_strided_rows(
     gap: int, emulated: Emulated, random: np.random.Generator

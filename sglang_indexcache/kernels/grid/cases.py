@@ -260,6 +260,7 @@ class AttentionCase:
         fp8: the cache's layout.
         sinks: None, "random", or "infinite" (one +inf, one -inf).
         repeats: a slot may be listed more than once.
+        holes: padding stands anywhere in the lists, and not at their ends.
     """
 
     counts: tuple[int, ...]
@@ -268,10 +269,12 @@ class AttentionCase:
     fp8: bool = False
     sinks: Literal["random", "infinite"] | None = None
     repeats: bool = False
+    holes: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.heads}-heads", "fp8" if self.fp8 else "bf16", f"k{self.topk}"]
         parts += [f"{self.sinks}-sinks"] * bool(self.sinks) + ["repeats"] * self.repeats
+        parts += ["holes"] * self.holes
         return f"{'-'.join(parts)}-rows{len(self.counts)}"
 
 
@@ -283,6 +286,8 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase((65, 130), 130, 16, repeats=True),
     AttentionCase((100, 1), 100, 64),
     AttentionCase((70,), 128, 128, fp8=True, sinks="random"),
+    AttentionCase((40, 0, 1, 300), 520, 20, holes=True),
+    AttentionCase((40, 0, 1, 130), 200, 20, fp8=True, sinks="random", holes=True),
     AttentionCase((0, 0), 64, 3),
     AttentionCase((), 64, 20),
 )
@@ -292,6 +297,7 @@ WIDE_ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase(_UNEVEN * 115, 64, 20, sinks="random"),
     AttentionCase(_UNEVEN * 115, 64, 20, fp8=True, repeats=True),
     AttentionCase(_UNEVEN * 80, 64, 32, fp8=True),
+    AttentionCase(_UNEVEN * 80, 100, 20, holes=True),
     AttentionCase(_UNEVEN * 40, 64, 100),
 )
 """Queries enough to fill a GPU, see :data:`WIDE_PREFILL`."""
@@ -302,6 +308,7 @@ LARGE_ATTENTION: tuple[AttentionCase, ...] = (
         for heads in (1, 5, 16, 20, 32, 64, 100, 128)
         for fp8 in (False, True)
     ),
+    *(AttentionCase((1900, 3, 0, 700), 2048, 20, fp8, holes=True) for fp8 in (False, True)),
     *(
         AttentionCase((2048, 1999) * (400 if heads == 20 else 150), 2048, heads, fp8)
         for heads in (20, 128)
@@ -338,6 +345,8 @@ def attention_inputs(
         else:
             drawn = torch.randperm(pool, generator=generator)[:count]
         row[:count] = drawn.to(torch.int32)
+        if case.holes:
+            row[:] = row[torch.randperm(case.topk, generator=generator)]
     listed = torch.zeros(pool, dtype=torch.bool)
     listed[slots[slots >= 0].long()] = True
     cache[~listed] = 0x7F if case.fp8 else float("nan")

@@ -3,7 +3,7 @@
 Selection takes one of two ways. *Fused*: one launch streams the logits through a gate and no matrix
 is made. *In two launches*: logits to scratch memory, then top-k; its first launch splits one row's
 keys over many SMs, so it is for batches of few rows: every decode, and prefills too short to give
-each SM a tile.
+each SM a tile, as many rows at a time as the scratch has room for.
 """
 
 import torch
@@ -53,13 +53,9 @@ def select(
     if rows == 0:
         return out
     width = batch.block_table.shape[1] * PAGE_TOKENS
-    if batch.query_starts is None:
-        _in_parts(batch, width, as_slots, out)
-        return out
     tiles, sms = -(-rows // select_rows(heads)), multiprocessors(batch.q.device)
-    if tiles < sms and rows * width * 4 <= WORKSPACE_BYTES:
-        scores = torch.empty(rows, width, dtype=torch.float32, device=batch.q.device)
-        _in_two_launches(batch, scores, as_slots, out)
+    if batch.query_starts is None or tiles < sms:
+        _in_parts(batch, width, as_slots, out)
     else:
         _fused(batch, min(tiles, sms), as_slots, out)
     return out
@@ -82,8 +78,8 @@ def _fused(batch: IndexerBatch, blocks: int, as_slots: bool, out: torch.Tensor) 
 
 
 def _in_parts(batch: IndexerBatch, width: int, as_slots: bool, out: torch.Tensor) -> None:
-    """Equal rows a request: as many requests at a time as the workspace has room for."""
-    rows, each = len(out), batch.rows_per_request
+    """As many rows at a time as the workspace has room for; in decode those of whole requests."""
+    rows, each = len(out), _rows_per_request(batch)
     at_once = each * max(1, WORKSPACE_BYTES // max(1, each * width * 4))
     shape = (min(rows, at_once), width)
     scratch = torch.empty(shape, dtype=torch.float32, device=batch.q.device)

@@ -39,7 +39,8 @@ def sparse_mla(
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     out.zero_()
     lse.fill_(float("-inf"))
-    chosen = (slots >= 0).sum(-1)
+    places = torch.arange(1, slots.shape[1] + 1, device=slots.device)
+    chosen = torch.where(slots >= 0, places, 0).amax(-1)  # one past each row's last
     longest = int(chosen.max()) if tokens else 0
     if longest == 0:
         return out, lse
@@ -54,14 +55,14 @@ def sparse_mla(
             values, lse[rows] = _attend(q[rows], gathered, listed < 0, scale, value_dim)
             if sinks is not None:  # exp(lse) / (exp(lse) + exp(sink))
                 values = values * torch.sigmoid(lse[rows] - sinks)[..., None]
-            out[rows] = values.masked_fill_(listed[:, :1, None] < 0, 0.0)
+            out[rows] = values.masked_fill_((chosen[rows] == 0)[:, None, None], 0.0)
     return out, lse
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """``[count, width, D]`` rows of ``[count, width]`` slots; ``scratch`` receives them."""
-    # Padding repeats the row's first choice: even with weight 0 an unchosen row must not be read.
-    readable = torch.where(slots < 0, slots[:, :1], slots).clamp_min_(0)
+    # Padding repeats one of the row's choices: even with weight 0 an unchosen row must not be read.
+    readable = torch.where(slots < 0, slots.amax(-1, keepdim=True), slots).clamp_min_(0)
     rows = scratch[: slots.numel()]
     torch.index_select(cache, 0, readable.reshape(-1), out=rows)
     if cache.dtype == torch.uint8:

@@ -188,11 +188,11 @@ def _attend(
         query = query.to(tl.float32)
         turned = turned.to(tl.float32)
 
-    # Padding stands at the end only, so its count says how far to read.
+    # What stands behind the last slot is not read.
     count = 0
     for start in range(0, listed, BLOCK_ROWS):
         slot = tl.load(chosen + start + steps, mask=start + steps < listed, other=-1)
-        count += tl.sum((slot >= 0).to(tl.int32), 0)
+        count = tl.maximum(count, tl.max(tl.where(slot >= 0, start + steps + 1, 0), 0))
     # Whole blocks of what this query really lists, so that parts of short lists stay even.
     part = tl.cdiv(tl.cdiv(count, BLOCK_ROWS), SPLITS) * BLOCK_ROWS
 
@@ -201,8 +201,8 @@ def _attend(
     sums = tl.zeros((BLOCK_HEADS, _VALUE), tl.float32)
     for start in range(split * part, tl.minimum((split + 1) * part, count), BLOCK_ROWS):
         # Rows that are not there are zeros: 0 x NaN from an unlisted row would be NaN.
-        present = start + steps < count
-        slot = tl.load(chosen + start + steps, mask=present, other=0).to(tl.int64)
+        slot = tl.load(chosen + start + steps, mask=start + steps < count, other=-1).to(tl.int64)
+        present = slot >= 0
         if FP8:
             stored = tl.load(
                 values + slot[:, None] * row_stride + value_dims[None, :],
@@ -240,9 +240,10 @@ def _attend(
         # Base 2: exp2 is an instruction, exp is exp2 and a multiplication.
         scores = tl.where(present[None, :], scores * (scale * _LOG2E), float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        # Every block has a row, so ``higher`` is finite; the first peak is -inf, and shrinks to 0.
-        shrink = tl.exp2(peak - higher)
-        weight = tl.exp2(scores - higher[:, None])
+        # While there is no row, ``higher`` is -inf too, and everything before it shrinks to 0.
+        shift = tl.where(higher > float("-inf"), higher, 0.0)
+        shrink = tl.exp2(peak - shift)
+        weight = tl.exp2(scores - shift[:, None])
         total = total * shrink + tl.sum(weight, 1)
         sums = tl.dot(_bfloat16(weight, INTERPRETED), latent, sums * shrink[:, None])
         peak = higher

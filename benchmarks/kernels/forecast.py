@@ -1,0 +1,468 @@
+"""What our kernels would take on an H200 beside the engine's, by a model: no card has run them.
+
+    python -m benchmarks.kernels.forecast [--reason LOOP TEXT] [--out FILE]
+
+Compiles ``csrc/``, models the hot loops (``hot_loops.py``), and makes of their clocks and of what
+is stated here the time of the benchmark's shapes. The engine's times are published ones, or follow
+from them: each says where it is from. Writes ``benchmarks/results/kernels/forecast.json`` and
+prints its table; fill ``docs/kernels.md`` with ``python -m benchmarks.readme`` afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from benchmarks.kernels import engine_loops, gate_counts, hot_loops
+from benchmarks.kernels.hot_loops import Modelled
+from benchmarks.kernels.machine import (
+    CLUSTERS,
+    GHZ,
+    MEMORY_BYTES_PER_SECOND,
+    MULTIPROCESSORS,
+    SILICON,
+)
+from benchmarks.kernels.predictions import predictions
+from sglang_indexcache.bench.tables import Grid
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels.build import nvcc_version
+from sglang_indexcache.kernels.contract import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS
+from sglang_indexcache.kernels.indexer.cuda import select_rows
+from sglang_indexcache.kernels.sparse_mla.cuda import cluster_size, rows_per_tile
+
+RESULT = Path(__file__).parents[1] / "results" / "kernels" / "forecast.json"
+CONTEXTS = (10_240, 61_440, 122_880, 204_800)
+ROWS, TOPK = 8192, 2048
+LONG = 96 * 1024
+"""Contexts from which the goals for prefill hold."""
+Mood: TypeAlias = Literal["optimistic", "central", "pessimistic"]
+MOODS: tuple[Mood, ...] = ("optimistic", "central", "pessimistic")
+
+# -- the engine ----------------------------------------------------------------------------------
+
+DEEP_GEMM_US, DEEP_GEMM_ROWS, DEEP_GEMM_CONTEXT = 931.0, 2048, 32_768
+DEEP_GEMM_FLOPS = 1145e12
+"""DeepGEMM's logits, 64 heads, H200: 931 us for 2048 rows of 32K, 1130 to 1145 TFLOPS from 32K to
+64K (sglang #11989)."""
+SHORT_PART = 0.87
+"""Of that rate at 10K: 960 to 1000 TFLOPS at 4K to 8K (sglang #11989)."""
+TOPK_BYTES_PER_SECOND, TOPK_START = 3.9e12, 150.0
+"""SGLang's v2 top-k reads a long row twice; the rate, and microseconds beside it: assumed."""
+TOPK_ONE_READ = 16_384
+"""Tokens up to which it reads a row once (sglang, topk_v2.cuh)."""
+DECODE_TOPK_US = {61_440: (9.0, 10.0, 14.0), 204_800: (17.0, 19.0, 45.0)}
+"""SGLang's v2 top-k for batches of 1, 8 and 64: 17 to 20 us are published for 8 rows of 128K; the
+others are scaled from it by what is read: assumed."""
+FLASH_MLA_FLOPS = 640e12
+"""FlashMLA's sparse prefill, H800 (its README); it pads to 64 heads."""
+FLASH_MLA_DECODE_US = {1: 22.8, 8: 22.8, 64: 69.0}
+"""22.8 us at few heads, H200 (pegainfer #624); 69 for 64 requests follows from 250 to 280 TFLOPS
+for decode (its README, FP8): assumed."""
+LAUNCH_US, START_US = 4.0, 3.0
+"""Of a launch within a graph, and until its first page is there: assumed."""
+MEMORY_PART = {"ours": 0.85, "engine": 0.90}
+"""Of the bandwidth that decode's logits reach: assumed; ours run two waves and some."""
+ENGINE_RANGE = {"optimistic": 1.15, "central": 1.0, "pessimistic": 0.85}
+"""The engine's times in decode, which are published for other shapes."""
+
+# -- the gate ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GateClocks:
+    """Clocks of the gate's steps, all math warps, during which the tensor cores idle.
+
+    From a cycle model on the pieces of ``select_kernel<32, 8>`` as nvcc 13.0 compiled it, by hand:
+    unlike the hot loops they are not found anew. Change them with gate.h.
+    """
+
+    drain: float = 850  # both warpgroups stop for a check, and start again
+    bins: float = 134  # a row's 64 bins a lane, summed
+    shuffles: float = 205 + 178 + 60
+    walk: float = 56  # one bin of the owner lane's walk
+    count: float = 100  # a row, after the others
+    keep: float = 1280  # a compaction: 1024 entries
+    pass_of_cut: float = 552  # one of 3.5 radix passes in global memory: 1024 entries
+    find_bin: float = 1014  # behind each of them
+    copy: float = 127  # 1024 entries to shared memory
+    pass_of_finish: float = 372
+    find_bin_at_end: float = 787
+    window: float = 1140  # bits of 131072 positions: zero, scan
+    bits: float = 432  # 1024 entries
+    write_slots: float = 1524  # 1024 entries
+    write_positions: float = 700
+    row: float = 600
+
+
+GATE = GateClocks()
+RADIX_PASSES = 3.5
+WALK_STEPS = {"optimistic": 13, "central": 20, "pessimistic": 45}
+"""Bins until the k-th's: depends on the scale of the logits, 0 to 63."""
+LOGIT_MEAN = {"optimistic": 0.0, "central": 0.0, "pessimistic": 10.0}
+"""Of unit normal logits: the benchmark draws zero-mean ones; sums of positive scores are not."""
+CHECK_PAGES = gate_counts.CHECK_KEYS // PAGE_TOKENS
+
+# -- attention -----------------------------------------------------------------------------------
+
+OVERLAP = {"optimistic": 1.2, "central": 1.25, "pessimistic": 1.6}
+"""Union of three neighbours' lists over one list. The benchmark's lists keep 90 % from row to row
+and are drawn anew every 64 rows: 1.25."""
+PACK_US = {"optimistic": 150.0, "central": 170.0, "pessimistic": 200.0}
+"""Packing the lists of 8192 rows: assumed."""
+TILE_START, DECODE_START, DECODE_END = 7000.0, 5000.0, 5000.0
+"""Clocks of a tile beside its steps; in decode before the first step, after the last: assumed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the forecast.
+
+    Attributes:
+        goal: of the design, or a name without a goal.
+        shape: in words.
+        ours_us, engine_us: central, microseconds.
+        low, high: of ``ratio``, engine over ours.
+        bound_by: what ours waits for.
+        engine_source: where its time is from.
+    """
+
+    goal: str
+    shape: str
+    ours_us: float
+    engine_us: float
+    low: float
+    high: float
+    bound_by: str
+    engine_source: str
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster ours are."""
+        return self.engine_us / self.ours_us
+
+    def to_json(self) -> dict[str, Any]:
+        """For the results."""
+        return {
+            "goal": self.goal,
+            "shape": self.shape,
+            "ours_us": round(self.ours_us, 1),
+            "engine_us": round(self.engine_us, 1),
+            "ratio": round(self.ratio, 2),
+            "low": round(self.low, 2),
+            "high": round(self.high, 2),
+            "bound_by": self.bound_by,
+            "engine_source": self.engine_source,
+        }
+
+
+def row(
+    goal: str,
+    shape: str,
+    ours: Mapping[Mood, float],
+    engine: Mapping[Mood, float],
+    bound_by: str,
+    source: str,
+) -> Row:
+    """A line from the times in each mood."""
+    ratios = [engine[mood] / ours[mood] for mood in MOODS]
+    return Row(
+        goal, shape, ours["central"], engine["central"], min(ratios), max(ratios), bound_by, source
+    )
+
+
+def clocks(loop: Modelled, mood: Mood) -> float:
+    """A loop's, by mood."""
+    least, most = loop.clocks
+    return {"optimistic": least, "central": loop.middle, "pessimistic": most}[mood]
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def prefill_parts(loop: Modelled, heads: int, context: int, mood: Mood) -> dict[str, float]:
+    """Clocks of one tile of the fused kernel, the last chunk of a prompt, by part."""
+    rows = select_rows(heads)
+    visible = context - ROWS / 2
+    pages = visible / PAGE_TOKENS
+    counts = gate_counts.average(context, LOGIT_MEAN[mood])
+    check = GATE.drain + rows * (GATE.bins + GATE.count) + GATE.shuffles
+    check += GATE.walk * WALK_STEPS[mood]
+    full = (gate_counts.CAPACITY - gate_counts.CHECK_KEYS) / 1024
+    cut = RADIX_PASSES * (full * GATE.pass_of_cut + GATE.find_bin)
+    left, windows = counts.left / 1024, 1 + visible // 131_072
+    finish = GATE.row + left * GATE.copy
+    finish += RADIX_PASSES * (left * GATE.pass_of_finish + GATE.find_bin_at_end)
+    finish += windows * (GATE.window + left * GATE.bits)
+    finish += left * (GATE.write_positions if mood == "optimistic" else GATE.write_slots)
+    return {
+        "products": pages / 2 * clocks(loop, mood) * SILICON[mood],
+        "check": max(pages / CHECK_PAGES - 1, 0) * check,
+        "keep": rows * (counts.keeps * (full + 1) * GATE.keep + counts.cuts * cut),
+        "finish": rows * finish,
+    }
+
+
+def prefill_us(loop: Modelled, heads: int, context: int, mood: Mood) -> float:
+    """Logits and selection of 8192 rows: whole rounds of tiles over the SMs."""
+    rounds = math.ceil(ROWS / select_rows(heads) / MULTIPROCESSORS)
+    return rounds * sum(prefill_parts(loop, heads, context, mood).values()) / GHZ[mood] / 1e3
+
+
+def deep_gemm_flops(engine: Mapping[str, Any], heads: int) -> float:
+    """Its rate: published for 64 heads; for 32 that over the ratio of the modelled clocks.
+
+    The least clocks of both are compared: the ratio that favours the engine most.
+    """
+    return float(DEEP_GEMM_FLOPS * engine["64"]["clocks"][0] / engine[str(heads)]["clocks"][0])
+
+
+def engine_prefill_us(engine: Mapping[str, Any], heads: int, context: int) -> float:
+    """DeepGEMM's logits and SGLang's v2 top-k."""
+    pairs = ROWS * (context - ROWS / 2)
+    rate = deep_gemm_flops(engine, heads) * (SHORT_PART if context < 20_000 else 1)
+    reads = 1 if context <= TOPK_ONE_READ else 2
+    topk = pairs * 4 * reads / TOPK_BYTES_PER_SECOND * 1e6 + TOPK_START
+    return pairs * heads * INDEX_DIM * 2 / rate * 1e6 + topk
+
+
+def decode_logits_us(batch: int, context: int, part: float) -> float:
+    """Bound by memory: every page once."""
+    read = batch * context * (PAGE_BYTES / PAGE_TOKENS) / MEMORY_BYTES_PER_SECOND * 1e6
+    return max(LAUNCH_US, read / part + START_US)
+
+
+def decode_topk_us(loop: Modelled, context: int, mood: Mood) -> float:
+    """A row is one block: two passes, and 8 us for the launch and the exact end (assumed)."""
+    return 2 * context / 8192 * clocks(loop, mood) / GHZ[mood] / 1e3 + 8
+
+
+def mla_prefill_us(step: Modelled, heads: int, mood: Mood, *, reused: bool = False) -> float:
+    """8192 rows; a tile is the rows that fit into 64 heads, over the union of their lists."""
+    together = rows_per_tile(ROWS, heads, TOPK, MULTIPROCESSORS)
+    union = OVERLAP[mood] if together > 1 else 1.0
+    tile = math.ceil(TOPK * union / 64) * clocks(step, mood) + TILE_START
+    pack = PACK_US[mood] if together > 1 and not reused else 0.0
+    return math.ceil(ROWS / together) / MULTIPROCESSORS * tile / GHZ[mood] / 1e3 + pack
+
+
+def mla_decode_us(
+    step: Modelled, batch: int, heads: int, mood: Mood, load: Modelled | None = None
+) -> float:
+    """A list is split over a cluster; with FP8 rows two stages load side by side, then convert."""
+    size = cluster_size(batch, heads, TOPK, MULTIPROCESSORS)
+    steps = TOPK // 64 // size
+    waves = math.ceil(batch / CLUSTERS[size])
+    if load is None:
+        spent = steps * clocks(step, mood)
+    else:
+        spent = math.ceil(steps / 2) * clocks(load, mood) + clocks(step, mood)
+    return waves * (DECODE_START + spent + DECODE_END) / GHZ[mood] / 1e3
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def rows_of(loops: Mapping[str, Modelled], engine: Mapping[str, Any]) -> list[Row]:
+    """The forecast."""
+    return [
+        *_prefill_rows(loops, engine),
+        *_decode_rows(loops),
+        *_attention_rows(loops),
+    ]
+
+
+def _prefill_rows(loops: Mapping[str, Modelled], engine: Mapping[str, Any]) -> list[Row]:
+    found = []
+    for heads in (32, 64):
+        loop = loops[f"select_{heads}"]
+        for context in CONTEXTS:
+            goal = f"indexer_prefill_{heads}" + ("" if context >= LONG else "_short")
+            parts = prefill_parts(loop, heads, context, "central")
+            most = max(parts, key=lambda name: parts[name])
+            share = parts[most] / sum(parts.values())
+            bound = {"products": f"issue; tensor cores {tensor_part(loop):.0%} busy"}.get(
+                most, most
+            )
+            ours = {mood: prefill_us(loop, heads, context, mood) for mood in MOODS}
+            theirs = dict.fromkeys(MOODS, engine_prefill_us(engine, heads, context))
+            shape = f"{ROWS} rows, {context // 1024}K, {heads} heads"
+            source = "sglang #11989, scaled" + ("" if heads == 64 else " by the modelled clocks")
+            found.append(row(goal, shape, ours, theirs, f"{bound} ({share:.0%})", source))
+    return found
+
+
+def _decode_rows(loops: Mapping[str, Modelled]) -> list[Row]:
+    found = []
+    for context, topks in DECODE_TOPK_US.items():
+        for batch, topk in zip((1, 8, 64), topks, strict=True):
+            logits = decode_logits_us(batch, context, MEMORY_PART["ours"])
+            ours = {mood: logits + decode_topk_us(loops["topk"], context, mood) for mood in MOODS}
+            central = decode_logits_us(batch, context, MEMORY_PART["engine"]) + topk
+            theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
+            goal = "indexer_decode" + ("" if context >= LONG else "_short")
+            bound = "memory" if logits > ours["central"] / 2 else "top-k: one SM a row"
+            shape = f"{_requests(batch)}, {context // 1024}K, 32 or 64 heads"
+            found.append(
+                row(goal, shape, ours, theirs, bound, "bandwidth; published top-k, scaled")
+            )
+    return found
+
+
+def _attention_rows(loops: Mapping[str, Modelled]) -> list[Row]:
+    step, load = loops["attend_bf16"], loops["attend_fp8_load"]
+    padded = ROWS * TOPK * 64 * (576 + 512) * 2 / FLASH_MLA_FLOPS * 1e6
+    found = []
+    for name, heads, reused in (
+        ("mla_prefill_20", 20, False),
+        ("mla_prefill_20_lists_kept", 20, True),
+        ("mla_prefill_64", 64, False),
+    ):
+        ours = {mood: mla_prefill_us(step, heads, mood, reused=reused) for mood in MOODS}
+        bound = "shared memory in QK; softmax not overlapped"
+        theirs = dict.fromkeys(MOODS, padded)
+        shape = f"{ROWS} rows, {heads} heads"
+        found.append(row(name, shape, ours, theirs, bound, "FlashMLA's README: 640 TFLOPS"))
+    for name, converted in (("bf16", None), ("fp8", load)):
+        for batch, central in FLASH_MLA_DECODE_US.items():
+            ours = {mood: mla_decode_us(step, batch, 20, mood, converted) for mood in MOODS}
+            theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
+            bound = "serial steps on few SMs" if converted is None else "one or two loads in flight"
+            source = "pegainfer #624" if batch < 64 else "FlashMLA's README, scaled"
+            shape = f"{_requests(batch)}, 20 heads"
+            found.append(row(f"mla_decode_20_{name}", shape, ours, theirs, bound, source))
+    return found
+
+
+def _requests(batch: int) -> str:
+    return "1 request" if batch == 1 else f"{batch} requests"
+
+
+def tensor_part(loop: Modelled) -> float:
+    """Of the central clocks, the tensor cores' work."""
+    return loop.tensor * loop.clocks[0] / loop.middle
+
+
+def calibration(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepGEMM's published time over its modelled clocks, at each clock of the card."""
+    blocks = DEEP_GEMM_ROWS * DEEP_GEMM_CONTEXT * 64 / (256 * 128)
+    us = DEEP_GEMM_US * MULTIPROCESSORS / blocks * 7.76 / 8
+    return {
+        "what": "DeepGEMM, 64 heads, 2048 rows of 32K on an H200: 931 us (sglang #11989)",
+        "us_of_256_keys_x_128_columns": round(us, 3),
+        "published_over_modelled": {
+            f"{ghz} GHz": [round(us * ghz * 1e3 / each, 2) for each in engine["64"]["clocks"][::-1]]
+            for ghz in GHZ.values()
+        },
+    }
+
+
+def record_loops(
+    loops: Mapping[str, Modelled], old: Mapping[str, Any], reasons: Mapping[str, str]
+) -> dict[str, Any]:
+    """``hot_loops`` of the results: what the model says, the fewest clocks ever, and the reasons.
+
+    Raises:
+        KernelError: a loop became slower than the file says, and no reason is given.
+    """
+    entries: dict[str, Any] = {}
+    for name, loop in loops.items():
+        entry, known = loop.to_json(), old.get(name, {})
+        fastest = zip(loop.clocks, known.get("fastest", loop.clocks), strict=True)
+        entry["fastest"] = [round(min(pair), 1) for pair in fastest]
+        entry["reason"] = reasons.get(name, known.get("reason", ""))
+        entries[name] = entry
+    now = {name: loop.clocks for name, loop in loops.items()}
+    unexplained = {name: now[name] for name in now if name in old and name not in reasons}
+    complaints = hot_loops.slower(old, unexplained) or hot_loops.slower(entries, now)
+    if complaints:
+        raise KernelError(f"slower: {'; '.join(complaints)}; say why: --reason LOOP TEXT")
+    return entries
+
+
+def record(
+    loops: Mapping[str, Modelled],
+    engine: Mapping[str, Any],
+    before: Mapping[str, Any],
+    reasons: Mapping[str, str],
+) -> dict[str, Any]:
+    """The results file.
+
+    Raises:
+        KernelError: as :func:`record_loops`.
+    """
+    entries = record_loops(loops, before.get("hot_loops", {}), reasons)
+    rows = [one.to_json() for one in rows_of(loops, engine)]
+
+    def decode_us(batch: int, fp8: bool) -> float:
+        load = loops["attend_fp8_load"] if fp8 else None
+        return mla_decode_us(loops["attend_bf16"], batch, 20, "central", load)
+
+    return {
+        "status": "forecast by a model; no card has run these kernels",
+        "machine": "H200 SXM",
+        "nvcc": ".".join(map(str, nvcc_version())),
+        "assumptions": {
+            "ghz": GHZ,
+            "silicon": SILICON,
+            "gate_walk_steps": WALK_STEPS,
+            "logit_mean": LOGIT_MEAN,
+            "union_of_three_lists": OVERLAP,
+            "memory_part": MEMORY_PART,
+        },
+        "calibration": calibration(engine),
+        "engine": engine,
+        "hot_loops": entries,
+        "rows": rows,
+        "predictions": predictions(rows, loops, decode_us),
+    }
+
+
+def table(result: Mapping[str, Any]) -> Grid:
+    """The forecast, for people."""
+    header = ("goal", "shape", "ours, us", "engine, us", "faster by", "range", "bound by")
+    cells = tuple(
+        (
+            one["goal"],
+            one["shape"],
+            f"{one['ours_us']:.0f}",
+            f"{one['engine_us']:.0f}",
+            f"{one['ratio']:.2f}x",
+            f"{one['low']:.2f} to {one['high']:.2f}",
+            one["bound_by"],
+        )
+        for one in result["rows"]
+    )
+    return Grid(f"{result['machine']}: {result['status']}", header, cells)
+
+
+def main() -> None:
+    """Forecast, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument(
+        "--reason", nargs=2, action="append", default=[], metavar=("LOOP", "TEXT"),
+        help="why a hot loop may be slower than the fewest clocks recorded",
+    )  # fmt: skip
+    options = parser.parse_args()
+    before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    try:
+        engine = engine_loops.deep_gemm() or before.get("engine")
+        if engine is None:
+            raise KernelError("the engine's figures need sgl-deep-gemm, or an earlier forecast")
+        result = record(hot_loops.model_all(), engine, before, dict(options.reason))
+    except KernelError as error:
+        sys.exit(f"error: {error}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(result).to_markdown())
+    print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What the model says that a card can refute: a range each, and what is wrong outside of it.
+
+Most are ratios of two times that the device check takes anyway (``speed.py``); it writes what it
+measured beside what was predicted. The others need a profiler and are for a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.kernels.hot_loops import Modelled
+from benchmarks.kernels.workloads import Workload
+
+OURS, ENGINE_SELECT, ENGINE_MLA = "cuda", "deep_gemm + sglang v2", "flash_mla"
+
+
+def predictions(
+    rows: Sequence[Mapping[str, Any]],
+    loops: Mapping[str, Modelled],
+    decode_us: Callable[[int, bool], float],
+) -> list[dict[str, Any]]:
+    """The list.
+
+    Args:
+        rows: of the forecast, as in its JSON.
+        loops: the hot loops that they follow from.
+        decode_us: what attention of so many requests takes, over an FP8 cache or a bfloat16 one.
+    """
+    found = [_speed(one, *timed) for one in rows if (timed := _timed(one)) is not None]
+    for over, under, otherwise in (
+        ((16, False), (15, False), "16 clusters of 8 blocks fit at once: cluster_size is right"),
+        ((17, False), (16, False), "16 clusters of 8 blocks fit at once: cluster_size is right"),
+        ((1, True), (1, False), "loads in flight are not what FP8 decode waits for"),
+    ):
+        ratio = decode_us(*over) / decode_us(*under)
+        found.append(_ratio(over, under, ratio, otherwise))
+    select = loops["select_32"]
+    least = select.tensor * select.clocks[0] / select.clocks[1]
+    found += [
+        _by_hand(
+            "tensor cores busy in select_kernel<32, 8>",
+            "ncu: sm__pipe_tensor_cycles_active",
+            0.8 * least,
+            select.tensor,
+            "the warpgroups do alternate by themselves",
+        ),
+        _by_hand(
+            "L2 misses of select over DeepGEMM's, 200K",
+            "ncu: lts__t_sectors_op_read_lookup_miss",
+            1.05,
+            4.0,
+            "the order of pages does not cost L2",
+        ),
+        _by_hand(
+            "GHz during select",
+            "nvidia-smi --query-gpu=clocks.sm -lms 100",
+            1.4,
+            1.83,
+            "the clocks that the forecast assumes",
+        ),
+    ]
+    return found
+
+
+def compare(
+    predicted: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Every prediction with what was measured; None where a side of it was not timed.
+
+    Args:
+        predicted: of the forecast's JSON.
+        results: of ``device_check.time_all``.
+    """
+    times = {
+        (result["workload"], name): each["median_us"]
+        for result in results
+        for name, each in result.get("times", {}).items()
+    }
+    found = []
+    for one in predicted:
+        sides = [times.get(tuple(one[side])) for side in ("over", "under") if side in one]
+        known = len(sides) == 2 and all(sides)
+        measured = sides[0] / sides[1] if known else None  # type: ignore[operator]
+        holds = None if measured is None else one["low"] <= measured <= one["high"]
+        found.append({**one, "measured": measured, "holds": holds})
+    return found
+
+
+def _timed(one: Mapping[str, Any]) -> tuple[Workload, str] | None:
+    """The workload of a row of the forecast, and the engine's contender; None if none is timed."""
+    goal, first = str(one["goal"]), int(str(one["shape"]).split()[0])
+    if goal.startswith("indexer"):
+        context = int(str(one["shape"]).split(", ")[1].removesuffix("K")) * 1024
+        if goal.startswith("indexer_decode"):
+            return Workload("select_decode", first, context, 32), ENGINE_SELECT
+        return Workload("select_prefill", first, context, int(goal.split("_")[2])), ENGINE_SELECT
+    if goal in ("mla_prefill_20", "mla_prefill_64"):
+        return Workload("mla_prefill", 4096, 122_880, int(goal.split("_")[2])), ENGINE_MLA
+    if goal.startswith("mla_decode"):
+        return Workload("mla_decode", first, 122_880, 20, fp8=goal.endswith("fp8")), ENGINE_MLA
+    return None
+
+
+def _speed(one: Mapping[str, Any], work: Workload, engine: str) -> dict[str, Any]:
+    return {
+        "name": f"{one['goal']}: {one['shape']}, engine over ours",
+        "over": [str(work), engine],
+        "under": [str(work), OURS],
+        "low": one["low"],
+        "high": one["high"],
+        "otherwise": f"not bound by what the forecast says ({one['bound_by']})",
+    }
+
+
+def _ratio(
+    over: tuple[int, bool], under: tuple[int, bool], ratio: float, otherwise: str
+) -> dict[str, Any]:
+    """Of two times of our decode attention: the model's, and what is nearer to it than to 1."""
+    works = [Workload("mla_decode", batch, 122_880, 20, fp8=fp8) for batch, fp8 in (over, under)]
+    halfway = (1 + ratio) / 2
+    far = ratio + (ratio - 1) / 2
+    return {
+        "name": f"decode attention, {_requests(*over)} over {_requests(*under)}",
+        "over": [str(works[0]), OURS],
+        "under": [str(works[1]), OURS],
+        "low": round(min(halfway, far), 2),
+        "high": round(max(halfway, far), 2),
+        "otherwise": otherwise,
+    }
+
+
+def _requests(batch: int, fp8: bool) -> str:
+    return f"{batch} request{'s'[: batch > 1]} with {'FP8' if fp8 else 'bfloat16'} rows"
+
+
+def _by_hand(name: str, how: str, low: float, high: float, otherwise: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "by_hand": how,
+        "low": round(low, 2),
+        "high": round(high, 2),
+        "otherwise": otherwise,
+    }

@@ -1,0 +1,220 @@
+"""The forecast: its arithmetic, the file that is committed, and that a slower loop is found."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.kernels import device_check, forecast, gate_counts, hot_loops
+from benchmarks.kernels.hot_loops import ALLOWED_SLOWDOWN, HOT_LOOPS, Modelled, slower
+from benchmarks.kernels.machine import SHARED_LIMIT
+from benchmarks.kernels.predictions import compare
+from benchmarks.kernels.sass import Instruction
+from benchmarks.kernels.workloads import workloads
+from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels import build as building
+from tests.benchmarks.sass_text import code
+
+COMMITTED: dict[str, Any] = json.loads(forecast.RESULT.read_text())
+GOALS = {
+    "indexer_prefill_32",
+    "indexer_prefill_64",
+    "indexer_decode",
+    "mla_prefill_20",
+    "mla_decode_20_bf16",
+    "mla_decode_20_fp8",
+}
+
+
+def loop_of(clocks: tuple[float, float]) -> Modelled:
+    return Modelled("k", "u", (1, 1), {}, clocks, 0.5, 0.5, 168, 185_344, 1)
+
+
+# -- the committed file --------------------------------------------------------------------------
+
+
+def test_every_goal_has_a_row() -> None:
+    assert {row["goal"] for row in COMMITTED["rows"]} >= GOALS
+    for row in COMMITTED["rows"]:
+        assert row["ratio"] == pytest.approx(row["engine_us"] / row["ours_us"], rel=0.02)
+        assert row["low"] <= row["ratio"] <= row["high"]
+        assert row["bound_by"]
+        assert row["engine_source"]
+
+
+def test_it_is_the_forecast_of_its_own_loops() -> None:
+    """Nobody wrote a row by hand: the file's clocks give the file's times."""
+    loops = {
+        name: loop_of(tuple(entry["clocks"])) for name, entry in COMMITTED["hot_loops"].items()
+    }
+    for made, row in zip(
+        forecast.rows_of(loops, COMMITTED["engine"]), COMMITTED["rows"], strict=True
+    ):
+        assert made.to_json() | {"bound_by": ""} == row | {"bound_by": ""}
+
+
+def test_no_loop_is_slower_than_it_was_without_a_reason() -> None:
+    now = {name: entry["clocks"] for name, entry in COMMITTED["hot_loops"].items()}
+    assert slower(COMMITTED["hot_loops"], now) == []
+
+
+def usable() -> str | None:
+    try:
+        version = ".".join(map(str, building.nvcc_version()))
+    except KernelError as error:
+        return str(error)
+    recorded = COMMITTED["nvcc"]
+    return None if version == recorded else f"nvcc {version}; the clocks are those of {recorded}"
+
+
+@pytest.mark.skipif(usable() is not None, reason=str(usable()))
+def test_what_is_compiled_is_as_fast_as_the_forecast_says() -> None:
+    """If this fails, make the loop faster, or say why it is slower:
+    python -m benchmarks.kernels.forecast --reason LOOP TEXT"""
+    loops = hot_loops.model_all()
+    assert set(loops) == set(COMMITTED["hot_loops"])
+    assert slower(COMMITTED["hot_loops"], {name: loop.clocks for name, loop in loops.items()}) == []
+    for loop in loops.values():  # a toolkit may reserve more of it than today's
+        assert loop.shared + 512 <= SHARED_LIMIT, loop.kernel
+
+
+# -- a slower loop is found ----------------------------------------------------------------------
+
+
+def test_an_instruction_list_that_grew_is_found() -> None:
+    """Four comparisons among forty of a loop: 10 % more of the ALU's clocks."""
+
+    def page(comparisons: int) -> list[Instruction]:
+        body = ["FMNMX R1, R1, R1, !PT"] * comparisons
+        return code(
+            "LDG.E R1, [R2]", *body, "QGMMA.64x256x32.F32 R24, gdesc[UR8], R24", "@P0 BRA 0x0"
+        )
+
+    hot = hot_loops.HotLoop("f", "k", {"QGMMA": 1}, 2, "page", 384, "s")
+    before, same, after = (hot_loops.model(hot, page(n), 168, 1) for n in (160, 162, 176))
+    recorded = {"loop": before.to_json() | {"fastest": before.clocks, "reason": ""}}
+    assert slower(recorded, {"loop": same.clocks}) == []
+    (complaint,) = slower(recorded, {"loop": after.clocks})
+    assert complaint.startswith("loop: ")
+
+
+def test_a_reason_is_asked_for_and_kept() -> None:
+    old = forecast.record_loops({"a": loop_of((100, 200))}, {}, {})
+    assert old["a"]["fastest"] == [100, 200]
+    worse = {"a": loop_of((100, 200 * ALLOWED_SLOWDOWN + 1))}
+    with pytest.raises(KernelError, match=r"a: 100 to 207 clocks.*say why: --reason"):
+        forecast.record_loops(worse, old, {})
+    told = forecast.record_loops(worse, old, {"a": "exact at last"})
+    assert (told["a"]["reason"], told["a"]["fastest"]) == ("exact at last", [100, 200])
+    assert forecast.record_loops(worse, told, {}) == told, "it needs to be said once"
+    # A file written by hand, or small steps that add up, are found too.
+    crept = {"a": told["a"] | {"reason": ""}}
+    (complaint,) = slower(crept, {"a": worse["a"].clocks})
+    assert complaint == "a: 100 to 207 clocks are recorded, 100 to 200 before"
+
+
+def test_a_loop_that_is_not_recorded_is_found() -> None:
+    assert slower({}, {"new": (1, 2)}) == ["new is not in the results: run the forecast"]
+
+
+# -- the arithmetic ------------------------------------------------------------------------------
+
+
+def test_prefill_by_hand() -> None:
+    """120K, 32 heads, without a gate: 8 rounds of 1856 pages, 1000 clocks a page, 10 % more."""
+    parts = forecast.prefill_parts(loop_of((2000, 2000)), 32, 122_880, "central")
+    assert parts["products"] == pytest.approx((122_880 - 4096) / 64 * 1000 * 1.1)
+    total = sum(parts.values())
+    us = forecast.prefill_us(loop_of((2000, 2000)), 32, 122_880, "central")
+    assert us == pytest.approx(8 * total / 1.7e3)
+
+
+def test_attention_by_hand() -> None:
+    step, load = loop_of((4000, 4000)), loop_of((10_000, 10_000))
+    # 2731 tiles of three rows, 40 steps each.
+    tile = 40 * 4000 + 7000
+    assert forecast.mla_prefill_us(step, 20, "central", reused=True) == pytest.approx(
+        2731 / 132 * tile / 1.7e3
+    )
+    # Clusters of 8: four steps each; the 16th request waits for a second wave.
+    assert forecast.mla_decode_us(step, 15, 20, "central") == pytest.approx(26_000 / 1.7e3)
+    assert forecast.mla_decode_us(step, 16, 20, "central") == pytest.approx(52_000 / 1.7e3)
+    # FP8: two loads in turn, and the last step.
+    assert forecast.mla_decode_us(step, 1, 20, "central", load) == pytest.approx(34_000 / 1.7e3)
+
+
+def test_the_engine_is_as_published() -> None:
+    """931 us for 2048 rows of 32K at 64 heads (sglang #11989)."""
+    flops = 2048 * 32_768 * 64 * 128 * 2
+    rate = forecast.deep_gemm_flops(COMMITTED["engine"], 64)
+    assert flops / rate * 1e6 == pytest.approx(931, rel=0.04)
+    assert forecast.deep_gemm_flops(COMMITTED["engine"], 32) < rate
+
+
+# -- the gate ------------------------------------------------------------------------------------
+
+
+def test_the_gate_s_sizes_are_those_of_the_kernel() -> None:
+    header = (Path(building.source_folder()) / "indexer" / "gate.h").read_text()
+    values = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
+    found = gate_counts.CAPACITY, gate_counts.CHECK_KEYS, gate_counts.BITS
+    assert found == tuple(int(values[k]) for k in ("kListCapacity", "kCheckKeys", "kGateBits"))
+
+
+def test_the_gate_keeps_the_largest() -> None:
+    """An ascending row offers everything; equal values are cut again and again."""
+    rising = np.arange(1, 20_001, dtype=np.float32)
+    found = gate_counts.count(rising, 2048)
+    assert found.offered == 20_000
+    assert found.left >= 2048
+    falling = gate_counts.count(rising[::-1].copy(), 2048)
+    assert falling.offered < 20_000
+    assert gate_counts.count(np.ones(20_000, np.float32), 2048).keeps >= 3
+
+
+# -- a card --------------------------------------------------------------------------------------
+
+
+def test_predictions_are_of_what_is_timed() -> None:
+    timed = {str(work) for work in workloads()}
+    names = {"cuda", *device_check.ENGINE_ANCHORS}
+    measurable = [one for one in COMMITTED["predictions"] if "over" in one]
+    assert len(measurable) >= len(GOALS)
+    for one in measurable:
+        for workload, name in (one["over"], one["under"]):
+            assert workload in timed
+            assert name in names
+    for one in COMMITTED["predictions"]:
+        assert one["low"] < one["high"]
+        assert one["otherwise"]
+        assert ("over" in one) != ("by_hand" in one)
+
+
+def test_measured_beside_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A dry run of the comparison, with times that are made up."""
+    predicted = [
+        {"name": "a", "over": ["w", "engine"], "under": ["w", "cuda"], "low": 1.5, "high": 2.0},
+        {"name": "b", "over": ["w", "engine"], "under": ["v", "cuda"], "low": 1.5, "high": 2.0},
+        {"name": "c", "over": ["x", "engine"], "under": ["w", "cuda"], "low": 1.5, "high": 2.0},
+        {"name": "d", "by_hand": "ncu", "low": 0.1, "high": 0.2},
+    ]
+    results = [
+        {"workload": "w", "times": {"cuda": {"median_us": 10.0}, "engine": {"median_us": 18.0}}},
+        {"workload": "v", "times": {"cuda": {"median_us": 4.0}}},
+        {"workload": "x", "problem": "out of memory"},
+    ]
+    found = compare(predicted, results)
+    assert [one["measured"] for one in found] == [1.8, 4.5, None, None]
+    assert [one["holds"] for one in found] == [True, False, None, None]
+    file = tmp_path / "forecast.json"
+    file.write_text(json.dumps({"predictions": predicted}))
+    monkeypatch.setattr(device_check, "RESULT", file)
+    assert device_check.compare_with_forecast({"results": results}) == found
+
+
+def test_hot_loops_are_of_kernels_that_exist() -> None:
+    assert set(HOT_LOOPS) == set(COMMITTED["hot_loops"])
+    assert {hot.folder for hot in HOT_LOOPS.values()} == set(building.FOLDERS)
