@@ -20,7 +20,7 @@ has decided, the step says ``decided=False``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,11 +156,17 @@ class FastGreedy:
 
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""
-        fresh, stale = self._due(self._pattern, self._cost)
+        candidates = self._constraints.candidates(self._pattern)
+        fresh = [c for c in candidates if c not in self._cost or self._exact]
+        stale = [c for c in candidates if c not in fresh]
+        if stale:  # one that has waited longest, so that the margin stays honest
+            oldest = min(stale, key=lambda c: (self._age[c], c))
+            stale.remove(oldest)
+            fresh.append(oldest)
         self._look_ahead([*fresh, *stale])
         self._look(fresh, number)
         while stale:
-            nearest = stale[0]
+            nearest = min(stale, key=lambda c: (self._cost[c], c))
             if self._cost[nearest] - self._margin() > min(self._cost[c] for c in fresh):
                 break
             stale.remove(nearest)
@@ -169,22 +175,11 @@ class FastGreedy:
             self._look([nearest], number)
         return fresh
 
-    def _due(self, pattern: Pattern, cost: Mapping[int, float]) -> tuple[list[int], list[int]]:
-        """Candidates to look at in any case, and the others, the cheapest first."""
-        candidates = self._constraints.candidates(pattern)
-        fresh = [c for c in candidates if c not in cost or self._exact]
-        stale = sorted((c for c in candidates if c not in fresh), key=lambda c: (cost[c], c))
-        if stale:  # one that has waited longest, so that the margin stays honest
-            oldest = min(stale, key=lambda c: (self._age[c], c))
-            stale.remove(oldest)
-            fresh.append(oldest)
-        return fresh, stale
-
     def _look_ahead(self, layers: Sequence[int]) -> None:
         """Let idle engines make the next step's first looks, as if the cheapest layer won this one.
 
-        Those are what it looks at in any case, and what else could be the best there if nothing
-        is cheaper than last measured.
+        Those are what no measurement holds for any more, what has waited longest, and what else
+        could be the best there if nothing is cheaper than last measured.
         """
         known = [layer for layer in layers if layer in self._cost]
         if not known or len(self._pattern.full_layers) - 1 == self._targets.fewest:
@@ -192,10 +187,14 @@ class FastGreedy:
         layer = min(known, key=lambda c: (self._cost[c], c))
         pattern, touched = flipped(self._pattern, layer), (layer, *self._neighbours(layer))
         cost = {c: kept for c, kept in self._cost.items() if c not in touched}
-        due, stale = self._due(pattern, cost)
-        least = min(cost.values(), default=0.0)
-        tempting = [c for c in stale if cost[c] - self._margin() <= least]
-        self._ledger.ahead([flipped(pattern, c) for c in (*due, *tempting)], self._subset)
+        candidates = self._constraints.candidates(pattern)
+        looks = [c for c in candidates if c not in cost]
+        stale = sorted((c for c in candidates if c in cost), key=lambda c: (cost[c], c))
+        if stale:
+            looks.append(min(stale, key=lambda c: (self._age[c], c)))
+            least = min(cost.values())
+            looks += [c for c in stale if cost[c] - self._margin() <= least]
+        self._ledger.ahead([flipped(pattern, c) for c in dict.fromkeys(looks)], self._subset)
 
     def _look(self, layers: list[int], number: int) -> None:
         patterns = [flipped(self._pattern, layer) for layer in layers]
