@@ -11,7 +11,7 @@ import pytest
 
 from sglang_indexcache import client as serving
 from sglang_indexcache.client import Client, Server, free_port
-from sglang_indexcache.errors import ServerError
+from sglang_indexcache.errors import ServerError, ServerUnavailableError
 from tests.bench.fake_server import Behaviour, fake_server
 
 
@@ -132,3 +132,12 @@ def test_a_server_that_cannot_say_what_it_does(monkeypatch: pytest.MonkeyPatch) 
     info["internal_states"][1] = failed
     with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
         client.states()
+
+
+def test_a_server_that_is_away_is_told_from_a_url_that_is_wrong() -> None:
+    """The first may be asked again; the second never answers."""
+    with pytest.raises(ServerUnavailableError, match="cannot reach the server at http"):
+        Client(f"http://127.0.0.1:{free_port()}").states()
+    with pytest.raises(ServerError, match="cannot reach the server at localhost:1") as raised:
+        Client("localhost:1").states()
+    assert not isinstance(raised.value, ServerUnavailableError)

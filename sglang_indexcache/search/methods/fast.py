@@ -22,7 +22,7 @@ The same search can walk from all S upwards: see ``forward.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -215,9 +215,9 @@ class FastGreedy:
         own = self._way.looks(count) * self._subset_tokens
         return self._end - self._ledger.spent - needs + own
 
-    def _affords(self, pattern: Pattern, layers: Sequence[int]) -> bool:
-        """Whether first looks at these flips would leave enough for what later steps need."""
-        patterns = [flipped(pattern, layer) for layer in layers]
+    def _affords(self, layers: Sequence[int]) -> bool:
+        """Whether first looks at these would leave enough for what later steps need."""
+        patterns = [flipped(self._pattern, layer) for layer in layers]
         return self._exact or self._ledger.cost(patterns, self._subset) <= self._left()
 
     def _allowance(self) -> int:
@@ -235,33 +235,26 @@ class FastGreedy:
 
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""
-        fresh, stale = self._due(self._pattern, self._cost)
+        candidates = self._way.candidates(self._pattern)
+        fresh = [c for c in candidates if c not in self._cost or self._exact]
+        stale = [c for c in candidates if c not in fresh]
+        if stale:  # one that has waited longest, so that the margin stays honest
+            oldest = min(stale, key=lambda c: (self._age[c], c))
+            if self._affords([*fresh, oldest]):
+                stale.remove(oldest)
+                fresh.append(oldest)
         self._look_ahead([*fresh, *stale])
         if fresh:
             self._look(fresh, number)
         while stale:
-            nearest = stale[0]
-            if fresh and (
-                self._is_behind(nearest, fresh) or not self._affords(self._pattern, [nearest])
-            ):
+            nearest = min(stale, key=lambda c: (self._cost[c], c))
+            if fresh and (self._is_behind(nearest, fresh) or not self._affords([nearest])):
                 break
             stale.remove(nearest)
             fresh.append(nearest)
             self._look_ahead([*fresh, *stale])
             self._look([nearest], number)
         return fresh
-
-    def _due(self, pattern: Pattern, cost: Mapping[int, float]) -> tuple[list[int], list[int]]:
-        """Candidates to look at in any case, and the others, the cheapest first."""
-        candidates = self._way.candidates(pattern)
-        fresh = [c for c in candidates if c not in cost or self._exact]
-        stale = sorted((c for c in candidates if c not in fresh), key=lambda c: (cost[c], c))
-        if stale:  # one that has waited longest, so that the margin stays honest
-            oldest = min(stale, key=lambda c: (self._age[c], c))
-            if self._affords(pattern, [*fresh, oldest]):
-                stale.remove(oldest)
-                fresh.append(oldest)
-        return fresh, stale
 
     def _is_behind(self, stale: int, fresh: list[int]) -> bool:
         """Whether a candidate cannot be the best any more, as far as old measurements tell."""
@@ -270,8 +263,8 @@ class FastGreedy:
     def _look_ahead(self, layers: Sequence[int]) -> None:
         """Let idle engines make the next step's first looks, as if the cheapest layer won this one.
 
-        Those are what it looks at in any case, and what else could be the best there if nothing
-        is cheaper than last measured.
+        Those are what no measurement holds for any more, what has waited longest, and what else
+        could be the best there if nothing is cheaper than last measured.
         """
         known = [layer for layer in layers if layer in self._cost]
         if not known:
@@ -282,10 +275,14 @@ class FastGreedy:
             return
         touched = (layer, *self._way.outdated(self._pattern, layer))
         cost = {c: kept for c, kept in self._cost.items() if c not in touched}
-        due, stale = self._due(pattern, cost)
-        least = min(cost.values(), default=0.0)
-        tempting = [c for c in stale if cost[c] - self._margin() <= least]
-        self._ledger.ahead([flipped(pattern, c) for c in (*due, *tempting)], self._subset)
+        candidates = self._way.candidates(pattern)
+        looks = [c for c in candidates if c not in cost]
+        stale = sorted((c for c in candidates if c in cost), key=lambda c: (cost[c], c))
+        if stale:
+            looks.append(min(stale, key=lambda c: (self._age[c], c)))
+            least = min(cost.values())
+            looks += [c for c in stale if cost[c] - self._margin() <= least]
+        self._ledger.ahead([flipped(pattern, c) for c in dict.fromkeys(looks)], self._subset)
 
     def _look(self, layers: list[int], number: int) -> None:
         patterns = [flipped(self._pattern, layer) for layer in layers]
