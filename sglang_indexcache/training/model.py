@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from sglang_indexcache.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
 from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs
-from sglang_indexcache.training.packing import IGNORED, Layout, selected_mask
+from sglang_indexcache.training.packing import IGNORED, Layout
 from sglang_indexcache.training.sharing import Sharing, Stage
 
 ATTENTION = "indexcache_training"
@@ -209,16 +210,22 @@ def attend(
     Returns:
         ``[B, T, N, v]``.
     """
-    outputs = []
-    for rows in layout.blocks(block):
-        mask = layout.visible(rows)
-        if selected is not None:
-            mask = mask & selected_mask(selected[:, rows], layout.length)
-        outputs.append(
-            scaled_dot_product_attention(
-                queries[:, :, rows], keys, values, attn_mask=mask.unsqueeze(1), scale=scale
-            )
+
+    def attend_block(rows: slice) -> torch.Tensor:
+        seen = slice(rows.stop)
+        return scaled_dot_product_attention(
+            queries[:, :, rows],
+            keys[:, :, seen],
+            values[:, :, seen],
+            attn_mask=layout.attended(rows, selected).unsqueeze(1),
+            scale=scale,
         )
+
+    # The backward pass makes a block's mask again: those of all blocks would be O(L^2).
+    outputs = [
+        checkpoint(attend_block, rows, use_reentrant=False, preserve_rng_state=False)
+        for rows in layout.blocks(block)
+    ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
