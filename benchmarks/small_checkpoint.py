@@ -75,9 +75,12 @@ def _percent(score: dict[str, float | None]) -> str:
 def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
     """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
     figure, (loss_axis, accuracy_axis) = make_figure(10, 6, rows=2, sharex=True)
-    steps = [e for e in log if "lm" in e]
+    steps = [e for e in log if "index" in e]
+    with_lm = [e for e in steps if "lm" in e]  # the warm-up stage makes no logits
     tests = [e for e in log if "held_out_text" in e]
-    loss_axis.plot(_get(steps, "total_step"), _get(steps, "lm"), lw=0.6, label="LM, training mix")
+    loss_axis.plot(
+        _get(with_lm, "total_step"), _get(with_lm, "lm"), lw=0.6, label="LM, training mix"
+    )
     distilled = [e for e in steps if e["index"] > 0]
     loss_axis.plot(
         _get(distilled, "total_step"), _get(distilled, "index"), lw=0.8, label="distillation"

@@ -62,17 +62,18 @@ class LightningIndexer(nn.Module):
             query_latent: ``[B, T, q_lora_rank]``.
             rotation: cosine and sine, ``[B, T, rotated]`` each.
         """
+        cosine, sine = (table[..., : self.rotated // 2] for table in rotation)
         queries = self.wq_b(query_latent).unflatten(-1, (self.heads, self.width))
-        keys = self.k_norm(self.wk(hidden)).unsqueeze(2)
-        queries, keys = (self._rotate(x, rotation) for x in (queries, keys))
+        queries = self._rotate(queries, cosine.unsqueeze(2), sine.unsqueeze(2))
+        keys = self._rotate(self.k_norm(self.wk(hidden)), cosine, sine)
         scale = self.width**-0.5 * self.heads**-0.5
         weights = self.weights_proj(hidden.to(self.weights_proj.weight.dtype)) * scale
-        return IndexInputs(queries, keys.squeeze(2), weights)
+        return IndexInputs(queries, keys, weights)
 
-    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """RoPE on the first ``rotated`` of the last dimension; ``x`` is ``[B, T, H, D]``."""
+    def _rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """RoPE on the first ``rotated`` of ``x``'s last dimension."""
         half = self.rotated // 2
-        cosine, sine = (table[..., None, :half].to(x.dtype) for table in rotation)
+        cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
         turned, rest = x[..., : self.rotated], x[..., self.rotated :]
         if self.interleaved:
             first, second = turned[..., 0::2], turned[..., 1::2]

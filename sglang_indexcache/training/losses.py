@@ -176,7 +176,7 @@ def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) 
 
 
 def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """log q over the support, -inf outside; never NaN, also where the support is empty."""
+    """The log of q over the support, -inf outside; never NaN, also where the support is empty."""
     empty = ~support.any(-1, keepdim=True)
     inside = scores.masked_fill(~support, float("-inf")).masked_fill(empty, 0.0)
     return inside.log_softmax(-1).masked_fill(~support, float("-inf"))
