@@ -38,7 +38,9 @@ def next_token_losses(
     parts = [
         checkpoint(_chunk, rows, head, right, use_reentrant=False, preserve_rng_state=False)
         for rows, right in zip(
-            hidden[labelled].split(chunk), targets[labelled].split(chunk), strict=True
+            torch.split(hidden[labelled], chunk),
+            torch.split(targets[labelled], chunk),
+            strict=True,
         )
     ]
     nats, hits = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -254,10 +254,10 @@ class _VisibleKeys(_Keys):
 
     def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         flat = queries.flatten(1, 2) @ taken.transpose(-1, -2)
-        return flat.unflatten(1, queries.shape[1:3])
+        return flat.view(*queries.shape[:3], -1)
 
     def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        return (pull.flatten(1, 2) @ taken).unflatten(1, pull.shape[1:3])
+        return (pull.flatten(1, 2) @ taken).view(*pull.shape[:3], -1)
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
         found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
@@ -276,7 +276,7 @@ class _SelectedKeys(_Keys):
         # One index_select a row of the batch copies whole keys; keys[batch, places] takes twice
         # the time on a CPU.
         rows = [row.index_select(0, p.flatten()) for row, p in zip(keys, self.places, strict=True)]
-        return _at_least_float32(torch.stack(rows)).unflatten(1, self.places.shape[1:])
+        return _at_least_float32(torch.stack(rows)).view(*self.places.shape, -1)
 
     def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         return queries @ taken.transpose(-1, -2)

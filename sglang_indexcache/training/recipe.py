@@ -130,7 +130,8 @@ class Recipe(_Part):
         eval_every: steps between evaluations on held-out data; 0 for the end of stages only.
         eval_rows: rows of each task in an evaluation.
         tensorboard: write TensorBoard events as well.
-        dtype: of the stored checkpoint.
+        dtype: of the stored checkpoint; if None that which each tensor has in the checkpoint
+            that training started from, and bfloat16 for a new model.
     """
 
     model: ModelRecipe
@@ -148,7 +149,7 @@ class Recipe(_Part):
     eval_every: int = Field(default=0, ge=0)
     eval_rows: int = Field(default=16, ge=1)
     tensorboard: bool = False
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
 
     def resolved_pattern(self) -> Pattern:
         """The pattern for the recipe's model, known before anything is built.

@@ -261,7 +261,10 @@ class Trainer:
         state = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             inner = {name.removeprefix("model."): value for name, value in state.items()}
-            save_checkpoint(self.model.model, inner, self.tokenizer, self.recipe.dtype, target)
+            base = self.recipe.model.checkpoint
+            save_checkpoint(
+                self.model.model, inner, self.tokenizer, self.recipe.dtype, target, base
+            )
             self.log.say(f"wrote {target}")
         self.accelerator.wait_for_everyone()
         return target
