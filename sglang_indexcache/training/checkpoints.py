@@ -31,7 +31,7 @@ from sglang_indexcache.training.stored import check_trainable_dtypes, take_over
 def build(
     recipe: ModelRecipe, seed: int, folder: Path
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32 and its tokenizer.
+    """The model, in float32 unless the recipe says otherwise, and its tokenizer.
 
     Args:
         recipe: what to build.
@@ -44,7 +44,7 @@ def build(
     """
     if recipe.checkpoint is not None:
         check_trainable_dtypes(recipe.checkpoint)
-        return load(recipe.checkpoint)
+        return load(recipe.checkpoint, recipe.dtype)
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(recipe.vocab_size).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -72,8 +72,8 @@ def random_model(
     return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A DSA checkpoint in float32 and its tokenizer.
+def load(folder: Path, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A DSA checkpoint in ``dtype`` (a torch dtype's name) and its tokenizer.
 
     DeepSeek-V3.2's modelling code in transformers knows no sharing and gives every layer an
     indexer; those of S layers have no weights in the checkpoint and must not be used.
@@ -82,7 +82,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         CheckpointError: no readable ``config.json``.
     """
     read_config(folder)  # transformers would look for a folder without one on the internet
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     return model, AutoTokenizer.from_pretrained(folder)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteFor
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training.convert import convert
+from sglang_indexcache.training.run_folder import read_metrics
 from sglang_indexcache.training.stored import check_trainable_dtypes
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.models import FIELDS
@@ -88,11 +89,10 @@ def test_conversion_adds_indexers_and_changes_nothing(moe: Path, dsa: Path) -> N
 
 def warmed_up(dsa: Path, folder: Path, **changes: Any) -> Path:
     recipe = tiny_recipe(
-        model={"checkpoint": dsa},
         pattern="FSF",
         stages=[{**tiny()["stages"][1], "steps": 2, "indexer_lr": 0.1}],
         eval_rows=1,
-        **{"dtype": None, **changes},
+        **{"model": {"checkpoint": dsa}, "dtype": None, **changes},
     )
     return Trainer(recipe, folder, Console(quiet=True)).run()
 
@@ -106,6 +106,25 @@ def test_warm_up_changes_the_indexers_that_stay_and_nothing_else(dsa: Path, tmp_
     assert changed
     assert all(name.startswith(tuple(owners)) for name in changed)
     assert all(after[name].dtype == before[name].dtype for name in changed)
+
+
+def test_a_bfloat16_body_is_frozen_and_its_indexers_are_float32(dsa: Path, tmp_path: Path) -> None:
+    """Half the memory, the same training but for rounding, and again nothing else changes."""
+    lines = {}
+    for dtype in ("float32", "bfloat16"):
+        model = {"checkpoint": dsa, "dtype": dtype}
+        after = stored(warmed_up(dsa, tmp_path / dtype, model=model))
+        lines[dtype] = [line for line in read_metrics(tmp_path / dtype) if "index" in line]
+        for name, tensor in after.items():
+            assert ".indexer." in name or same_bits(tensor, stored(dsa)[name]), name
+    for wide, half in zip(lines["float32"], lines["bfloat16"], strict=True):
+        assert half["index"] == pytest.approx(wide["index"], rel=0.05)
+    recipe = tiny_recipe(
+        model={"checkpoint": dsa, "dtype": "bfloat16"}, pattern="FSF", stages=[tiny()["stages"][1]]
+    )
+    built = Trainer(recipe, tmp_path / "built", Console(quiet=True)).model
+    assert {p.dtype for p in built.indexer_parameters()} == {torch.float32}
+    assert {p.dtype for p in built.body_parameters()} == {torch.bfloat16}
 
 
 def test_an_asked_for_dtype_spares_what_must_stay_in_float32(dsa: Path, tmp_path: Path) -> None:
