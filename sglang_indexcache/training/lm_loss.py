@@ -44,9 +44,9 @@ def next_token_losses(
         )
     ]
     nats, hits = (torch.cat(part) for part in zip(*parts, strict=True))
-    empty = nats.new_zeros(targets.shape)
-    return empty.masked_scatter(labelled, nats), torch.zeros_like(labelled).masked_scatter(
-        labelled, hits
+    return (
+        nats.new_zeros(targets.shape).masked_scatter(labelled, nats),
+        torch.zeros_like(labelled).masked_scatter(labelled, hits),
     )
 
 

@@ -205,6 +205,19 @@ def test_labels_are_shifted_within_documents() -> None:
     assert next_tokens(labels, documents).tolist() == [[6, -100, 8, -100, -100]]
 
 
+def test_logits_are_made_where_the_lm_loss_is_used_and_of_labelled_tokens() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
+    made: list[int] = []
+    model.model.lm_head.register_forward_hook(lambda _, __, logits: made.append(len(logits)))
+    batch = one_document(tokens(2, LENGTH))
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, :9] = -100
+    assert model(**batch, stage=Stage.WARMUP).lm == 0
+    assert sum(made) == 0
+    assert model(**batch, stage=Stage.SPARSE).lm > 0
+    assert sum(made) == 2 * (LENGTH - 9)
+
+
 def test_a_query_selects_no_more_than_top_k() -> None:
     model = DistilledModel(make("glm-5"), Pattern("FSFS"))
     model(**one_document(tokens(1, LENGTH)), stage=Stage.SPARSE)
