@@ -71,7 +71,9 @@ class Scorer:
             "length": length,
             "topk": None if dense else self._model.sharing.topk,
             "unigram_loss": self.unigram_loss,
-            "tasks": {score.task: _summary(score, length) for score in scores},
+            "tasks": {
+                score.task: _summary(score, length, len(self._words.names)) for score in scores
+            },
         }
 
 
@@ -88,11 +90,11 @@ def evaluate_checkpoint(
     return Scorer(checkpoint, pattern, text_characters).scores(length, rows, topk, dense)
 
 
-def _summary(score: Score, length: int) -> dict[str, Any]:
+def _summary(score: Score, length: int, names: int) -> dict[str, Any]:
     return {
         "loss": score.loss,
         "accuracy": score.accuracy,
-        "chance": chance(score.task, length) if score.task in TASKS else None,
+        "chance": chance(score.task, length, names) if score.task in TASKS else None,
         "tokens": score.tokens,
         "per_document_95": interval(score.per_row),
         "per_row": list(score.per_row),

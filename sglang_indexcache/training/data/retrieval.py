@@ -178,14 +178,17 @@ Task = Callable[[TaskWords, Tokens, int, random.Random], Document]
 TASKS: dict[str, Task] = {"recall": recall, "needles": needles, "tracking": tracking}
 
 
-def chance(task: str, length: int) -> float:
+def chance(task: str, length: int, names: int | None = None) -> float:
     """The accuracy of answering with any of the document's values, the least that means anything.
 
     Args:
         task: of :data:`TASKS`.
         length: tokens of a document.
+        names: that the vocabulary has; a recall list holds no more pairs. None for enough.
     """
     if task != "recall":
         return 1 / _facts_in(length)
     low, high = RECALL_SHARE  # the mean of 1/pairs over the shares that are drawn
-    return math.log(high / low) / (high - low) * TOKENS_A_PAIR / length
+    full = high if names is None else min(max(names * TOKENS_A_PAIR / length, low), high)
+    total = math.log(full / low) * TOKENS_A_PAIR / length
+    return (total + (high - full) / (names or 1)) / (high - low)

@@ -89,7 +89,7 @@ def test_chance_is_what_guessing_a_value_of_the_document_gives(
             mark = r"\n# [A-Za-z]+ is [A-Za-z]+\n" if task == "needles" else r"\nlet "
             facts = len(re.findall(mark, listed)) // (1 if task == "needles" else 2)
             rates.append(1 / facts)
-    assert statistics.mean(rates) == pytest.approx(chance(task, length), rel=0.1)
+    assert statistics.mean(rates) == pytest.approx(chance(task, length, len(words.names)), rel=0.1)
 
 
 def test_a_needle_can_be_further_away_than_the_selection_is_wide(
