@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.provenance import machine
-from sglang_indexcache.training.data.retrieval import TASKS
+from sglang_indexcache.training.data.retrieval import TASKS, chance
 from sglang_indexcache.training.scores import Scorer
 
 RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
@@ -53,17 +54,21 @@ def summary(scores: dict[str, Any]) -> Cell:
 
 
 def table(found: list[Cell]) -> str:
-    """Markdown."""
+    """Markdown; each length ends with what guessing among a document's values gives."""
     lines = [
         "| tokens | selected | text loss, nats | " + " | ".join(RETRIEVAL) + " |",
         "|---|---|---|" + "---|" * len(RETRIEVAL),
     ]
-    for cell in found:
-        accuracies = " | ".join(_percent(cell[task]) for task in RETRIEVAL)
-        lines.append(
-            f"| {cell['length']} | {cell['topk']} | {cell['text_loss']:.3f} | {accuracies} |"
-        )
+    for length, cells_there in groupby(found, key=lambda cell: cell["length"]):
+        lines += [_line(cell) for cell in cells_there]
+        guessed = " | ".join(f"{100 * chance(task, length):.1f} %" for task in RETRIEVAL)
+        lines.append(f"| {length} | chance | | {guessed} |")
     return "\n".join(lines) + "\n"
+
+
+def _line(cell: Cell) -> str:
+    accuracies = " | ".join(_percent(cell[task]) for task in RETRIEVAL)
+    return f"| {cell['length']} | {cell['topk']} | {cell['text_loss']:.3f} | {accuracies} |"
 
 
 def _percent(score: dict[str, float | None]) -> str:
@@ -75,9 +80,12 @@ def _percent(score: dict[str, float | None]) -> str:
 def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
     """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
     figure, (loss_axis, accuracy_axis) = make_figure(10, 6, rows=2, sharex=True)
-    steps = [e for e in log if "lm" in e]
+    steps = [e for e in log if "index" in e]
+    with_lm = [e for e in steps if "lm" in e]  # the warm-up stage makes no logits
     tests = [e for e in log if "held_out_text" in e]
-    loss_axis.plot(_get(steps, "total_step"), _get(steps, "lm"), lw=0.6, label="LM, training mix")
+    loss_axis.plot(
+        _get(with_lm, "total_step"), _get(with_lm, "lm"), lw=0.6, label="LM, training mix"
+    )
     distilled = [e for e in steps if e["index"] > 0]
     loss_axis.plot(
         _get(distilled, "total_step"), _get(distilled, "index"), lw=0.8, label="distillation"

@@ -17,6 +17,7 @@ from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.training.checkpoints import save_checkpoint
 from sglang_indexcache.training.model import is_indexer
+from sglang_indexcache.training.stored import check_trainable_dtypes
 
 TARGETS = {family.dense_type: kind for kind, family in TRAINABLE.items() if family.dense_type}
 """Dense model types and the DSA type that each becomes."""
@@ -37,7 +38,8 @@ def convert(
 
     Args:
         source: a dense MLA checkpoint with its tokenizer.
-        target: folder to write; the dtype of the weights is kept.
+        target: folder to write. It holds every tensor of the dense checkpoint, MTP layers too,
+            bit for bit.
         index_topk: keys that a query will select.
         index_n_heads: heads of an indexer.
         index_head_dim: width of an indexer's head; SGLang serves 128 only.
@@ -57,6 +59,7 @@ def convert(
         raise TrainingError(
             f"cannot convert to {kind!r}; there are {' and '.join(TARGETS.values())}"
         )
+    check_trainable_dtypes(source)
     dense = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     fields = {k: v for k, v in config.to_dict().items() if k not in _OWN_FIELDS}
     fields |= {
@@ -65,11 +68,11 @@ def convert(
         "index_head_dim": index_head_dim,
     }
     torch.manual_seed(seed)
-    sparse = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    config = AutoConfig.for_model(kind, **fields)
+    sparse = AutoModelForCausalLM.from_config(config, dtype=dense.dtype)
     _copy(dense, sparse)
-    dtype = str(dense.dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    save_checkpoint(sparse, sparse.state_dict(), tokenizer, dtype, target)
+    save_checkpoint(sparse, sparse.state_dict(), tokenizer, None, target, base=source)
     return sparse
 
 

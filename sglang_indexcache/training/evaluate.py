@@ -191,12 +191,9 @@ def _score(model: DistilledModel, task: str, batches: Iterator[Batch], stage: St
         here = batch.to(device)
         found: Losses = model(here.ids, here.labels, here.documents, here.positions, stage)
         scored = here.labels[:, 1:] >= 0 if task == TEXT else here.answers[:, 1:]
-        logprobs = found.logits[:, :-1].float().log_softmax(-1)
-        targets = here.ids[:, 1:]
-        loss = -logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        for row in range(len(targets)):
-            losses.append(loss[row][scored[row]])
-            hits.append((logprobs[row].argmax(-1) == targets[row])[scored[row]].float())
+        for row, wanted in enumerate(scored):
+            losses.append(found.token_nats[row, :-1][wanted])
+            hits.append(found.token_hits[row, :-1][wanted].float())
     rows = losses if task == TEXT else hits
     return Score(
         task=task,

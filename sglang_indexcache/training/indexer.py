@@ -18,7 +18,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class LightningIndexer(nn.Module):
-    """An F layer's indexer.
+    """An F layer's indexer, in at least float32: what an optimiser adds is lost in bfloat16.
 
     Args:
         original: transformers' indexer of this layer.
@@ -29,6 +29,7 @@ class LightningIndexer(nn.Module):
 
     def __init__(self, original: Any, interleaved: bool, sharing: Sharing) -> None:
         super().__init__()
+        original.to(torch.promote_types(original.wk.weight.dtype, torch.float32))
         self.wq_b, self.wk = original.wq_b, original.wk
         self.k_norm, self.weights_proj = original.k_norm, original.weights_proj
         self.layer = int(original.layer_idx)
@@ -62,17 +63,20 @@ class LightningIndexer(nn.Module):
             query_latent: ``[B, T, q_lora_rank]``.
             rotation: cosine and sine, ``[B, T, rotated]`` each.
         """
+        dtype = self.wk.weight.dtype
+        hidden, query_latent = hidden.to(dtype), query_latent.to(dtype)
+        cosine, sine = (table[..., : self.rotated // 2] for table in rotation)
         queries = self.wq_b(query_latent).unflatten(-1, (self.heads, self.width))
-        keys = self.k_norm(self.wk(hidden)).unsqueeze(2)
-        queries, keys = (self._rotate(x, rotation) for x in (queries, keys))
+        queries = self._rotate(queries, cosine.unsqueeze(2), sine.unsqueeze(2))
+        keys = self._rotate(self.k_norm(self.wk(hidden)), cosine, sine)
         scale = self.width**-0.5 * self.heads**-0.5
-        weights = self.weights_proj(hidden.to(self.weights_proj.weight.dtype)) * scale
-        return IndexInputs(queries, keys.squeeze(2), weights)
+        weights = self.weights_proj(hidden) * scale
+        return IndexInputs(queries, keys, weights)
 
-    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """RoPE on the first ``rotated`` of the last dimension; ``x`` is ``[B, T, H, D]``."""
+    def _rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """RoPE on the first ``rotated`` of ``x``'s last dimension."""
         half = self.rotated // 2
-        cosine, sine = (table[..., None, :half].to(x.dtype) for table in rotation)
+        cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
         turned, rest = x[..., : self.rotated], x[..., self.rotated :]
         if self.interleaved:
             first, second = turned[..., 0::2], turned[..., 1::2]

@@ -3,26 +3,38 @@
 Paper section "Training-Aware IndexCache": L_multi is the mean over the served layers of
 KL(p^(l+j) || q^(l)), L_avg is KL(mean of p || q^(l)); Proposition 1 says that their gradients are
 equal. Both are sums over queries here, as in the paper; divide by the number of queries for a
-mean. The warm-up form sums over every visible key, the sparse form over the selected ones only.
+mean. The warm-up form sums over every visible key, the sparse form over the selected ones only. It
+gathers the k keys of each query and scores no others, unless k is so near to L that scoring all of
+them in one product is cheaper.
 
 Nothing of size L x L is ever held: a block of queries is scored, its loss and the gradient of
-that loss are added up, and the block's scores are dropped. Peak memory is
-O(block x L x heads), the same for any number of blocks.
+that loss are added up, and the block's scores are dropped. Peak memory beside the inputs is
+O(block x L x heads), or O(block x k x (heads + width)) where keys are gathered.
+
+Everything is computed in float32 (float64 inputs in float64), whatever autocast says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import relu
+from torch.nn.functional import pad, relu
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.packing import Layout, selected_mask
+from sglang_indexcache.training.packing import Layout
 
 DEFAULT_BLOCK = 256
+
+GATHERED_FROM = 16
+"""Selected keys are gathered where there are at least this many times as many tokens.
+
+Measured on a CPU (``benchmarks/results/distillation_loss.json``): gathering takes 1/1.3 of the time
+of scoring and masking all keys at 16 times, and 3.4 times as long at 8. Not measured on a GPU.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,17 +53,6 @@ class IndexInputs:
     keys: torch.Tensor
     weights: torch.Tensor
 
-    def block(self, rows: slice) -> IndexInputs:
-        """The same with only some of the queries."""
-        return IndexInputs(self.queries[:, rows], self.keys, self.weights[:, rows])
-
-    def scores(self) -> torch.Tensor:
-        """``[B, queries, keys]`` index scores in at least float32, not masked."""
-        queries = _at_least_float32(self.queries).transpose(1, 2)
-        keys = _at_least_float32(self.keys).unsqueeze(1).transpose(-1, -2)
-        weights = _at_least_float32(self.weights).unsqueeze(2)
-        return (weights @ relu(queries @ keys).transpose(1, 2)).squeeze(2)
-
 
 @dataclass(frozen=True)
 class AttentionInputs:
@@ -59,7 +60,7 @@ class AttentionInputs:
 
     Attributes:
         queries: ``[B, N, T, d]``.
-        keys: ``[B, N, T, d]``, or ``[B, 1, T, d]`` for one key head.
+        keys: ``[B, N, T, d]``, or fewer key heads that divide N (one: ``[B, 1, T, d]``).
         scale: multiplies the dot products.
     """
 
@@ -67,13 +68,14 @@ class AttentionInputs:
     keys: torch.Tensor
     scale: float
 
-    @torch.no_grad()
-    def distribution(self, rows: slice, support: torch.Tensor) -> torch.Tensor:
-        """The target p: attention over ``support``, averaged over the heads; ``[B, rows, T]``."""
-        queries = _at_least_float32(self.queries[:, :, rows])
-        keys = _at_least_float32(self.keys)
-        scores = (queries * self.scale) @ keys.transpose(-1, -2)
-        return scores.masked_fill(~support.unsqueeze(1), float("-inf")).softmax(-1).mean(1)
+    def by_key_head(self, rows: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Scaled queries ``[B, rows, heads, d]`` of each key head, and its keys ``[B, T, d]``."""
+        for queries, keys in zip(
+            self.queries[:, :, rows].chunk(self.keys.shape[1], dim=1),
+            self.keys.unbind(1),
+            strict=True,
+        ):
+            yield _at_least_float32(queries.transpose(1, 2)) * self.scale, keys
 
 
 @torch.no_grad()
@@ -94,13 +96,17 @@ def select_top_k(
     Returns:
         ``[B, T, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
     """
+    width = min(topk, layout.length)
     found = []
-    for rows in layout.blocks(block):
-        scores = index.block(rows).scores().masked_fill_(~layout.visible(rows), float("-inf"))
-        # torch.topk breaks ties as it likes. Adding +0.0 makes -0.0 equal to it on every device.
-        ordered = scores.add_(0.0).sort(dim=-1, descending=True, stable=True)
-        best, places = (part[..., :topk] for part in ordered)
-        found.append(places.masked_fill(best == float("-inf"), -1).int())
+    with _full_precision(index):
+        for rows in layout.blocks(block):
+            scores = _VisibleKeys(layout, rows, None).scores(index)[0]
+            # torch.topk breaks ties as it likes. Adding +0.0 makes -0.0 equal to it on every
+            # device.
+            ordered = scores.add_(0.0).sort(dim=-1, descending=True, stable=True)
+            best, places = (part[..., :width] for part in ordered)
+            places = places.masked_fill(best == float("-inf"), -1).int()
+            found.append(pad(places, (0, width - places.shape[-1]), value=-1))
     return torch.cat(found, dim=1)
 
 
@@ -113,12 +119,14 @@ def distillation_loss(
 ) -> torch.Tensor:
     """Sum over queries of KL(mean of the targets' p || q): L_avg, or one term of L_multi.
 
+    A query that selected nothing, or nothing that it may see, has no loss and no gradient.
+
     Args:
         index: of the F layer; the only thing that receives a gradient.
         targets: one served layer for a term of L_multi (or plain DSA), several for L_avg.
         layout: who sees whom.
-        selected: ``[B, T, k]`` top-k indices padded with -1, for the sparse form; None for the
-            warm-up form.
+        selected: ``[B, T, k]`` top-k indices padded with -1, each at most once in a row, for the
+            sparse form; None for the warm-up form.
         block: queries per block.
 
     Returns:
@@ -152,21 +160,134 @@ def multi_layer_loss(
 def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
     """KL(p || softmax(scores)) over ``support``, per query.
 
-    Safe where p or q underflows to 0 and where scores are large: log q comes from a shifted
-    log-sum-exp, 0 log 0 is 0, and keys outside the support contribute neither value nor gradient.
+    Safe where p or q underflows to 0 and where scores are large or -inf: log q comes from a
+    shifted log-sum-exp, 0 log 0 and 0 log q are 0, and keys outside the support contribute neither
+    value nor gradient. A query without any key has divergence 0.
 
     Args:
         p: ``[..., S]``, zero outside the support.
         scores: ``[..., S]``.
-        support: ``[..., S]`` bool, at least one key per query.
+        support: ``[..., S]`` bool.
 
     Returns:
         ``[...]`` nats.
     """
-    log_q = scores.masked_fill(~support, float("-inf")).log_softmax(-1)
+    return _divergence(p, _log_softmax(scores, support))
+
+
+def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+    """The log of q over the support, -inf outside; never NaN, also where the support is empty."""
+    empty = ~support.any(-1, keepdim=True)
+    inside = scores.masked_fill(~support, float("-inf")).masked_fill(empty, 0.0)
+    return inside.log_softmax(-1).masked_fill(~support, float("-inf"))
+
+
+def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     # -inf times a p of 0 would be NaN, in the value and in the gradient.
-    cross = p * log_q.masked_fill(~support, 0.0)
-    return (torch.xlogy(p, p) - cross).sum(-1)
+    return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
+
+
+class _Keys(ABC):
+    """The S keys that a block of queries is scored with, and which of them each may use.
+
+    Attributes:
+        rows: the queries.
+        allowed: ``[B, rows, S]`` bool.
+    """
+
+    rows: slice
+    allowed: torch.Tensor
+
+    @abstractmethod
+    def take(self, keys: torch.Tensor) -> torch.Tensor:
+        """These of ``[B, T, D]`` keys, in at least float32."""
+
+    @abstractmethod
+    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        """``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
+
+    @abstractmethod
+    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        """The queries' gradient ``[B, rows, heads, D]`` for that of the dots, ``pull``."""
+
+    @abstractmethod
+    def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
+        """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
+
+    def scores(self, index: IndexInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The index scores of the block.
+
+        Returns:
+            The scores ``[B, rows, S]``, -inf where a key is not allowed; what the heads found
+            before they were weighted, ``[B, rows, heads, S]``; and the keys, as :meth:`take`.
+        """
+        taken = self.take(index.keys)
+        hits = relu(self.dots(_at_least_float32(index.queries[:, self.rows]), taken))
+        weights = _at_least_float32(index.weights[:, self.rows]).unsqueeze(2)
+        scores = (weights @ hits).squeeze(2)
+        return scores.masked_fill_(~self.allowed, float("-inf")), hits, taken
+
+    def distribution(self, target: AttentionInputs) -> torch.Tensor:
+        """p: attention over the allowed keys, averaged over the heads; ``[B, rows, S]``.
+
+        Zero in a row without any. One key head at a time, so that memory does not grow with them.
+        """
+        hidden = ~self.allowed
+        p = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=hidden.device)
+        for queries, keys in target.by_key_head(self.rows):
+            scores = self.dots(queries, self.take(keys))
+            p = p + scores.masked_fill_(hidden.unsqueeze(2), float("-inf")).softmax(-1).sum(2)
+        return (p / target.queries.shape[1]).masked_fill(hidden, 0.0)
+
+
+class _VisibleKeys(_Keys):
+    """Every key that a query sees, or masked to the selected ones of them.
+
+    What comes after the block's last query is not scored.
+    """
+
+    def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:
+        self.rows, self.allowed = rows, layout.attended(rows, selected)
+
+    def take(self, keys: torch.Tensor) -> torch.Tensor:
+        return _at_least_float32(keys[:, : self.rows.stop])
+
+    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        flat = queries.flatten(1, 2) @ taken.transpose(-1, -2)
+        return flat.view(*queries.shape[:3], -1)
+
+    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        return (pull.flatten(1, 2) @ taken).view(*pull.shape[:3], -1)
+
+    def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
+        found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
+        total[:, : self.rows.stop] += found
+
+
+class _SelectedKeys(_Keys):
+    """The keys that each query selected, gathered; a -1, or one it may not see, is not allowed."""
+
+    def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor) -> None:
+        chosen = selected[:, rows].long()
+        self.rows, self.places = rows, chosen.clamp_min(0)
+        self.allowed = layout.sees(rows, self.places) & (chosen >= 0)
+
+    def take(self, keys: torch.Tensor) -> torch.Tensor:
+        # One index_select a row of the batch copies whole keys; keys[batch, places] takes twice
+        # the time on a CPU.
+        rows = [row.index_select(0, p.flatten()) for row, p in zip(keys, self.places, strict=True)]
+        return _at_least_float32(torch.stack(rows)).view(*self.places.shape, -1)
+
+    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        return queries @ taken.transpose(-1, -2)
+
+    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        return pull @ taken
+
+    def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
+        found = pull.transpose(-1, -2) @ queries
+        for row, places in enumerate(self.places):
+            total[row].index_add_(0, places.flatten(), found[row].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -178,22 +299,37 @@ class _Job:
     selected: torch.Tensor | None
     block: int
 
-    def loss(self, index: IndexInputs, rows: slice) -> torch.Tensor:
-        """The loss of the queries ``rows``, which ``index`` is cut to."""
-        support = self.layout.visible(rows)
-        if self.selected is not None:
-            support = support & selected_mask(self.selected[:, rows], self.layout.length)
-        targets = [target.distribution(rows, support) for target in self.targets]
-        p = torch.stack(targets).mean(0) if len(targets) > 1 else targets[0]
-        divergence = kl_divergence(p, index.scores(), support)
-        return (divergence * self.layout.counted[:, rows]).sum()
+    def keys(self, rows: slice) -> _Keys:
+        """What the queries ``rows`` are scored with."""
+        chosen = self.selected
+        if chosen is not None and GATHERED_FROM * chosen.shape[-1] <= self.layout.length:
+            return _SelectedKeys(self.layout, rows, chosen)
+        return _VisibleKeys(self.layout, rows, chosen)
+
+    def add(self, index: IndexInputs, rows: slice, gradient: IndexInputs | None) -> torch.Tensor:
+        """The loss of the queries ``rows``; its gradient goes into ``gradient`` if wanted."""
+        keys = self.keys(rows)
+        scores, hits, taken = keys.scores(index)
+        p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
+        log_q = _log_softmax(scores, keys.allowed)
+        counted = self.layout.counted[:, rows]
+        if gradient is not None:
+            pull = (log_q.exp() - p) * counted.unsqueeze(-1)  # of the loss on the scores
+            gradient.weights[:, rows] = (hits @ pull.unsqueeze(-1)).squeeze(-1)
+            weights = _at_least_float32(index.weights[:, rows])
+            on_dots = (hits > 0) * weights.unsqueeze(-1) * pull.unsqueeze(2)
+            gradient.queries[:, rows] = keys.to_queries(on_dots, taken)
+            queries = _at_least_float32(index.queries[:, rows])
+            keys.to_keys(on_dots, queries, gradient.keys)
+        return (_divergence(p, log_q) * counted).sum()
 
 
 class _Blockwise(torch.autograd.Function):
     """Adds up the loss over blocks, and its gradient with it.
 
     The loss is a scalar, so its gradient is known up to a factor while the block's scores are
-    still at hand. Taking it in the forward pass costs no second computation of p.
+    still at hand: that of a score is q - p. Taking it in the forward pass costs no second
+    computation of p.
     """
 
     @staticmethod
@@ -201,39 +337,31 @@ class _Blockwise(torch.autograd.Function):
         ctx: Any, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, job: _Job
     ) -> torch.Tensor:
         index = IndexInputs(queries, keys, weights)
-        wanted = any(ctx.needs_input_grad)
-        gradient = _zeros_like(index) if wanted else None
+        gradient = _no_gradient(index) if any(ctx.needs_input_grad) else None
         total = torch.zeros((), dtype=_accumulator(keys.dtype), device=keys.device)
-        for rows in job.layout.blocks(job.block):
-            total += _block(index.block(rows), job, rows, gradient)
+        with _full_precision(index):
+            for rows in job.layout.blocks(job.block):
+                total += job.add(index, rows, gradient)
         if gradient is not None:
             ctx.save_for_backward(gradient.queries, gradient.keys, gradient.weights)
+            ctx.dtype = keys.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (g * upstream[0].to(g.dtype) for g in ctx.saved_tensors)
-        return (*gradients, None)
+        queries, keys, weights = (g * upstream[0] for g in ctx.saved_tensors)
+        return queries, keys.to(ctx.dtype), weights, None
 
 
-def _block(
-    index: IndexInputs, job: _Job, rows: slice, gradient: IndexInputs | None
-) -> torch.Tensor:
-    """One block's loss; its gradient goes into ``gradient`` if that is wanted."""
-    if gradient is None:
-        return job.loss(index, rows)
-    leaves = [x.detach().requires_grad_() for x in (index.queries, index.keys, index.weights)]
-    with torch.enable_grad():
-        loss = job.loss(IndexInputs(*leaves), rows)
-        queries, keys, weights = torch.autograd.grad(loss, leaves)
-    gradient.queries[:, rows] = queries
-    gradient.keys.add_(keys)
-    gradient.weights[:, rows] = weights
-    return loss.detach()
+def _no_gradient(index: IndexInputs) -> IndexInputs:
+    """Zeros. A key collects terms from every block: their sum is kept in at least float32."""
+    keys = torch.zeros_like(index.keys, dtype=_accumulator(index.keys.dtype))
+    return IndexInputs(torch.zeros_like(index.queries), keys, torch.zeros_like(index.weights))
 
 
-def _zeros_like(index: IndexInputs) -> IndexInputs:
-    return IndexInputs(*(torch.zeros_like(x) for x in (index.queries, index.keys, index.weights)))
+def _full_precision(index: IndexInputs) -> torch.autocast:
+    """No autocast: it would take products of float32 tensors in bfloat16."""
+    return torch.autocast(index.keys.device.type, enabled=False)
 
 
 def _check(

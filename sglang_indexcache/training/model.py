@@ -7,12 +7,15 @@ their names, so what is saved is a standard checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from sglang_indexcache.checkpoint import Checkpoint
@@ -20,8 +23,9 @@ from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
-from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs
-from sglang_indexcache.training.packing import IGNORED, Layout, selected_mask
+from sglang_indexcache.training.lm_loss import next_token_losses
+from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs, IndexInputs
+from sglang_indexcache.training.packing import IGNORED, Layout
 from sglang_indexcache.training.sharing import Sharing, Stage
 
 ATTENTION = "indexcache_training"
@@ -33,19 +37,23 @@ class Losses:
     """Sums, so that processes and micro-batches can be added up.
 
     Attributes:
-        lm: cross entropy summed over the labelled tokens, nats; scalar.
+        lm: cross entropy summed over the labelled tokens, nats; scalar. 0 in the warm-up stage,
+            which does not use it.
         lm_tokens: how many; int64 scalar.
         index: ``[layers]`` distillation loss of every layer summed over its queries, each layer
             weighted by 1/(m+1) as in L_multi; zeros where nothing is distilled.
         queries: how many queries that is for each layer; int64 scalar.
-        logits: ``[B, T, vocab]``.
+        token_nats: ``[B, T]`` cross entropy of each token's successor, detached; 0 where that is
+            not labelled.
+        token_hits: ``[B, T]`` bool, whether the successor is labelled and the most probable one.
     """
 
     lm: torch.Tensor
     lm_tokens: torch.Tensor
     index: torch.Tensor
     queries: torch.Tensor
-    logits: torch.Tensor
+    token_nats: torch.Tensor
+    token_hits: torch.Tensor
 
 
 class DistilledModel(nn.Module):
@@ -95,25 +103,61 @@ class DistilledModel(nn.Module):
             positions: ``[B, T]`` int64, counted from 0 in each document.
             stage: which attention and which distillation.
         """
-        layout = Layout(documents)
-        run = self.sharing.start(stage, layout)
-        # Never read: attention and indexers mask by the layout, block by block.
-        no_mask = {"indexed_attention": documents.new_empty((1, 1, 1, 1))}
-        logits = self.model(
-            input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False
-        ).logits
+        hidden = self.hidden(ids, documents, positions, stage)
+        run = self.sharing.running()
         targets = next_tokens(labels, documents)
-        lm = cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        none = lm.new_zeros(())
+        if stage is Stage.WARMUP:
+            targets = torch.full_like(targets, IGNORED)
+        nats, hits = next_token_losses(hidden, self.model.lm_head, targets)
+        none = nats.new_zeros(())
         return Losses(
-            lm=lm,
+            lm=nats.sum(),
             lm_tokens=(targets != IGNORED).sum(),
             index=torch.stack([run.losses.get(i, none) for i in range(len(self.pattern))]),
-            queries=layout.counted.sum(),
-            logits=logits,
+            queries=run.layout.counted.sum(),
+            token_nats=nats.detach(),
+            token_hits=hits,
         )
+
+    def hidden(
+        self,
+        ids: torch.Tensor,
+        documents: torch.Tensor,
+        positions: torch.Tensor,
+        stage: Stage,
+    ) -> torch.Tensor:
+        """``[B, T, hidden_size]``: what the LM head reads; the arguments are :meth:`forward`'s."""
+        self.sharing.start(stage, Layout(documents))
+        # Never read: attention and indexers mask by the layout, block by block.
+        no_mask = {"indexed_attention": documents.new_empty((1, 1, 1, 1))}
+        with self._indexers_in_outputs():
+            hidden: torch.Tensor = self.model.model(
+                input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False
+            ).last_hidden_state
+        return hidden
+
+    @contextmanager
+    def _indexers_in_outputs(self) -> Iterator[None]:
+        """Let every F layer also return what its indexer scores with.
+
+        FSDP2 gathers a layer's weights again when a gradient reaches one of its outputs, which it
+        looks for in a hook of its own on the layer's forward. The losses reach an indexer past the
+        layers, and in the warm-up stage no hidden state has a gradient. So a hook before FSDP2's
+        adds those tensors to the output, and one after it takes them away.
+        """
+
+        def add(layer: Any, _: Any, output: Any) -> tuple[Any, IndexInputs | None]:
+            return output, self.sharing.running().index.get(layer.self_attn.layer_idx)
+
+        def take_away(_: Any, __: Any, output: tuple[Any, IndexInputs | None]) -> Any:
+            return output[0]
+
+        with ExitStack() as hooks:
+            for number in self.pattern.full_layers:
+                layer = self.model.model.layers[number]
+                hooks.callback(layer.register_forward_hook(add, prepend=True).remove)
+                hooks.callback(layer.register_forward_hook(take_away).remove)
+            yield
 
     def indexer_parameters(self) -> list[nn.Parameter]:
         """The parameters that distillation trains."""
@@ -209,16 +253,22 @@ def attend(
     Returns:
         ``[B, T, N, v]``.
     """
-    outputs = []
-    for rows in layout.blocks(block):
-        mask = layout.visible(rows)
-        if selected is not None:
-            mask = mask & selected_mask(selected[:, rows], layout.length)
-        outputs.append(
-            scaled_dot_product_attention(
-                queries[:, :, rows], keys, values, attn_mask=mask.unsqueeze(1), scale=scale
-            )
+
+    def attend_block(rows: slice) -> torch.Tensor:
+        seen = slice(rows.stop)
+        return scaled_dot_product_attention(
+            queries[:, :, rows],
+            keys[:, :, seen],
+            values[:, :, seen],
+            attn_mask=layout.attended(rows, selected).unsqueeze(1),
+            scale=scale,
         )
+
+    # The backward pass makes a block's mask again: those of all blocks would be O(L^2).
+    outputs = [
+        checkpoint(attend_block, rows, use_reentrant=False, preserve_rng_state=False)
+        for rows in layout.blocks(block)
+    ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

@@ -45,10 +45,37 @@ class Layout:
         return self.documents != PADDING
 
     def visible(self, rows: slice) -> torch.Tensor:
-        """``[B, rows, T]`` bool. A query always sees itself, so no row is ever empty."""
-        positions = torch.arange(self.length, device=self.documents.device)
-        same = self.documents[:, rows, None] == self.documents[:, None, :]
-        return same & (positions[None, :] <= positions[rows, None])
+        """``[B, rows, rows.stop]`` bool: nothing after the last of ``rows`` is seen by any.
+
+        A query always sees itself, so no row is ever empty.
+        """
+        keys = torch.arange(rows.stop, device=self.documents.device)
+        same = self.documents[:, rows, None] == self.documents[:, None, : rows.stop]
+        return same & (keys <= keys[rows, None])
+
+    def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
+        """``[B, rows, S]`` bool: whether a query sees the keys at ``places``.
+
+        Args:
+            rows: the queries.
+            places: ``[B, rows, S]`` int64.
+        """
+        queries = torch.arange(rows.start, rows.stop, device=places.device)
+        batch = torch.arange(len(places), device=places.device)[:, None, None]
+        same = self.documents[batch, places] == self.documents[:, rows, None]
+        return same & (places <= queries[:, None])
+
+    def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
+        """``[B, rows, rows.stop]`` bool: the visible keys, only the ``selected`` ones if given.
+
+        Args:
+            rows: the queries.
+            selected: ``[B, T, k]`` top-k indices padded with -1.
+        """
+        visible = self.visible(rows)
+        if selected is None:
+            return visible
+        return visible & selected_mask(selected[:, rows], self.length)[..., : rows.stop]
 
     def blocks(self, size: int) -> Iterator[slice]:
         """Cut the queries into blocks of ``size``."""

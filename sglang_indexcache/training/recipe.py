@@ -24,12 +24,15 @@ class ModelRecipe(_Part):
 
     Attributes:
         checkpoint: a DSA checkpoint with its tokenizer.
+        dtype: "float32", or "bfloat16" to hold a checkpoint's frozen weights in half the memory, in
+            runs that train nothing but indexers; those are held in float32 either way.
         preset: a family's name, a key of :data:`~sglang_indexcache.models.BY_NAME`.
         fields: HF config fields of a new model.
         vocab_size: of a new model's tokenizer.
     """
 
     checkpoint: Path | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
     preset: str = "glm-5"
     fields: dict[str, Any] = Field(default_factory=dict)
     vocab_size: int = Field(default=1024, ge=261)
@@ -38,6 +41,8 @@ class ModelRecipe(_Part):
     def _one_source(self) -> ModelRecipe:
         if self.checkpoint is not None and self.fields:
             raise ValueError("give model.checkpoint or model.fields, not both")
+        if self.checkpoint is None and self.dtype != "float32":
+            raise ValueError("model.dtype is for a checkpoint's weights; give model.checkpoint")
         if self.preset not in BY_NAME:
             raise ValueError(f"model.preset is {self.preset!r}; there are {', '.join(BY_NAME)}")
         return self
@@ -130,7 +135,8 @@ class Recipe(_Part):
         eval_every: steps between evaluations on held-out data; 0 for the end of stages only.
         eval_rows: rows of each task in an evaluation.
         tensorboard: write TensorBoard events as well.
-        dtype: of the stored checkpoint.
+        dtype: of the stored checkpoint; if None that which each tensor has in the checkpoint
+            that training started from, and bfloat16 for a new model.
     """
 
     model: ModelRecipe
@@ -148,7 +154,17 @@ class Recipe(_Part):
     eval_every: int = Field(default=0, ge=0)
     eval_rows: int = Field(default=16, ge=1)
     tensorboard: bool = False
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+
+    @model_validator(mode="after")
+    def _full_precision_is_trained(self) -> Recipe:
+        others = {stage.kind for stage in self.stages} - {"warmup"}
+        if self.model.dtype != "float32" and others:
+            raise ValueError(
+                f"model.dtype is {self.model.dtype}, but a {min(others)} stage trains those "
+                "weights: leave model.dtype out, or keep to warmup stages"
+            )
+        return self
 
     def resolved_pattern(self) -> Pattern:
         """The pattern for the recipe's model, known before anything is built.

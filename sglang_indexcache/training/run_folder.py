@@ -120,16 +120,21 @@ class RunLog:
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, **values: Any) -> None:
-        """Add one line; must have ``stage`` and ``step``."""
+        """Add one line; must have ``stage`` and ``step``. Lists of numbers are for the file."""
         if not self.enabled:
             return
         with self.path.open("a") as file:
             file.write(json.dumps(values) + "\n")
-        self.console.print(
-            "  ".join(f"{k} {_short(v)}" for k, v in values.items()), highlight=False
-        )
+        short = {name: value for name, value in values.items() if not isinstance(value, list)}
+        self.console.print("  ".join(f"{k} {_short(v)}" for k, v in short.items()), highlight=False)
         if self._writer is not None:
-            for name, value in values.items():
+            lists = {
+                f"{name}/{place}": value
+                for name, some in values.items()
+                if isinstance(some, list)
+                for place, value in enumerate(some)
+            }
+            for name, value in (short | lists).items():
                 if isinstance(value, float):
                     self._writer.add_scalar(name, value, values["total_step"])
             self._writer.flush()

@@ -10,7 +10,7 @@ from sglang_indexcache.library import Library
 from sglang_indexcache.support.stats import half_width
 from sglang_indexcache.training.checkpoints import load
 from sglang_indexcache.training.data.batches import TEXT, Mixture
-from sglang_indexcache.training.data.retrieval import TASKS, TaskWords
+from sglang_indexcache.training.data.retrieval import TASKS, TaskWords, chance
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, unigram_loss
 from sglang_indexcache.training.evaluate import Score, evaluate
 from sglang_indexcache.training.model import DistilledModel
@@ -57,7 +57,7 @@ class Scorer:
 
         Returns:
             The set-up, the unigram loss of the held-out text, and each task's :class:`Score` with
-            a 95 % confidence interval over documents.
+            a 95 % confidence interval over documents and the accuracy of guessing.
         """
         weights = {TEXT: 1.0}
         mixture = Mixture(
@@ -71,7 +71,9 @@ class Scorer:
             "length": length,
             "topk": None if dense else self._model.sharing.topk,
             "unigram_loss": self.unigram_loss,
-            "tasks": {score.task: _summary(score) for score in scores},
+            "tasks": {
+                score.task: _summary(score, length, len(self._words.names)) for score in scores
+            },
         }
 
 
@@ -88,10 +90,11 @@ def evaluate_checkpoint(
     return Scorer(checkpoint, pattern, text_characters).scores(length, rows, topk, dense)
 
 
-def _summary(score: Score) -> dict[str, Any]:
+def _summary(score: Score, length: int, names: int) -> dict[str, Any]:
     return {
         "loss": score.loss,
         "accuracy": score.accuracy,
+        "chance": chance(score.task, length, names) if score.task in TASKS else None,
         "tokens": score.tokens,
         "per_document_95": interval(score.per_row),
         "per_row": list(score.per_row),

@@ -72,12 +72,12 @@ class Sharing:
     @property
     def layout(self) -> Layout:
         """Who sees whom in this forward pass."""
-        return self._running().layout
+        return self.running().layout
 
     @property
     def needs_index(self) -> bool:
         """Whether this forward pass selects or distils at all."""
-        return self._running().stage is not Stage.DENSE
+        return self.running().stage is not Stage.DENSE
 
     def no_selection(self) -> torch.Tensor:
         """``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
@@ -86,7 +86,7 @@ class Sharing:
 
     def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
         """File an F layer's index inputs and return what it selects; nothing unless sparse."""
-        run = self._running()
+        run = self.running()
         run.index.setdefault(layer, index)
         if layer not in run.selected:
             run.selected[layer] = self._choose(run, index)
@@ -102,7 +102,7 @@ class Sharing:
         if not self.needs_index:
             return self.no_selection()
         source = self.pattern.source_of(layer)
-        selected = self._running().selected
+        selected = self.running().selected
         if source not in selected:
             raise StaleIndexError(
                 f"layer {layer} asked for the indices of layer {source} too early"
@@ -111,11 +111,11 @@ class Sharing:
 
     def attended(self, layer: int) -> torch.Tensor | None:
         """The keys that ``layer`` attends to; None for all visible ones."""
-        return self.selection(layer) if self._running().stage is Stage.SPARSE else None
+        return self.selection(layer) if self.running().stage is Stage.SPARSE else None
 
     def distil(self, layer: int, attention: AttentionInputs) -> None:
         """Add the term of one served layer: KL(p^(layer) || q^(source)), weighted by 1/(m+1)."""
-        run = self._running()
+        run = self.running()
         source = self.pattern.source_of(layer)
         if run.stage is Stage.DENSE or not (self.cross_layer or layer == source):
             return
@@ -125,7 +125,12 @@ class Sharing:
         )
         run.losses.setdefault(layer, loss / served)
 
-    def _running(self) -> Forward:
+    def running(self) -> Forward:
+        """The forward pass that was started last.
+
+        Raises:
+            StaleIndexError: there is none.
+        """
         if self.forward is None:
             raise StaleIndexError("a layer ran outside a forward pass of DistilledModel")
         return self.forward

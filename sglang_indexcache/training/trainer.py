@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,37 @@ from sglang_indexcache.training.run_folder import Position, RunLog, States
 from sglang_indexcache.training.sharing import Stage
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One optimiser step, over all processes.
+class Tally:
+    """Sums over all processes and some steps, until they are logged as means.
 
-    Attributes:
-        lm: nats per labelled token.
-        index: distillation loss per query, summed over the F layers.
-        accuracy: share of right answers to retrieval questions.
-        body_norm: gradient norm before clipping, of what the LM loss trains.
-        indexer_norm: likewise of the indexers.
+    Args:
+        layers: of the model.
     """
 
-    lm: float
-    index: float
-    accuracy: float
-    body_norm: float
-    indexer_norm: float
+    def __init__(self, layers: int) -> None:
+        self.lm = self.tokens = self.hits = self.answers = self.queries = 0.0
+        self.index = [0.0] * layers
+        self.norms: list[tuple[float, float]] = []
+
+    def means(self, stage: Stage) -> dict[str, Any]:
+        """What a line of the log says.
+
+        ``lm`` is in nats per labelled token and ``accuracy`` the share of right answers to
+        retrieval questions, neither in the warm-up stage, which makes no logits; ``index`` is the
+        distillation loss per query, summed over layers, and ``index_by_layer`` its parts. The
+        norms are those of gradients before clipping, of what the LM loss trains and of the
+        indexers.
+        """
+        found: dict[str, Any] = {}
+        if stage is not Stage.WARMUP:
+            found["lm"] = self.lm / max(self.tokens, 1.0)
+            found["accuracy"] = self.hits / max(self.answers, 1.0)
+        by_layer = [layer / max(self.queries, 1.0) for layer in self.index]
+        found["index"] = sum(by_layer)
+        found["body_norm"], found["indexer_norm"] = (
+            sum(norms) / len(norms) for norms in zip(*self.norms, strict=True)
+        )
+        return found | {"index_by_layer": by_layer}
 
 
 class Trainer:
@@ -111,20 +124,23 @@ class Trainer:
             self.log.say(f"resumed after step {start} of stage {number} ({stage.kind})")
         mixture = self._mixture(stage, held_out=False)
         began = time.perf_counter()
+        tally = Tally(len(self.pattern))
         for step in range(start, stage.steps):
             set_lr(optimizers, lr_factor(step, stage))
-            result = self._step(model, optimizers, mixture, number, step, stage)
+            self._step(model, optimizers, mixture, number, step, stage, tally)
             done = step + 1
-            if done % self.recipe.log_every == 0 or done == stage.steps:
+            if done == stage.steps or _due(done, self.recipe.log_every):
                 self.log.write(
                     **self._where(number, done, stage),
-                    **vars(result),
+                    **tally.means(kind),
                     seconds=time.perf_counter() - began,
                 )
+                tally = Tally(len(self.pattern))
             if done == stage.steps or _due(done, self.recipe.eval_every):
                 self._evaluate(number, done, stage)
             if done == stage.steps or _due(done, self.recipe.save_every):
                 states.save(Position(number, done))
+                tally = Tally(len(self.pattern))  # a resumed run starts with none either
         self.model = self.accelerator.unwrap_model(model)
         self.accelerator.free_memory()
 
@@ -140,10 +156,11 @@ class Trainer:
         number: int,
         step: int,
         stage: StageRecipe,
-    ) -> StepResult:
+        tally: Tally,
+    ) -> None:
         batches = self._micro_batches(mixture, number, step, stage)
         totals = self._totals(batches)
-        sums = torch.zeros(4, device=self.accelerator.device)
+        sums = torch.zeros(3 + len(self.pattern), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(model):
@@ -152,14 +169,14 @@ class Trainer:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        lm, index, hits, answers = self.accelerator.reduce(sums, "sum").tolist()
-        return StepResult(
-            lm=lm / totals[0].item(),
-            index=index / totals[1].item(),
-            accuracy=hits / max(answers, 1.0),
-            body_norm=norms[0],
-            indexer_norm=norms[1],
-        )
+        lm, hits, answers, *index = self.accelerator.reduce(sums, "sum").tolist()
+        tally.lm += lm
+        tally.tokens += totals[0].item()
+        tally.hits += hits
+        tally.answers += answers
+        tally.index = [before + new for before, new in zip(tally.index, index, strict=True)]
+        tally.queries += totals[1].item()
+        tally.norms.append(norms)
 
     def _micro_batches(
         self, mixture: Mixture, number: int, step: int, stage: StageRecipe
@@ -186,7 +203,7 @@ class Trainer:
     def _backward(
         self, model: Any, batch: Batch, stage: Stage, totals: torch.Tensor
     ) -> torch.Tensor:
-        """One micro-batch; returns ``[lm, index, hits, answers]``, summed and detached."""
+        """One micro-batch; ``[lm, hits, answers, index of every layer]``, summed and detached."""
         losses: Losses = model(batch.ids, batch.labels, batch.documents, batch.positions, stage)
         parts = []
         if stage is not Stage.WARMUP:
@@ -195,11 +212,10 @@ class Trainer:
             parts.append(losses.index.sum() / totals[1])
         # Data parallelism averages gradients over processes; the loss is a global sum.
         self.accelerator.backward(torch.stack(parts).sum() * self.accelerator.num_processes)
-        right = losses.logits[:, :-1].argmax(-1) == batch.ids[:, 1:]
         answers = batch.answers[:, 1:]
-        hits = (right & answers).sum()
-        found = (losses.lm.detach(), losses.index.detach().sum(), hits, answers.sum())
-        return torch.stack([value.float() for value in found])
+        hits = (losses.token_hits[:, :-1] & answers).sum()
+        found = torch.stack([losses.lm.detach(), hits, answers.sum()])
+        return torch.cat([found.float(), losses.index.detach().float()])
 
     def _clip(self) -> tuple[float, float]:
         """Clip body and indexers apart: neither loss may scale the other's step."""
@@ -245,7 +261,10 @@ class Trainer:
         state = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             inner = {name.removeprefix("model."): value for name, value in state.items()}
-            save_checkpoint(self.model.model, inner, self.tokenizer, self.recipe.dtype, target)
+            base = self.recipe.model.checkpoint
+            save_checkpoint(
+                self.model.model, inner, self.tokenizer, self.recipe.dtype, target, base
+            )
             self.log.say(f"wrote {target}")
         self.accelerator.wait_for_everyone()
         return target

@@ -12,6 +12,9 @@ from transformers import (
     GlmMoeDsaForCausalLM,
 )
 
+from sglang_indexcache.training.model import DistilledModel
+from sglang_indexcache.training.sharing import Stage
+
 FAMILIES = {
     "glm-5": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "deepseek-v3.2": (DeepseekV32Config, DeepseekV32ForCausalLM),
@@ -61,3 +64,10 @@ def one_document(ids: torch.Tensor) -> dict[str, torch.Tensor]:
         "documents": torch.zeros_like(ids),
         "positions": torch.arange(ids.shape[1]).expand_as(ids),
     }
+
+
+def logits(model: DistilledModel, ids: torch.Tensor, stage: Stage) -> torch.Tensor:
+    """Of every token."""
+    batch = one_document(ids)
+    del batch["labels"]
+    return model.model.lm_head(model.hidden(**batch, stage=stage))

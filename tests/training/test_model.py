@@ -10,11 +10,11 @@ import torch
 from sglang_indexcache.errors import PatternError, StaleIndexError, TrainingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.losses import AttentionInputs, distillation_loss
-from sglang_indexcache.training.model import DistilledModel, next_tokens
+from sglang_indexcache.training.model import DistilledModel, attend, next_tokens
 from sglang_indexcache.training.packing import Layout
 from sglang_indexcache.training.sharing import Stage
 from tests.oracle import _recorded_margins, _share
-from tests.training.models import FAMILIES, LAYERS, TOPK, make, one_document, tokens
+from tests.training.models import FAMILIES, LAYERS, TOPK, logits, make, one_document, tokens
 
 LENGTH = 23
 PATTERNS = ["FFFF", "FSFS", "FSSS", "FSSF"]
@@ -44,7 +44,7 @@ def twin(family: str, pattern: Pattern) -> tuple[Any, DistilledModel]:
 def test_sparse_logits_equal_transformers(family: str, text: str) -> None:
     pattern, ids = Pattern(text), tokens(2, LENGTH)
     plain, ours = twin(family, pattern)
-    got = ours(**one_document(ids), stage=Stage.SPARSE).logits
+    got = logits(ours, ids, Stage.SPARSE)
     torch.testing.assert_close(got, transformers_logits(plain, pattern, ids), rtol=1e-5, atol=1e-5)
 
 
@@ -57,7 +57,7 @@ def test_dense_stages_attend_to_everything(family: str) -> None:
     expected = transformers_logits(everything, Pattern.full(LAYERS), ids)
     ours = DistilledModel(ours, Pattern("FSSF"), block=5)
     for stage in (Stage.DENSE, Stage.WARMUP):
-        got = ours(**one_document(ids), stage=stage).logits
+        got = logits(ours, ids, stage)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -69,9 +69,12 @@ def test_the_two_losses_reach_disjoint_parameters(family: str, stage: Stage) -> 
     losses = model(**batch, stage=stage)
     indexer, body = model.indexer_parameters(), model.body_parameters()
     assert len(indexer) == 2 * 5  # two F layers: wq_b, wk, k_norm's two, weights_proj
-    from_lm = torch.autograd.grad(losses.lm, indexer + body, retain_graph=True, allow_unused=True)
-    assert all(g is None for g in from_lm[: len(indexer)])
-    assert all(g is not None and g.abs().sum() > 0 for g in from_lm[len(indexer) :])
+    if stage is Stage.SPARSE:  # the warm-up stage has no LM loss
+        from_lm = torch.autograd.grad(
+            losses.lm, indexer + body, retain_graph=True, allow_unused=True
+        )
+        assert all(g is None for g in from_lm[: len(indexer)])
+        assert all(g is not None and g.abs().sum() > 0 for g in from_lm[len(indexer) :])
     from_index = torch.autograd.grad(losses.index.sum(), indexer + body, allow_unused=True)
     assert all(g is not None and g.abs().sum() > 0 for g in from_index[: len(indexer)])
     assert all(g is None for g in from_index[len(indexer) :])
@@ -164,18 +167,55 @@ def test_packed_documents_equal_documents_alone(family: str) -> None:
     labels = packed.where(documents >= 0, -100)
     whole = model(packed, labels, documents, positions, Stage.SPARSE)
     parts = [model(**one_document(ids), stage=Stage.SPARSE) for ids in (first, second)]
-    torch.testing.assert_close(whole.logits[:, :9], parts[0].logits)
-    torch.testing.assert_close(whole.logits[:, 9:21], parts[1].logits)
+    torch.testing.assert_close(whole.token_nats[:, :9], parts[0].token_nats)
+    torch.testing.assert_close(whole.token_nats[:, 9:21], parts[1].token_nats)
     torch.testing.assert_close(whole.index, parts[0].index + parts[1].index)
     torch.testing.assert_close(whole.lm, parts[0].lm + parts[1].lm)
     assert whole.lm_tokens == 8 + 11
     assert whole.queries == 21
 
 
+@pytest.mark.parametrize("stage", [Stage.DENSE, Stage.SPARSE])
+def test_the_backward_pass_keeps_no_mask(stage: Stage) -> None:
+    """Nothing that grows with the square of the length is kept: twice the tokens, twice as much."""
+
+    def kept(length: int) -> int:
+        """Values that autograd keeps of the attention of a forward pass."""
+        sizes: dict[int, int] = {}
+        queries, keys, values = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
+        layout = Layout(torch.zeros(1, length, dtype=torch.int64))
+        selected = torch.arange(4).expand(1, length, 4) if stage is Stage.SPARSE else None
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = attend(queries, keys, values, 1.0, layout, selected, block=16)
+        assert out.requires_grad
+        return sum(sizes.values())
+
+    assert kept(512) <= 2 * kept(256) + 1024
+
+
 def test_labels_are_shifted_within_documents() -> None:
     labels = torch.tensor([[5, 6, 7, 8, 9]])
     documents = torch.tensor([[0, 0, 1, 1, -1]])
     assert next_tokens(labels, documents).tolist() == [[6, -100, 8, -100, -100]]
+
+
+def test_logits_are_made_where_the_lm_loss_is_used_and_of_labelled_tokens() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
+    made: list[int] = []
+    model.model.lm_head.register_forward_hook(lambda _, __, logits: made.append(len(logits)))
+    batch = one_document(tokens(2, LENGTH))
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, :9] = -100
+    assert model(**batch, stage=Stage.WARMUP).lm == 0
+    assert sum(made) == 0
+    assert model(**batch, stage=Stage.SPARSE).lm > 0
+    assert sum(made) == 2 * (LENGTH - 9)
 
 
 def test_a_query_selects_no_more_than_top_k() -> None:

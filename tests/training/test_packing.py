@@ -22,8 +22,12 @@ def test_blocks_of_the_mask_are_causal_and_stay_in_their_document() -> None:
     documents[1, -4:] = -1
     layout = Layout(documents)
     for size in (1, 5, 13, 100):
-        whole = torch.cat([layout.visible(rows) for rows in layout.blocks(size)], dim=1)
-        assert torch.equal(whole, naive_visible(documents))
+        everyone = torch.arange(13).expand(2, 13, 13)
+        for rows in layout.blocks(size):
+            expected = naive_visible(documents)[:, rows]
+            assert torch.equal(layout.visible(rows), expected[..., : rows.stop])
+            assert torch.equal(layout.sees(rows, everyone[:, rows]), expected)
+            assert not expected[..., rows.stop :].any()
 
 
 def test_padding_counts_in_no_loss() -> None:

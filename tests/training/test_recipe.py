@@ -94,6 +94,8 @@ def test_overrides_replace_fields(tmp_path: Path) -> None:
         ({"stages": [{"kind": "warm", "steps": 1, "rows": 1, "length": 8}]}, "stages.0.kind"),
         ({"model": {"preset": "gpt"}}, "glm-5, deepseek-v3.2"),
         ({"model": {"checkpoint": "x", "fields": {"hidden_size": 8}}}, "not both"),
+        ({"model": {"dtype": "bfloat16"}}, "give model.checkpoint"),
+        ({"model": {"checkpoint": "x", "dtype": "bfloat16"}}, "but a dense stage trains those"),
     ],
 )
 def test_errors_name_the_field(tmp_path: Path, change: dict[str, object], message: str) -> None:

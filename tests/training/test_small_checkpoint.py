@@ -30,4 +30,6 @@ def test_table_of_a_single_document() -> None:
     score = {"accuracy": 0.5, "half_width": None}
     cell = {"length": 48, "topk": 8, "text_loss": 1.25, "recall": score}
     line = table([cell | {"needles": score, "tracking": {"accuracy": 1.0, "half_width": 0.25}}])
-    assert line.splitlines()[-1] == "| 48 | 8 | 1.250 | 50.0 % | 50.0 % | 100.0 % ± 25.0 |"
+    *_, scored, guessed = line.splitlines()
+    assert scored == "| 48 | 8 | 1.250 | 50.0 % | 50.0 % | 100.0 % ± 25.0 |"
+    assert guessed == "| 48 | chance | | 11.2 % | 100.0 % | 100.0 % |"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.training_aware import evaluated, main, mean_and_interval, rows, summarise
+from benchmarks.training_aware import evaluated, main, mean_and_interval, rows, summarise, with_mean
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.recipes import tiny, tiny_recipe, write
@@ -37,7 +37,14 @@ def test_the_whole_table(tmp_path: Path) -> None:
     assert all(len(line["seeds"]) == 2 for line in found["rows"])
     assert (tmp_path / "out.png").stat().st_size > 0
     assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
-    assert (tmp_path / "out.md").read_text().count("\n") == 2 + 9
+    text = (tmp_path / "out.md").read_text()
+    assert text.count("\n") == 2 + 9 + 1
+    assert text.splitlines()[-1].startswith("| chance | |")
+    widths = {line.count("|") for line in text.splitlines()}
+    assert len(widths) == 1
+    main(["--redraw", "--output", str(tmp_path / "out")])
+    assert json.loads((tmp_path / "out.json").read_text()) == found
+    assert (tmp_path / "out.md").read_text() == text
     trained = {
         path.name: str(Checkpoint.read(path / "checkpoint").own)
         for path in (tmp_path / "work" / "seed1").iterdir()
@@ -49,6 +56,11 @@ def test_the_whole_table(tmp_path: Path) -> None:
         "FFSS-multi": "FFSS",
         "uniform-1-4-multi": "FSSS",
     }
+
+
+def test_retrieval_is_the_mean_of_what_was_learned() -> None:
+    scores = {"text_loss": 3.0, "recall": 0.9, "needles": 0.5, "tracking": 0.1}
+    assert with_mean(scores) == {**scores, "retrieval": pytest.approx(0.7)}
 
 
 def test_interval_by_hand() -> None:

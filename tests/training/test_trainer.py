@@ -21,7 +21,7 @@ from sglang_indexcache.training.scores import evaluate_checkpoint
 from sglang_indexcache.training.sharing import Stage
 from sglang_indexcache.training.trainer import Trainer
 from tests.oracle import _recorded_margins
-from tests.training.models import one_document
+from tests.training.models import logits
 from tests.training.recipes import tiny, tiny_recipe, write
 from tests.training.runs import run, run_until_killed
 
@@ -44,12 +44,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_stage_is_logged(finished: Path) -> None:
-    lines = [line for line in curve(finished) if "lm" in line]
+    lines = [line for line in curve(finished) if "index" in line]
     assert [line["total_step"] for line in lines] == list(range(1, 13))
     for line in lines:
         assert (line["index"] > 0) == (line["kind"] != "dense")
         assert (line["indexer_norm"] > 0) == (line["kind"] != "dense")
         assert (line["body_norm"] > 0) == (line["kind"] != "warmup")
+        assert ("lm" in line) == (line["kind"] != "warmup")
+        assert len(line["index_by_layer"]) == 4
+        assert sum(line["index_by_layer"]) == pytest.approx(line["index"])
     evaluations = [line for line in curve(finished) if "held_out_text" in line]
     assert [line["total_step"] for line in evaluations] == [4, 8, 12]
 
@@ -76,10 +79,43 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         assert torch.equal(tensor, weights(folder)[name]), name
 
 
+def test_a_line_of_the_log_is_the_mean_since_the_last_line_or_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run which goes on from a state writes what it would have written."""
+    stage = {**tiny()["stages"][0], "steps": 12}
+
+    def lines(name: str, **changes: Any) -> list[dict[str, Any]]:
+        recipe = tiny_recipe(stages=[stage], eval_rows=1, **changes)
+        Trainer(recipe, tmp_path / name, Console(quiet=True)).run()
+        return [line for line in curve(tmp_path / name) if "lm" in line]
+
+    every = {line["step"]: line for line in lines("every", log_every=1, save_every=4)}
+    some = lines("some", log_every=3, save_every=4)
+    since = {3: (1, 2, 3), 6: (5, 6), 9: (9,), 12: (10, 11, 12)}
+    assert [line["step"] for line in some] == list(since)
+    for line in some:
+        own = [every[step]["body_norm"] for step in since[line["step"]]]
+        assert line["body_norm"] == pytest.approx(sum(own) / len(own))
+        losses = [every[step]["lm"] for step in since[line["step"]]]
+        assert min(losses) - 1e-6 <= line["lm"] <= max(losses) + 1e-6
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate", die)  # after the last step's line, before its state
+        with pytest.raises(KeyboardInterrupt):
+            lines("again", log_every=3, save_every=4)
+    assert lines("again", log_every=3, save_every=4) == some
+
+
 def test_two_processes_equal_one(finished: Path, tmp_path: Path) -> None:
     run(write(tmp_path / "recipe.yaml"), tmp_path / "two", processes=2)
     for one, two in zip(curve(finished), curve(tmp_path / "two"), strict=True):
         assert one.pop("kind") == two.pop("kind")
+        layers = one.pop("index_by_layer", []), two.pop("index_by_layer", [])
+        assert layers[0] == pytest.approx(layers[1], rel=1e-3, abs=1e-5)
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
     for name, tensor in weights(finished).items():
         torch.testing.assert_close(tensor, weights(tmp_path / "two")[name], rtol=1e-3, atol=1e-4)
@@ -101,7 +137,7 @@ def test_the_checkpoint_is_standard(finished: Path) -> None:
     model, tokenizer = load(checkpoint)
     ids = torch.randint(0, len(tokenizer), (1, 40))
     ours = DistilledModel(model, Checkpoint.read(checkpoint).own)
-    got = ours(**one_document(ids), stage=Stage.SPARSE).logits
+    got = logits(ours, ids, Stage.SPARSE)
     with torch.no_grad(), _recorded_margins(plain.config.index_topk, [], first_of_ties=True):
         torch.testing.assert_close(got, plain(ids).logits, rtol=1e-4, atol=1e-4)
 

@@ -6,6 +6,7 @@ and values are drawn anew for each document: nothing but the context says which 
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -20,6 +21,12 @@ from sglang_indexcache.training.data.text import Tokens, window
 MIN_WORDS = 64
 ANSWERS = 4
 """Questions at the end of a document of filler text."""
+
+RECALL_SHARE = (0.4, 0.75)
+"""How much of a recall document its list may fill."""
+
+TOKENS_A_PAIR = 3
+"""Name, value and comma in that list."""
 
 
 @dataclass
@@ -84,8 +91,8 @@ def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> 
     """Associative recall: a list of name-value pairs, then names that ask for their values."""
     del text
     room = length - len(words.ask)
-    share = draw.uniform(0.4, 0.75)
-    pairs = words.draw(max(1, min(int(share * room / 3), len(words.names))), draw)
+    share = draw.uniform(*RECALL_SHARE)
+    pairs = words.draw(max(1, min(int(share * room / TOKENS_A_PAIR), len(words.names))), draw)
     document = Document()
     for name, value in pairs:
         document.add([name, value, *words.comma])
@@ -111,7 +118,7 @@ def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -
 def _hidden(
     words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int
 ) -> Document:
-    chains = [words.draw(hops, draw) for _ in range(max(1, min(12, length // 40)))]
+    chains = [words.draw(hops, draw) for _ in range(_facts_in(length))]
     names = draw.sample(words.names, hops * len(chains))
     facts: list[list[tuple[list[int], bool]]] = []
     questions: list[tuple[int, int]] = []
@@ -129,6 +136,10 @@ def _hidden(
         tail.add([*words.ask, name, *words.be])
         tail.add([value], learn=True, answer=True)
     return _scattered(facts, tail, text, length, draw)
+
+
+def _facts_in(length: int) -> int:
+    return max(1, min(12, length // 40))
 
 
 def _fact(words: TaskWords, hops: int, name: int, value: int) -> list[int]:
@@ -165,3 +176,19 @@ def _scattered(
 
 Task = Callable[[TaskWords, Tokens, int, random.Random], Document]
 TASKS: dict[str, Task] = {"recall": recall, "needles": needles, "tracking": tracking}
+
+
+def chance(task: str, length: int, names: int | None = None) -> float:
+    """The accuracy of answering with any of the document's values, the least that means anything.
+
+    Args:
+        task: of :data:`TASKS`.
+        length: tokens of a document.
+        names: that the vocabulary has; a recall list holds no more pairs. None for enough.
+    """
+    if task != "recall":
+        return 1 / _facts_in(length)
+    low, high = RECALL_SHARE  # the mean of 1/pairs over the shares that are drawn
+    full = high if names is None else min(max(names * TOKENS_A_PAIR / length, low), high)
+    total = math.log(full / low) * TOKENS_A_PAIR / length
+    return (total + (high - full) / (names or 1)) / (high - low)

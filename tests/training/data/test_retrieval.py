@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+import statistics
 
 import pytest
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
+from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords, chance
 from sglang_indexcache.training.data.text import Text
 from tests.training.tokenizers import tokenizer
 
@@ -70,6 +71,25 @@ def test_only_the_predictable_is_learned(task: str, words: TaskWords, text: Text
         assert learn or not answer
         if task == "recall" and token in random_names:
             assert not learn
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [128, 256, 512])
+def test_chance_is_what_guessing_a_value_of_the_document_gives(
+    task: str, length: int, words: TaskWords, text: Text, seed: int
+) -> None:
+    print(f"seed {seed}")
+    draw, rates = random.Random(seed), []
+    for _ in range(200):
+        document = TASKS[task](words, text.train, length, draw)
+        listed = decode_apart(document.ids)
+        if task == "recall":
+            rates.append(1 / listed.split("\n?")[0].count(","))
+        else:
+            mark = r"\n# [A-Za-z]+ is [A-Za-z]+\n" if task == "needles" else r"\nlet "
+            facts = len(re.findall(mark, listed)) // (1 if task == "needles" else 2)
+            rates.append(1 / facts)
+    assert statistics.mean(rates) == pytest.approx(chance(task, length, len(words.names)), rel=0.1)
 
 
 def test_a_needle_can_be_further_away_than_the_selection_is_wide(
