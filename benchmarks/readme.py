@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import search_tables
 from benchmarks.kernels import forecast
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
@@ -125,30 +126,6 @@ def _plan(_folder: Path, _path: str) -> str:
     return Grid(title, header, tuple(rows)).to_markdown()
 
 
-def _searches(folder: Path, path: str) -> str:
-    """What searches on made-up landscapes add on fresh batches, relative to exhaustive greedy."""
-    found = json.loads((folder / path).read_text(encoding="utf-8"))
-    _, *names = next(iter(found["summary"].values()))["searches"]
-    rows = []
-    for kind, summary in found["summary"].items():
-        cells = [summary["searches"][name]["over_exhaustive"] for name in names]
-        rows.append((kind, *(" ".join(f"{v:.2f}" for v in cell.values()) for cell in cells)))
-    title = f"{found['layers']} layers, {len(found['seeds'])} landscapes of each kind"
-    return Grid(title, ("", *names), tuple(rows)).to_markdown()
-
-
-def _races(folder: Path, path: str) -> str:
-    """How often a race on made-up losses misses the best on all batches."""
-    rows = json.loads((folder / path).read_text(encoding="utf-8"))["rows"]
-    counts = sorted({row["contenders"] for row in rows})
-    wrong: dict[tuple[str, str], list[str]] = {}
-    for row in sorted(rows, key=lambda row: row["contenders"]):
-        place = row["damage"], f"{row['first_batches']} batches"
-        wrong.setdefault(place, []).append(f"{100 * row['share_wrong']:.0f} %")
-    header = ("damage", "first look", *(f"{count} candidates" for count in counts))
-    return Grid("", header, tuple((*k, *cells) for k, cells in wrong.items())).to_markdown()
-
-
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
     "latency-cpu-longest": (_latency_longest, "latency/cpu/latency.json"),
@@ -160,9 +137,15 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "replay-cpu": (_replay, "replay/cpu/replay.json"),
     "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
     "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
-    "search-47": (_searches, "search/synthetic-47.json"),
-    "search-78": (_searches, "search/synthetic-78.json"),
-    "search-races": (_races, "search/races.json"),
+    "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
+    "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
+    "search-races": (search_tables.races, "search/races.json"),
+    "search-servers": (search_tables.servers, "search/servers.json"),
+    "search-levels": (search_tables.levels, "search/objectives.json"),
+    "search-searched": (search_tables.searched, "search/objectives.json"),
+    "search-ranks": (search_tables.ranks, "search/objectives.json"),
+    "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
+    "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }

@@ -77,7 +77,7 @@ class Questions:
 
     def __init__(self, client: Client, journal: Path, rows: int) -> None:
         self._client, self._journal = client, journal
-        documents = Documents(CHECKPOINT, LENGTH)
+        documents = Documents(LENGTH)
         self._asked = {
             task: [documents.held_out(task, row) for row in rows_of(task, rows)]
             for task in USERS_TASKS
