@@ -127,14 +127,17 @@ def compare(
     Raises:
         SearchError: fewer than two batches.
     """
-    batches = range(len(evaluator.batch_tokens))
-    base = evaluator.token_losses(reference, batches)
+    base = _losses(evaluator, reference)
     return [
-        _compare(
-            reference, base, pattern, evaluator.token_losses(pattern, batches), counted, buckets
-        )
+        _compare(reference, base, pattern, _losses(evaluator, pattern), counted, buckets)
         for pattern in others
     ]
+
+
+def _losses(evaluator: TokenEvaluator, pattern: Pattern) -> list[list[Floats]]:
+    """Of every batch, asked one by one: what fails for a while is not asked again as a whole."""
+    batches = range(len(evaluator.batch_tokens))
+    return [evaluator.token_losses(pattern, [batch])[0] for batch in batches]
 
 
 def _compare(

@@ -128,3 +128,18 @@ def test_too_little_data() -> None:
     with pytest.raises(SearchError, match="at least two batches"):
         Difference.of(np.array([1.0]))
     assert against(Tokens(np.zeros(3))).edges == (0, 1, 2, 3)
+
+
+def test_batches_are_asked_one_by_one() -> None:
+    """All in one call would be one long answer, and asked again as a whole when it is lost."""
+    asked = []
+
+    class Counted(Tokens):
+        def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
+            asked.append((pattern, tuple(batches)))
+            return super().token_losses(pattern, batches)
+
+    evaluator = Counted(np.zeros(40))
+    counted = [[np.ones(40, dtype=bool)] * 2] * 6
+    compare(evaluator, A, [B], counted)  # type: ignore[arg-type]
+    assert asked == [(pattern, (batch,)) for pattern in (A, B) for batch in range(6)]
