@@ -85,7 +85,8 @@ def _show_provenance(entry: Entry) -> None:
     out.print(f"\n{entry.pattern}\n", soft_wrap=True, highlight=False)
     out.print(f"found by   {entry.method.name}, minimising {entry.method.objective}")
     out.print(f"data       {entry.method.data}")
-    out.print(f"source     {entry.source.title}, {entry.source.where} ({entry.source.url})")
+    where = f"{entry.source.where} ({entry.source.url})" if entry.source.url else entry.source.where
+    out.print(f"source     {entry.source.title}, {where}")
     if entry.model.note:
         out.print(f"note       {entry.model.note.strip()}")
     if entry.quality:

@@ -370,9 +370,8 @@ def cost_command(
     if rate:
         share = f"{100 * busy:.0f} % of a server's {ranks} data-parallel ranks at work"
         out.print(
-            f"assumed, not measured: --rate {rate:,.0f} tokens a second and server with every "
-            f"indexer; batches of {per_batch}, so {share}; {servers} of {servers} servers always "
-            "busy",
+            f"assumed, not measured: each server prefills {rate:,.0f} tokens a second (--rate), as "
+            f"with every indexer; batches of {per_batch}, so {share}; no server ever waits",
             highlight=False,
         )
 
