@@ -180,7 +180,7 @@ def test_cost_counts_idle_ranks() -> None:
     assert "1.2" in result.output  # hours
     said = " ".join(result.output.split())
     assert "25 % of a server's 8 data-parallel ranks at work" in said
-    assert "assumed, not measured: --rate 1,000,000 tokens a second" in said
+    assert "assumed, not measured: each server prefills 1,000,000 tokens a second" in said
 
 
 def test_compare_needs_two() -> None:
