@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,12 @@ from tests.oracle import Oracle
 VOCAB = 512
 
 torch.set_num_threads(1)  # the oracle is small; the cores are the servers'
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Servers of several workers run at once. Threads of two of them on the same cores would spend
+    # their time waiting for each other, so each has a core of its own.
+    core = int(worker.removeprefix("gw")) % (os.cpu_count() or 1)
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", str(core))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
