@@ -21,11 +21,9 @@ VOCAB = 512
 
 torch.set_num_threads(1)  # the oracle is small; the cores are the servers'
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Servers of several workers run at once. Threads of two of them on the same cores would spend
-    # their time waiting for each other, so each has a core of its own.
-    core = int(worker.removeprefix("gw")) % (os.cpu_count() or 1)
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", str(core))
+# Two servers, or two ranks, run at once. With as many threads each as there are cores they would
+# spend their time waiting for each other's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

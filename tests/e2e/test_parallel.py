@@ -44,45 +44,45 @@ def check(client: Client, oracle: Oracle, pattern: Pattern, lengths: tuple[int, 
         assert gap < 1e-6 or tokens == wanted
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def dp_attention(glm: Path, serve: Serve) -> Iterator[Client]:
     arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--indexcache-mode", "live"]
     with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
         yield client
 
 
-@pytest.mark.parametrize("text", ["FFFFFF", "FFSSFS", "FSSSFS"])
-def test_dp_attention(dp_attention: Client, oracle: Oracle, text: str) -> None:
-    """One prompt leaves the other rank idle; four of unequal lengths give unequal batches."""
-    for state in dp_attention.switch_pattern(text):
-        assert state["pattern"] == text
-    check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
+class TestDpAttention:
+    """In a class, so that its server ends before others start: idle ranks keep each other busy."""
 
+    @pytest.mark.parametrize("text", ["FFFFFF", "FFSSFS", "FSSSFS"])
+    def test_agrees_with_the_oracle(self, dp_attention: Client, oracle: Oracle, text: str) -> None:
+        """One prompt leaves the other rank idle; four of unequal lengths give unequal batches."""
+        for state in dp_attention.switch_pattern(text):
+            assert state["pattern"] == text
+        check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
 
-def test_doctor_hears_every_rank(dp_attention: Client) -> None:
-    said = io.StringIO()
-    assert examine_servers([dp_attention], Console(file=said, width=200)), said.getvalue()
-    assert "rank 1" in said.getvalue()
+    def test_doctor_hears_every_rank(self, dp_attention: Client) -> None:
+        said = io.StringIO()
+        assert examine_servers([dp_attention], Console(file=said, width=200)), said.getvalue()
+        assert "rank 1" in said.getvalue()
 
+    def test_ranks_count_their_own_work(self, dp_attention: Client) -> None:
+        dp_attention.switch_pattern("FFFFFF")
+        dp_attention.switch_pattern(str(PATTERN))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda seed: greedy(dp_attention, prompt(90, seed), 8), range(4)))
+        states = dp_attention.states()
+        assert len(states) == 2
+        for state in states:
+            assert max(state["indexer_selections"]) > 0
+            for layer in PATTERN.shared_layers:
+                assert state["indexer_selections"][layer] == 0
 
-def test_dp_attention_ranks_count_their_own_work(dp_attention: Client) -> None:
-    dp_attention.switch_pattern("FFFFFF")
-    dp_attention.switch_pattern(str(PATTERN))
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda seed: greedy(dp_attention, prompt(90, seed), 8), range(4)))
-    states = dp_attention.states()
-    assert len(states) == 2
-    for state in states:
-        assert max(state["indexer_selections"]) > 0
-        for layer in PATTERN.shared_layers:
-            assert state["indexer_selections"][layer] == 0
-
-
-def test_dp_attention_switches_all_ranks_or_none(dp_attention: Client) -> None:
-    dp_attention.switch_pattern("FSFSFS")
-    with pytest.raises(ServerError, match="5 characters"):
-        dp_attention.switch_pattern("FSSSS")
-    assert [state["pattern"] for state in dp_attention.states()] == ["FSFSFS"] * 2
+    def test_switches_all_ranks_or_none(self, dp_attention: Client) -> None:
+        dp_attention.switch_pattern("FSFSFS")
+        with pytest.raises(ServerError, match="5 characters"):
+            dp_attention.switch_pattern("FSSSS")
+        assert [state["pattern"] for state in dp_attention.states()] == ["FSFSFS"] * 2
 
 
 def test_dp_attention_static(glm: Path, serve: Serve, oracle: Oracle) -> None:
