@@ -43,7 +43,7 @@ from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.stats import half_width
 from sglang_indexcache.training.data.batches import TEXT
-from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
+from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords, facts_in
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, Tokens, window
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ SETTINGS = (Setting("starved", 256, 16, 6, 44, 24), Setting("own", 512, 64, 3, 1
 
 def interleaved(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
     """Facts spread over the first half of a text, questions about them over its second half."""
-    pairs = words.draw(max(1, min(12, length // 40)), draw)
+    pairs = words.draw(facts_in(length), draw)
     notes = [_line([*words.note, name, *words.be], value, words, False) for name, value in pairs]
     asked = draw.sample(pairs, len(pairs))
     questions = [_line([*words.ask, name, *words.be], value, words, True) for name, value in asked]
@@ -158,7 +158,7 @@ class Documents:
     def chance(self, task: str, document: Document) -> float:
         """Share of right answers of who guesses among the values that the document states."""
         if task != "recall":
-            return 1 / max(1, min(12, self._length // 40))
+            return 1 / facts_in(self._length)
         return 3 / (document.answer.index(True) - 1 - len(self.words.ask))
 
 
@@ -463,12 +463,17 @@ def held_out(study: Study, pattern: Pattern, rows: int) -> dict[str, dict[str, f
             np.array([study.accuracy(p, task, row) for row in rows_of(task, rows)])
             for p in (pattern, study.full)
         )
-        found[task] = {
-            "accuracy": float(own.mean()),
-            "over_full": float((own - base).mean()),
-            "half_width": half_width(own - base),
-        }
+        found[task] = over_full(own, base)
     return found
+
+
+def over_full(own: Floats, base: Floats) -> dict[str, float | None]:
+    """A pattern's accuracy, and what it adds to all F's, of ``[documents]`` right shares each."""
+    return {
+        "accuracy": float(own.mean()),
+        "over_full": float((own - base).mean()),
+        "half_width": half_width(own - base),
+    }
 
 
 def correlations(patterns: list[dict[str, Any]]) -> dict[str, Any]:

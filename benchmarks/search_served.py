@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.search_objectives import CHECKPOINT, USERS_TASKS, Documents, rows_of
+from benchmarks.search_objectives import CHECKPOINT, USERS_TASKS, Documents, over_full, rows_of
 from sglang_indexcache.client import Client, Server
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
@@ -32,7 +32,6 @@ from sglang_indexcache.search.objective import Score
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.stats import half_width
 from sglang_indexcache.training.data.retrieval import Document
 
 RESULTS = Path(__file__).parent / "results" / "search" / "tiny-dsa"
@@ -128,12 +127,7 @@ def summary(questions: Questions, pattern: Pattern) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for task in USERS_TASKS:
         own, base = (questions.right(p, task) for p in (pattern, Pattern.full(LAYERS)))
-        tasks[task] = {
-            "documents": len(own),
-            "accuracy": float(own.mean()),
-            "over_full": float((own - base).mean()),
-            "half_width": half_width(own - base),
-        }
+        tasks[task] = {"documents": len(own), **over_full(own, base)}
     return {"pattern": str(pattern), "tasks": tasks}
 
 

@@ -31,8 +31,8 @@ from sglang_indexcache.support.stats import student_quantile
 FEW = 24
 """Contexts that differ below which the bet replaces t.
 
-With 12, counting every context that differs at all, "no loss" was claimed of a loss of the margin
-in 7 to 8 % of 1,000 simulated evaluations with rare flips, in place of 5 %.
+With half as many, "no loss" was claimed of a loss of the margin too often where flips are rare.
+`benchmarks/quality_statistics.py` measures how often it is with this many.
 """
 STAKES = (0.5, 1.0)
 """Shares of the largest stake that cannot go bankrupt before the worst outcome; bet half on each.
@@ -89,7 +89,7 @@ class Estimate:
 
         The bet too is held to the error of this look. At the whole alpha it would be valid by
         itself, but a run whose early looks are judged by it and its later ones by t would spend
-        alpha twice: 8 % instead of 5 % in simulation.
+        alpha twice.
 
         Args:
             z: the boundary at this look, as a standard normal value.

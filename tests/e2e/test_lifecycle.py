@@ -43,7 +43,8 @@ def group_members(group: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])  # SIGTERM cleans up no more
+# A process of Python's ends by SIGTERM as by SIGKILL, without cleaning up.
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_its_parent(tmp_path: Path, glm: Path, number: signal.Signals) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)

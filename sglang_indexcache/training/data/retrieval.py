@@ -118,7 +118,7 @@ def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -
 def _hidden(
     words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int
 ) -> Document:
-    chains = [words.draw(hops, draw) for _ in range(_facts_in(length))]
+    chains = [words.draw(hops, draw) for _ in range(facts_in(length))]
     names = draw.sample(words.names, hops * len(chains))
     facts: list[list[tuple[list[int], bool]]] = []
     questions: list[tuple[int, int]] = []
@@ -138,7 +138,8 @@ def _hidden(
     return _scattered(facts, tail, text, length, draw)
 
 
-def _facts_in(length: int) -> int:
+def facts_in(length: int) -> int:
+    """Facts that a document of filler text with so many tokens hides."""
     return max(1, min(12, length // 40))
 
 
@@ -187,7 +188,7 @@ def chance(task: str, length: int, names: int | None = None) -> float:
         names: that the vocabulary has; a recall list holds no more pairs. None for enough.
     """
     if task != "recall":
-        return 1 / _facts_in(length)
+        return 1 / facts_in(length)
     low, high = RECALL_SHARE  # the mean of 1/pairs over the shares that are drawn
     full = high if names is None else min(max(names * TOKENS_A_PAIR / length, low), high)
     total = math.log(full / low) * TOKENS_A_PAIR / length
