@@ -342,7 +342,12 @@ class _Visit:
 
 
 def _share(part: float | None, whole: float) -> float | None:
-    return None if part is None else part / whole
+    """The part's share; None if unknown, or if the part took longer than the whole.
+
+    The server tells the part and this side clocks the whole: where tokens reach us late, a few
+    short steps can seem to take less time than their indexers did, and no share is known.
+    """
+    return None if part is None or part > whole else part / whole
 
 
 def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
