@@ -118,6 +118,10 @@ class Adapter:
         """Its safetensors file."""
         return self.folder / WEIGHTS_FILE
 
+    def names(self) -> list[str]:
+        """The names of its tensors."""
+        return list(_shapes(self.pattern, self.base))
+
     def tensors(self) -> dict[str, Tensor]:
         """Its weights on the CPU by name."""
         from safetensors.torch import load_file
@@ -139,20 +143,25 @@ class Adapter:
             CheckpointError: another base.
             PatternError: another pattern.
         """
-        if pattern is not None and pattern != self.pattern:
-            raise PatternError(
-                f"the adapter {self.folder} was trained for the pattern {self.pattern}, and "
-                f"{pattern} was asked for. Leave the pattern out, or train an adapter for it."
-            )
-        architecture = Checkpoint.read(checkpoint).architecture
-        if architecture != self.base.architecture or checkpoint_digest(checkpoint) != (
-            self.base.digest
+        self.check_pattern(pattern)
+        here = Checkpoint.read(checkpoint)
+        if (here.architecture, checkpoint_digest(checkpoint)) != (
+            self.base.architecture,
+            self.base.digest,
         ):
             raise CheckpointError(
                 f"the adapter {self.folder} was trained on {self.base.name} (a "
                 f"{self.base.architecture}, digest {self.base.digest[:12]}), and {checkpoint} is "
                 "another checkpoint: its config, weights or files differ. Give the checkpoint "
                 "that it was trained on, unchanged, or train an adapter for this one."
+            )
+
+    def check_pattern(self, pattern: Pattern | None) -> None:
+        """Raise PatternError unless ``pattern`` is its own, or None."""
+        if pattern is not None and pattern != self.pattern:
+            raise PatternError(
+                f"the adapter {self.folder} was trained for the pattern {self.pattern}, and "
+                f"{pattern} was asked for. Leave the pattern out, or train an adapter for it."
             )
 
 
@@ -288,16 +297,21 @@ def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _check_tensors(
-    header: Mapping[str, tuple[str, tuple[int, ...]]], pattern: Pattern, base: Base, where: str
-) -> None:
-    """Raise CheckpointError unless these are the F layers' indexers."""
+def _shapes(pattern: Pattern, base: Base) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an adapter by name."""
     shapes = indexer_shapes(base.shape)
-    expected = {
+    return {
         f"model.layers.{layer}.self_attn.indexer.{name}": shape
         for layer in pattern.full_layers
         for name, shape in shapes.items()
     }
+
+
+def _check_tensors(
+    header: Mapping[str, tuple[str, tuple[int, ...]]], pattern: Pattern, base: Base, where: str
+) -> None:
+    """Raise CheckpointError unless these are the F layers' indexers."""
+    expected = _shapes(pattern, base)
     if missing := [name for name in expected if name not in header]:
         raise CheckpointError(
             f"{where} has no {missing[0]}"

@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (
-        BASE | {"support"},
+        BASE | {"adapter", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "scipy"},
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),

@@ -78,7 +78,10 @@ def live_show(
 
 @app.command("set")
 def live_set(
-    pattern: Annotated[str, typer.Argument(help="As --indexcache-pattern takes it.")],
+    pattern: Annotated[
+        str,
+        typer.Argument(help="As --indexcache-pattern takes it; or adapter, if the server has one."),
+    ],
     url: UrlOption = "http://127.0.0.1:30000",
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
@@ -101,5 +104,8 @@ def _print_states(states: list[dict[str, Any]]) -> None:
         out.print(
             to_terminal(Pattern(state["pattern"]), f"{state['mode']} mode, {state['source']}")
         )
+        if state.get("adapter"):
+            indexers = "its indexers" if state["adapter_in_effect"] else "not in effect"
+            out.print(f"adapter: {state['adapter']} ({indexers})")
         out.print(f"forwards since the last switch: {state['forwards']}")
         out.print(f"index-K bytes per token: {state['index_k_bytes_per_token']}")

@@ -73,6 +73,23 @@ def convert_command(
     typer.echo(f"wrote {output}; train its indexers with a warm-up stage")
 
 
+@app.command("merge")
+def merge_command(
+    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
+    model: Annotated[Path, typer.Option(help="The checkpoint that it was trained on.")],
+    output: OutputOption,
+) -> None:
+    """Write a standard checkpoint: the model with the adapter's indexers and pattern.
+
+    Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a
+    hard link to the model's where the disk allows it, so do not edit it in place.
+    """
+    from sglang_indexcache.training.merge import merge
+
+    merge(adapter, model, output, typer.echo)
+    typer.echo(f"wrote {output}")
+
+
 @app.command("evaluate")
 def evaluate_command(
     model: ModelOption,

@@ -52,6 +52,7 @@ class ActivePattern:
         self.plan = plan
         self.pattern = plan.pattern
         self.source = plan.source
+        self.adapted = bool(plan.adapter)
         self.switches = 0
         self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
@@ -82,9 +83,15 @@ class ActivePattern:
         self.counters.indexer_seconds[phase] += wall
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
-    def replace(self, pattern: Pattern, source: str) -> None:
-        """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
-        self.pattern, self.source = pattern, source
+    def replace(self, pattern: Pattern, source: str, *, adapted: bool = False) -> None:
+        """Obey ``pattern`` from the next forward on; the caller has checked that it fits.
+
+        Args:
+            pattern: the new one.
+            source: where it came from, in words.
+            adapted: whether the adapter's indexers are in effect, not the checkpoint's.
+        """
+        self.pattern, self.source, self.adapted = pattern, source, adapted
         self.switches += 1
         self.counters = Counters.for_layers(len(pattern))
 
@@ -102,6 +109,9 @@ class ActivePattern:
             "shared_layers": len(pattern.shared_layers),
             "retention": float(pattern.retention),
             "checkpoint_pattern": str(self.plan.own),
+            "adapter": self.plan.adapter,
+            "adapter_digest": self.plan.adapter_digest,
+            "adapter_in_effect": self.adapted,
             "switches": self.switches,
             "last_rejection": self.last_rejection,
             "forwards": self.counters.forwards,

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.serving import hooks
+from sglang_indexcache.serving import adapter, hooks
 from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.settings import BACKEND_NAME, Plan, Request
 
@@ -48,6 +48,8 @@ def _look(_result: None, *, server_args: Any, **_: Any) -> None:
     assert world is not None, "the function that has just returned makes it"
     if world.size() > 1:
         agree(plan, world.rank(), world.size(), world.get_group_store())
+    if plan is not None:
+        adapter.install(plan)
 
 
 def _asked_for(server_args: Any) -> str:

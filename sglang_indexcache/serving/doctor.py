@@ -27,6 +27,7 @@ from rich.table import Table
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, Checkpoint, read_config
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.library import Library, names
+from sglang_indexcache.serving import adapter
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.features import FEATURES
 from sglang_indexcache.serving.settings import (
@@ -34,6 +35,7 @@ from sglang_indexcache.serving.settings import (
     OPTIONS,
     Plan,
     Request,
+    chosen_adapter,
     make_plan,
 )
 from sglang_indexcache.support.drawing import to_terminal
@@ -101,7 +103,10 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
     check_config({**config, **given.json_model_override_args}, str(given.model_path))
-    plan = make_plan(request, checkpoint, given.json_model_override_args, library)
+    trained = chosen_adapter(request)
+    plan = make_plan(request, checkpoint, given.json_model_override_args, library, trained)
+    if trained is not None:
+        adapter.check(trained, given.model_path)
     facts = [
         *_facts(plan, given.model_path, checkpoint.shape),
         ("library", names(library.for_checkpoint(checkpoint)) or "no pattern for this model"),
@@ -191,6 +196,7 @@ def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tupl
         ("indexers", ", ".join(words)),
         ("checkpoint", _own_sharing(plan)),
         ("pattern", f"from {plan.source}"),
+        *([("adapter", f"{plan.adapter} ({plan.adapter_digest[:12]})")] if plan.adapter else []),
         ("mode", plan.mode),
     ]
 

@@ -29,6 +29,9 @@ ALIKE = {
     "pattern": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
     "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
     "a KV cache that is wrong for one of them.",
+    "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
+    "adapter_in_effect": "whether the adapter is in effect. Give each the same with: indexcache "
+    "server set.",
 }
 """What every rank must say alike, and what it is that differs if they do not."""
 
@@ -123,7 +126,7 @@ def _differences(states: dict[str, dict[str, Any]]) -> list[str]:
     for field, words in ALIKE.items():
         names: dict[str, list[str]] = {}
         for name, state in states.items():
-            names.setdefault(str(state[field]), []).append(name)
+            names.setdefault(str(state.get(field, "")), []).append(name)
         if len(names) > 1:
             who = "; ".join(f"{value} on {', '.join(where)}" for value, where in names.items())
             found.append(f"they differ in {words} ({who})")

@@ -83,9 +83,11 @@ def _tag() -> str:
     active = current()
     if active is None:
         return ""
-    if active.plan.mode == "live":
-        return f" {_TAG} in live mode"
-    return f" {_TAG} pattern {active.plan.pattern}" if active.plan.kv_namespace else ""
+    plan = active.plan
+    adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""
+    if plan.mode == "live":
+        return f" {_TAG} in live mode{adapter}"
+    return f" {_TAG} pattern {plan.pattern}{adapter}" if plan.kv_namespace else ""
 
 
 def _turn_away(original: Callable[..., bool], manager: Any, address: str) -> bool:

@@ -20,11 +20,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.library import Library, names_a_file
-from sglang_indexcache.serving import hooks
+from sglang_indexcache.library import Library, Resolved, names_a_file
+from sglang_indexcache.serving import adapter, hooks
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.refusals import stage_starts
-from sglang_indexcache.serving.settings import MODE
+from sglang_indexcache.serving.settings import ADAPTER, MODE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -119,7 +119,9 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
     Args:
         scheduler: SGLang's scheduler of this process, between two batches.
         active: the pattern to replace.
-        value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
+        value: as for ``--indexcache-pattern``, but no file: it would be read on the server; or
+            ``adapter``, for the adapter's pattern and indexers. Under every other value the
+            checkpoint's own indexers are in effect.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
@@ -137,14 +139,25 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
             f"{value!r} is a file, and a server reads none for whoever can reach it. Send its F/S "
             "string, or start the server with SGLANG_INDEXCACHE_LIBRARY and send the name."
         )
-    resolved = Library.default().resolve(value, plan.checkpoint())
+    adapted = value == adapter.IN_EFFECT
+    if adapted and not plan.adapter:
+        raise SettingsError(f"this server has no adapter. Start it with {ADAPTER.flag} FOLDER.")
+    resolved = (
+        Resolved(plan.pattern, f"the adapter {plan.adapter}")
+        if adapted
+        else Library.default().resolve(value, plan.checkpoint())
+    )
     layers, stages = plan.layer_ids, get_parallel().pp_size
     resolved.pattern.check_stages(stage_starts(layers, layers[-1] + 1, stages))
     active.last_rejection = ""
-    if resolved.pattern == active.pattern:
+    if (resolved.pattern, adapted) == (active.pattern, active.adapted):
         return
+    weights = adapter.indexers(plan, adapted=adapted) if adapted != active.adapted else {}
     _clear_cached_kv(scheduler)
-    active.replace(resolved.pattern, f"/set_internal_state {value} ({resolved.description})")
+    if weights:
+        adapter.put(scheduler.tp_worker.model_runner.model, weights)
+    source = f"/set_internal_state {value} ({resolved.description})"
+    active.replace(resolved.pattern, source, adapted=adapted)
     logger.info("IndexCache: now %s", resolved.pattern.summary())
 
 

@@ -26,7 +26,15 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import agreement, engine_version, foreign_kv, hooks, live, refusals
+from sglang_indexcache.serving import (
+    adapter,
+    agreement,
+    engine_version,
+    foreign_kv,
+    hooks,
+    live,
+    refusals,
+)
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import platform as platform_cpu
@@ -37,6 +45,7 @@ from sglang_indexcache.serving.settings import (
     OPTIONS,
     Plan,
     Request,
+    chosen_adapter,
     make_plan,
 )
 
@@ -106,6 +115,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
                 f"only --attention-backend {BACKEND_NAME} serves DSA models on a CPU"
             )
         return original(runner)
+    adapter.check_in_effect(runner, plan)
     active = activate(plan)
     live.install()
     foreign_kv.install(plan)
@@ -204,9 +214,12 @@ def _resolve(server_args: Any) -> None:
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
     check_config(config, cfg.model_path)
-    plan = make_plan(request, checkpoint, overrides, Library.default())
+    trained = chosen_adapter(request)
+    plan = make_plan(request, checkpoint, overrides, Library.default(), trained)
     refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
     platform_cpu.check_plan(server_args, plan)
+    if trained is not None:
+        adapter.check(trained, Path(cfg.model_path))
     _declare(server_args, plan, overrides, config)
     logger.info(plan.describe())
     if plan.advice:

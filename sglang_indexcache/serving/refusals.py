@@ -8,7 +8,7 @@ from typing import Any
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.settings import KERNELS, MODE, PATTERN, Plan
+from sglang_indexcache.serving.settings import ADAPTER, KERNELS, MODE, PATTERN, Plan
 
 
 def check(cfg: Any, plan: Plan, num_layers: int) -> None:
@@ -71,6 +71,8 @@ def _check_live(cfg: Any, plan: Plan) -> None:
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
         "--cuda-graph-config": cfg.cuda_graph_config is not None,
+        # Its reloading knows only weights that are used as they are stored.
+        f"{ADAPTER.flag} and --quantization": plan.adapter and cfg.quantization is not None,
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
     if found := [name for name, present in reasons.items() if present]:

@@ -51,6 +51,7 @@ _STATE = "sglang.srt.managers.scheduler_components.internal_state"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _MESSAGES = "sglang.srt.managers.io_struct"
 _HOOKS = "sglang.srt.plugins.hook_registry"
+_LOADER = "sglang.srt.model_loader.loader"
 _PD = "sglang.srt.disaggregation.common.conn"
 _DEEPSEEK = "sglang.srt.models.deepseek_v2"
 _PLATFORM = "sglang.srt.platforms.interface"
@@ -164,6 +165,22 @@ LAUNCH_SEAMS = (
 """What resolving the command line needs."""
 
 WORKER_SEAMS = (
+    Seam(
+        _LOADER,
+        "DefaultModelLoader.load_weights_only",
+        "bring an adapter's indexers in behind the checkpoint's",
+        ("model", "weights"),
+    ),
+    *(
+        Seam(_LOADER, f"DefaultModelLoader.{name}", "replace indexers in live mode", ("model",))
+        for name in ("restore_weights_before_loading", "postprocess_weights")
+    ),
+    Seam(
+        "sglang.srt.models.deepseek_common.deepseek_weight_loader",
+        "DeepseekV2WeightLoaderMixin.do_load_weights",
+        "takes an indexer's weights alone, as a checkpoint has them",
+        ("weights",),
+    ),
     Seam(
         "sglang.srt.layers.attention.attention_registry",
         "register_attention_backend",

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
@@ -77,7 +79,15 @@ KERNELS = Option(
     "(see: indexcache kernels list).",
     choices=("engine", "auto", *NAMES),
 )
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS)
+ADAPTER = Option(
+    "indexcache_adapter",
+    "A folder that indexcache train heal wrote: its indexers take the place of the checkpoint's, "
+    "and its pattern is the pattern. In live mode it is in effect from the start, and again after "
+    "indexcache server set adapter; under every other pattern that is set, the checkpoint's own "
+    "indexers are. Refused with another checkpoint than the one it was trained on.",
+    metavar="FOLDER",
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER)
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,8 @@ class Plan:
         architecture: HF architecture.
         index_k_dtype: for the CPU platform.
         kernels: whose GPU kernels run.
+        adapter: folder of the adapter whose indexers are served, or "".
+        adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
     """
 
@@ -160,6 +172,8 @@ class Plan:
     architecture: str
     index_k_dtype: IndexKDtype = "auto"
     kernels: str = "engine"
+    adapter: str = ""
+    adapter_digest: str = ""
     advice: str = ""
 
     def describe(self) -> str:
@@ -168,6 +182,7 @@ class Plan:
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
             f"pattern {self.pattern} from {self.source}"
+            + (f"; indexers of the adapter {self.adapter}" if self.adapter else "")
         )
 
     @property
@@ -176,18 +191,21 @@ class Plan:
         return (
             f"{self.mode} mode, pattern {self.pattern}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
+            + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
         )
 
     @property
     def kv_namespace(self) -> str | None:
-        """What keeps cached KV apart from that of other patterns.
+        """What keeps cached KV apart from that of other patterns and of other indexers.
 
-        None where there is nothing to keep apart: under the checkpoint's own sharing stock SGLang
-        computes the same KV and may have it, and in live mode no KV outlives the pattern.
+        None where there is nothing to keep apart: under the checkpoint's own sharing and with its
+        own indexers stock SGLang computes the same KV and may have it, and in live mode no KV
+        outlives the pattern and the indexers.
         """
-        if self.mode == "live" or self.pattern == self.own:
+        if self.mode == "live" or (self.pattern == self.own and not self.adapter):
             return None
-        return f"indexcache-{self.pattern.digest}"
+        indexers = f"-{self.adapter_digest[:12]}" if self.adapter else ""
+        return f"indexcache-{self.pattern.digest}{indexers}"
 
     def hf_overrides(self) -> dict[str, Any]:
         """What to write into the HF config so that SGLang builds this plan.
@@ -238,6 +256,7 @@ def make_plan(
     checkpoint: Checkpoint,
     overrides: Mapping[str, Any],
     library: Library,
+    adapter: Adapter | None = None,
 ) -> Plan:
     """Decide the pattern and the mode.
 
@@ -246,6 +265,7 @@ def make_plan(
         checkpoint: what the model's own config says, without any override.
         overrides: the user's ``--json-model-override-args``.
         library: where names and ratios are looked up.
+        adapter: what :func:`chosen_adapter` read.
 
     Raises:
         IndexCacheError: one sentence on what is wrong, one on how to mend it.
@@ -256,10 +276,15 @@ def make_plan(
         raise SettingsError(
             f"{chosen[1]} gives {chosen[0]} and {upstream[1]} gives {upstream[0]}. Give only one."
         )
+    asked = chosen or upstream
+    if adapter is not None:
+        adapter.check_pattern(asked[0] if asked else None)
+        adapter.pattern.check_checkpoint(checkpoint.own)
+        asked = asked or (adapter.pattern, f"the adapter {adapter.folder}")
     mode = request.get(MODE)
     dtype = request.get(INDEX_K_DTYPE)
     kernels = request.get(KERNELS)
-    pattern, source = chosen or upstream or _default_pattern(checkpoint)
+    pattern, source = asked or _default_pattern(checkpoint)
     return Plan(
         pattern=pattern,
         source=source,
@@ -269,8 +294,20 @@ def make_plan(
         architecture=checkpoint.architecture,
         index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
         kernels=kernels.value if kernels else "engine",
-        advice="" if chosen or upstream else _advice(checkpoint, library),
+        adapter=str(adapter.folder.resolve()) if adapter else "",
+        adapter_digest=adapter.digest if adapter else "",
+        advice="" if asked else _advice(checkpoint, library),
     )
+
+
+def chosen_adapter(request: Request) -> Adapter | None:
+    """The adapter that the user named, read and found whole; None if he named none.
+
+    Raises:
+        IndexCacheError: not an adapter, or a damaged one.
+    """
+    choice = request.get(ADAPTER)
+    return None if choice is None else Adapter.read(Path(choice.value))
 
 
 def _chosen_pattern(

@@ -7,14 +7,15 @@ dtype and leaves the MTP layers out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.errors import CheckpointError, TrainingError
 from sglang_indexcache.support.files import replacing, write_whole
 
 DTYPES = {
@@ -40,6 +41,93 @@ def check_trainable_dtypes(folder: Path) -> None:
             )
 
 
+SCALES = "_scale_inv"
+"""What the name of a block-FP8 weight's scales adds to its own, as released checkpoints have it."""
+
+_E4M3 = "F8_E4M3"
+
+
+def check_form(folder: Path, names: Iterable[str]) -> None:
+    """Raise unless other weights can take the place of these in a checkpoint.
+
+    Raises:
+        CheckpointError: one is missing, or stored in a form that cannot be made here.
+    """
+    stored = _stored(folder)
+    for name in names:
+        if name not in stored:
+            raise CheckpointError(f"{folder} has no {name}, so nothing can take its place")
+        kind = stored[name][1]
+        scales = stored.get(name + SCALES)
+        if kind not in DTYPES and not (kind == _E4M3 and scales and scales[1] in DTYPES):
+            raise CheckpointError(
+                f"{folder} holds {name} as {kind}; other weights can take the place only of plain "
+                "ones and of block-FP8 ones (e4m3 with weight_scale_inv). Take a checkpoint whose "
+                "indexers are stored so."
+            )
+
+
+def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights in the form in which a checkpoint stores its own of the same names.
+
+    Args:
+        folder: the checkpoint, which passes :func:`check_form`.
+        tensors: plain weights by name.
+
+    Returns:
+        Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and
+        :data:`SCALES`, the scales.
+    """
+    stored, config = _stored(folder), read_config(folder).get("quantization_config") or {}
+    block = tuple(config.get("weight_block_size") or (128, 128))
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        kind = stored[name][1]
+        if kind != _E4M3:
+            found[name] = tensor.to(DTYPES[kind])
+            continue
+        power_of_two = config.get("scale_fmt") == "ue8m0"
+        found[name], scales = to_block_fp8(tensor, block, power_of_two=power_of_two)
+        found[name + SCALES] = scales.to(DTYPES[stored[name + SCALES][1]])
+    return found
+
+
+def read_stored(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint as they are stored, those in block-FP8 with their scales."""
+    stored, found = _stored(folder), {}
+    with_scales = (full for name in names for full in (name, name + SCALES))
+    for name in filter(stored.__contains__, with_scales):
+        with safe_open(stored[name][0], "pt") as file:
+            found[name] = file.get_tensor(name)
+    return found
+
+
+def to_block_fp8(
+    weight: torch.Tensor, block: tuple[int, int] = (128, 128), *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as released FP8 checkpoints store it; ``weight = e4m3 * scale`` in each block.
+
+    Source: ``weight_quant`` beside DeepSeek-V3's weights, and ``per_block_cast_to_fp8`` of SGLang.
+
+    Args:
+        weight: ``[n, k]`` floating point.
+        block: rows and columns that have one scale.
+        power_of_two: round scales up to powers of two, as ``scale_fmt: ue8m0`` says.
+
+    Returns:
+        e4m3 ``[n, k]``, and float32 scales ``[ceil(n / rows), ceil(k / columns)]``.
+    """
+    (n, k), (rows, columns) = weight.shape, block
+    padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
+    tiles = padded.view(-(-n // rows), rows, -(-k // columns), columns)
+    largest = tiles.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+    if power_of_two:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    values = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return values.view(padded.shape)[:n, :k].contiguous(), scales
+
+
 def take_over(
     base: Path, folder: Path, left_out: Callable[[str], bool], dtype: torch.dtype | None
 ) -> None:
@@ -57,7 +145,7 @@ def take_over(
         kinds = {name: DTYPES[kind] for name, (_, kind) in theirs.items() if kind in DTYPES}
         for path in {path for path, _ in ours.values()}:
             tensors = load_file(path)
-            _write({name: t.to(kinds.get(name, dtype)) for name, t in tensors.items()}, path)
+            write_tensors({name: t.to(kinds.get(name, dtype)) for name, t in tensors.items()}, path)
     missing: dict[Path, list[str]] = {}
     for name, (path, _) in theirs.items():
         if name not in ours and not left_out(name):
@@ -65,7 +153,7 @@ def take_over(
     for path, names in missing.items():
         with safe_open(path, "pt") as file:
             found = {name: file.get_tensor(name) for name in names}
-        _write(found, folder / f"model-of-base-{path.name}")
+        write_tensors(found, folder / f"model-of-base-{path.name}")
     if missing:
         _number(folder)
 
@@ -101,6 +189,7 @@ def _stored(folder: Path) -> dict[str, tuple[Path, str]]:
     return found
 
 
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Replace a safetensors file in one step."""
     with replacing(path) as part:
         save_file(tensors, part, metadata={"format": "pt"})

@@ -1,0 +1,142 @@
+"""An adapter's indexers in place of the checkpoint's, on every rank.
+
+They are brought into the form in which the checkpoint stores its own (block-FP8 with scales, or
+the same dtype) and then go through SGLang's own loading of the model, behind the checkpoint's
+weights and before SGLang makes of them what its kernels want. So whatever SGLang fuses, shards,
+dequantises or packs there, it does with them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.adapter import Adapter, indexer_layer
+from sglang_indexcache.errors import CheckpointError, SettingsError
+from sglang_indexcache.serving import hooks
+from sglang_indexcache.serving.settings import ADAPTER, MODE, Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+IN_EFFECT = "adapter"
+"""The pattern value that stands for the adapter's pattern and indexers on a live server."""
+
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+_ADAPTED = "_indexcache_adapted"
+"""Attribute of a model whose indexers were replaced while it was loaded."""
+
+
+def check(adapter: Adapter, model: Path) -> None:
+    """Refuse an adapter for another checkpoint, or one that cannot take its indexers' place.
+
+    Raises:
+        IndexCacheError: it is for another base, or the base cannot be looked at.
+    """
+    from sglang_indexcache.training.stored import check_form
+
+    if not model.is_dir():
+        raise SettingsError(
+            f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint with the "
+            f"one that the adapter was trained on; {model} is none. Download it first."
+        )
+    adapter.check(model)
+    check_form(model, adapter.names())
+
+
+def install(plan: Plan) -> None:
+    """Have this process's model loaded with the plan's adapter; safe to call again."""
+    if not plan.adapter:
+        return
+
+    def bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
+        if _indexers(model):  # a draft model's layers have other names
+            model.load_weights(indexers(plan, adapted=True).items())  # type: ignore[operator]
+        setattr(model, _ADAPTED, True)
+
+    hooks.after(f"{_LOADER}.load_weights_only", bring_in)
+
+
+def check_in_effect(runner: Any, plan: Plan) -> None:
+    """Make sure that the adapter is in the model, and that live mode can take it out again.
+
+    Args:
+        runner: SGLang's ModelRunner, its model loaded.
+        plan: this server's.
+
+    Raises:
+        SettingsError: the weights came another way than the one that was hooked, or SGLang
+            changed them in a way that it cannot undo.
+    """
+    if not plan.adapter:
+        return
+    if not getattr(runner.model, _ADAPTED, False):
+        raise SettingsError(
+            f"--load-format {runner.load_config.load_format} loads weights in a way of its own, in "
+            "which the adapter's would be left out. Use --load-format auto."
+        )
+    changed = any(
+        getattr(parameter, "format_ue8m0", False)
+        for indexer in _indexers(runner.model)
+        for parameter in indexer.parameters()
+    )
+    if plan.mode == "live" and changed:
+        raise SettingsError(
+            "in live mode an adapter cannot be taken out again on this GPU, where SGLang changes "
+            f"the scales of FP8 weights for good. Use {MODE.flag} static, or --fp8-gemm-backend "
+            "triton."
+        )
+
+
+def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
+    """The weights of the adapter's layers by name, as the checkpoint stores such weights.
+
+    Args:
+        plan: this server's.
+        adapted: the adapter's weights, or else the checkpoint's own.
+
+    Raises:
+        CheckpointError: the adapter is not the one that the server was started with.
+    """
+    from sglang.srt.runtime_context import get_model
+
+    from sglang_indexcache.training.stored import like_stored, read_stored
+
+    adapter, base = Adapter.read(Path(plan.adapter)), Path(get_model().model_path)
+    if adapter.digest != plan.adapter_digest:
+        raise CheckpointError(
+            f"the adapter {plan.adapter} was replaced since this server was started. Start the "
+            "server again, or put the adapter that it was started with back."
+        )
+    return like_stored(base, adapter.tensors()) if adapted else read_stored(base, adapter.names())
+
+
+def put(model: Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Replace indexers in a model that serves, as SGLang updates weights from a disk.
+
+    Source: ``WeightUpdater.update_weights_from_disk``.
+
+    Args:
+        model: SGLang's, between two batches.
+        weights: from :func:`indexers`.
+    """
+    import torch
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    device = next(model.parameters()).device
+    for indexer in _indexers(model):
+        DefaultModelLoader.restore_weights_before_loading(indexer, device)
+    model.load_weights(weights.items())  # type: ignore[operator]
+    for indexer in _indexers(model):
+        DefaultModelLoader.postprocess_weights(indexer, device)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _indexers(model: Module) -> list[Module]:
+    """Those of the model's layers that this process has."""
+    return [
+        module for name, module in model.named_modules() if indexer_layer(f"{name}.any") is not None
+    ]

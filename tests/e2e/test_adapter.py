@@ -1,0 +1,112 @@
+"""An adapter served over its unchanged base answers as transformers does with the merged weights.
+
+Its indexers are the base's with noise, which is enough to make them select other tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_indexcache.adapter import Adapter, indexer_layer, write_adapter
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.training.merge import merge
+from tests.e2e.conftest import Serve, decided_prompt, logprobs
+from tests.e2e.test_parallel import SMALL_POOL, TWO_RANKS, check
+from tests.oracle import Oracle
+
+PATTERN = Pattern("FFSFSS")  # a pipeline's second stage, which has three layers too, starts on F
+LENGTHS = (1, 300, 66, 129)
+
+
+@pytest.fixture(scope="module")
+def adapter(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
+    generator = torch.Generator().manual_seed(15)
+    tensors = {
+        name: tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        if tensor.std() > 0
+        else tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+        for path in glm.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+        if indexer_layer(name) in PATTERN.full_layers
+    }
+    folder = tmp_path_factory.mktemp("adapter") / "noise"
+    return write_adapter(folder, pattern=PATTERN, checkpoint=glm, tensors=tensors, record={})
+
+
+@pytest.fixture(scope="module")
+def merged(glm: Path, adapter: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder = tmp_path_factory.mktemp("merged") / "checkpoint"
+    merge(adapter.folder, glm, folder, lambda _: None)
+    return Oracle(folder, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def base(glm: Path) -> Oracle:
+    return Oracle(glm, torch.float32)
+
+
+def test_static(glm: Path, adapter: Adapter, merged: Oracle, base: Oracle, serve: Serve) -> None:
+    arguments = ["--indexcache-adapter", str(adapter.folder), "--indexcache-pattern", str(PATTERN)]
+    with serve(glm, *SMALL_POOL, *arguments) as client:
+        [state] = client.states()
+        assert state["pattern"] == str(PATTERN)
+        assert state["adapter"] == str(adapter.folder)
+        assert state["adapter_digest"] == adapter.digest
+        assert state["adapter_in_effect"]
+        check(client, merged, PATTERN, LENGTHS)
+        ids = decided_prompt(merged, 300, PATTERN)
+        without = base.answer(ids, PATTERN).logprobs
+        assert (logprobs(client, ids) - without).abs().max() > 1e-2
+
+
+def _switches(client: Client, merged: Oracle, base: Oracle) -> None:
+    """Adapter and base by turns, with the same prompts: nothing cached is taken for the other's."""
+    assert all(state["adapter_in_effect"] for state in client.states())
+    check(client, merged, PATTERN, LENGTHS)
+    for value, pattern in ((str(PATTERN), PATTERN), ("full", Pattern.full(6))):
+        for state in client.switch_pattern(value):
+            assert not state["adapter_in_effect"]
+            assert state["pattern"] == str(pattern)
+        check(client, base, pattern, LENGTHS)
+        for state in client.switch_pattern("adapter"):
+            assert state["adapter_in_effect"]
+            assert state["pattern"] == str(PATTERN)
+        check(client, merged, PATTERN, LENGTHS)
+
+
+def test_live(glm: Path, adapter: Adapter, merged: Oracle, base: Oracle, serve: Serve) -> None:
+    arguments = ["--indexcache-adapter", str(adapter.folder), "--indexcache-mode", "live"]
+    with serve(glm, *SMALL_POOL, *arguments) as client:
+        _switches(client, merged, base)
+        client.switch_pattern("full")
+        weights = adapter.weights_file.read_bytes()
+        adapter.weights_file.write_bytes(weights[:-1] + b"?")
+        try:
+            with pytest.raises(ServerError, match="SHA-256 differs"):
+                client.switch_pattern("adapter")
+        finally:
+            adapter.weights_file.write_bytes(weights)
+        assert client.states()[0]["pattern"] == "FFFFFF"
+        check(client, base, Pattern.full(6), LENGTHS)
+
+
+def test_dp_attention_live(
+    glm: Path, adapter: Adapter, merged: Oracle, base: Oracle, serve: Serve
+) -> None:
+    arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--indexcache-mode", "live"]
+    arguments += ["--indexcache-adapter", str(adapter.folder)]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        assert len(client.states()) == 2
+        _switches(client, merged, base)
+
+
+def test_pipeline(glm: Path, adapter: Adapter, merged: Oracle, serve: Serve) -> None:
+    arguments = ["--pp-size", "2", "--indexcache-adapter", str(adapter.folder)]
+    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        check(client, merged, PATTERN, LENGTHS)
