@@ -21,6 +21,7 @@ NEEDS = {
         "serving/cuda/test_backend.py",
         "serving/cuda/test_capture.py",
         "serving/cuda/test_kernels.py",
+        "serving/test_adapter.py",
         "serving/test_config_check.py",
         "serving/test_agreement.py",
         "serving/test_foreign_kv.py",

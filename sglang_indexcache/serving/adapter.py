@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_indexcache.adapter import Adapter, indexer_layer
 from sglang_indexcache.errors import CheckpointError, SettingsError
 from sglang_indexcache.serving import hooks
+from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.settings import ADAPTER, MODE, Plan
 
 if TYPE_CHECKING:
@@ -48,15 +49,17 @@ def check(adapter: Adapter, model: Path) -> None:
 
 def install(plan: Plan) -> None:
     """Have this process's model loaded with the plan's adapter; safe to call again."""
-    if not plan.adapter:
+    if plan.adapter:
+        hooks.after(f"{_LOADER}.load_weights_only", _bring_in)
+
+
+def _bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
+    plan = published_plan()
+    if plan is None or not plan.adapter:
         return
-
-    def bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
-        if _indexers(model):  # a draft model's layers have other names
-            model.load_weights(indexers(plan, adapted=True).items())  # type: ignore[operator]
-        setattr(model, _ADAPTED, True)
-
-    hooks.after(f"{_LOADER}.load_weights_only", bring_in)
+    if _indexers(model):  # a draft model's layers have other names
+        model.load_weights(indexers(plan, adapted=True).items())  # type: ignore[operator]
+    setattr(model, _ADAPTED, True)
 
 
 def check_in_effect(runner: Any, plan: Plan) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
@@ -14,7 +18,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteFor
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training.convert import convert
 from sglang_indexcache.training.run_folder import read_metrics
-from sglang_indexcache.training.stored import check_trainable_dtypes
+from sglang_indexcache.training.stored import check_trainable_dtypes, to_block_fp8
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.models import FIELDS
 from tests.training.recipes import tiny, tiny_recipe
@@ -162,3 +166,47 @@ def test_quantised_weights_are_refused_before_they_are_loaded(moe: Path, tmp_pat
         check_trainable_dtypes(moe)
     with pytest.raises(TrainingError, match="Dequantise"):
         convert(moe, tmp_path / "out")
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    power_of_two=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_block_fp8_keeps_what_its_format_can(
+    shape: tuple[int, int], block: tuple[int, int], power_of_two: bool, seed: int
+) -> None:
+    """Against each block looked at alone, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * 10.0 ** int(seed % 7 - 3)
+    weight[0] = 0  # a block may hold nothing
+    values, scales = to_block_fp8(weight, block, power_of_two=power_of_two)
+    assert values.shape == shape
+    for i in range(0, shape[0], block[0]):
+        for j in range(0, shape[1], block[1]):
+            part = np.s_[i : i + block[0], j : j + block[1]]
+            scale = float(scales[i // block[0], j // block[1]])
+            wanted = weight[part].double()
+            largest = float(wanted.abs().max())
+            assert scale > 0
+            assert largest <= 448 * scale * (1 + 1e-6)
+            if largest:
+                assert scale <= largest / 448 * (2 if power_of_two else 1) * (1 + 1e-6)
+            if power_of_two:
+                assert math.frexp(scale)[0] == 0.5
+            # Half a step: 3 bits behind the leading one, and steps of 2^-9 below 2^-6.
+            error = (values[part].double() * scale - wanted).abs()
+            assert (error <= (wanted.abs() * 2**-4).clamp_min(scale * 2**-10) * (1 + 1e-6)).all()
+
+
+def test_what_is_block_fp8_already_stays_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = (torch.randn(256, 384, generator=generator) * 60).clamp(-448, 448)
+    values[::128, ::128] = 448.0  # the largest of each block, as quantising leaves it
+    values = values.to(torch.float8_e4m3fn)
+    scales = torch.exp2(torch.randint(-9, 3, (2, 3), generator=generator).float())
+    blocks = torch.ones(128, 128)
+    again, same = to_block_fp8(values.float() * torch.kron(scales, blocks))
+    assert same_bits(again, values)
+    assert torch.equal(same, scales)

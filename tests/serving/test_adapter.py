@@ -1,0 +1,337 @@
+"""How an adapter comes into SGLang: refused before weights load, or loaded as weights are there.
+
+SGLang serves no block-FP8 weights without a GPU (its products are Triton's and CUDA's), so what
+becomes of a quantised indexer is tested up to SGLang's own loading of it. That servers then answer
+with the adapter is in ``tests/e2e/test_adapter.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sglang_indexcache.adapter import Adapter, indexer_layer, indexer_shapes, write_adapter
+from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import adapter as served
+from sglang_indexcache.serving.settings import OPTIONS, Plan
+from sglang_indexcache.training.stored import SCALES, to_block_fp8
+from tests.serving.plans import plan
+from tests.serving.test_plugin import hf_config, resolve
+
+CHECKPOINT = shipped_checkpoint()
+PATTERN = Pattern.uniform(12, 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plugins() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Adapter:
+    weights = load_file(CHECKPOINT / "model.safetensors")
+    tensors = {
+        name: 2 * tensor
+        for name, tensor in weights.items()
+        if indexer_layer(name) in PATTERN.full_layers
+    }
+    return write_adapter(
+        tmp_path / "adapter", pattern=PATTERN, checkpoint=CHECKPOINT, tensors=tensors, record={}
+    )
+
+
+# -- before weights load -----------------------------------------------------------------------
+
+
+def planned(*arguments: str, model: Path = CHECKPOINT) -> Plan:
+    found = Plan.from_hf_config(hf_config(resolve(model, *arguments)))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("more", [[], ["--indexcache-pattern", "uniform:1/4"]])
+def test_the_pattern_is_the_adapters(adapter: Adapter, more: list[str]) -> None:
+    made = planned("--indexcache-adapter", str(adapter.folder), *more)
+    assert made.pattern == PATTERN
+    assert (made.adapter, made.adapter_digest) == (str(adapter.folder), adapter.digest)
+    assert f"indexers of the adapter {adapter.folder}" in made.describe()
+
+
+def _change_base(folder: Path) -> list[str]:
+    base = folder.parent / "base"
+    shutil.copytree(CHECKPOINT, base)
+    config = read_config(base)
+    (base / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    return ["--model-path", str(base)]
+
+
+def _damage(folder: Path) -> list[str]:
+    path = folder / "indexers.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    return []
+
+
+def _claim_a_layer(folder: Path) -> list[str]:
+    path = folder / "adapter.yaml"
+    path.write_text(path.read_text().replace("FSSSFSSSFSSS", "FFSSFSSSFSSS"))
+    return []
+
+
+def _empty(folder: Path) -> list[str]:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return []
+
+
+REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "another base": (_change_base, "was trained on tiny-dsa .* is another checkpoint"),
+    "a damaged file": (_damage, "SHA-256 differs"),
+    "a missing layer": (_claim_a_layer, r"has no model.layers.1.self_attn.indexer.wq_b.weight"),
+    "another pattern": (
+        lambda _: ["--indexcache-pattern", "uniform:1/2"],
+        "was trained for the pattern FSSSFSSSFSSS, and FSFSFSFSFSFS was asked for",
+    ),
+    "SGLang's way to say another": (
+        lambda _: ["--json-model-override-args", '{"index_topk_pattern": "FSFSFSFSFSFS"}'],
+        "was trained for the pattern",
+    ),
+    "no adapter": (_empty, "is not an adapter: cannot read"),
+    "live and quantised by SGLang": (
+        lambda _: ["--indexcache-mode", "live", "--quantization", "fp8"],
+        "live mode does not work with --indexcache-adapter and --quantization",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_one_clear_error(adapter: Adapter, what: str) -> None:
+    change, says = REFUSED[what]
+    more = change(adapter.folder)
+    with pytest.raises(IndexCacheError, match=says):
+        planned("--indexcache-adapter", str(adapter.folder), *more)
+
+
+def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
+    with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
+        served.check(adapter, Path("some-one/some-model"))
+
+
+def test_other_weights_have_other_kv(adapter: Adapter) -> None:
+    full = plan("FFFF")
+    adapted = [plan("FFFF", adapter="a", adapter_digest=digest * 64) for digest in "ab"]
+    assert full.kv_namespace is None
+    assert len({p.kv_namespace for p in (full, *adapted)}) == 3
+    assert len({p.terms for p in (full, *adapted)}) == 3
+    assert plan("FSFS").kv_namespace != plan("FSFS", adapter="a").kv_namespace
+
+
+# -- loading -----------------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 256, "q_lora_rank": 384, "index_n_heads": 4, "index_head_dim": 128}
+HEADS, WIDTH = SHAPE["index_n_heads"], SHAPE["index_head_dim"]
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+
+
+def model(*, fused: bool) -> nn.Module:
+    """Two layers' indexers of SGLang's own quantised linears, with SGLang's own weight loading."""
+    from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.models.deepseek_common.deepseek_weight_loader import (
+        DeepseekV2WeightLoaderMixin,
+    )
+
+    fp8 = Fp8Config.from_config(QUANTIZATION)
+
+    def linear(inputs: int, outputs: int, config: Any = None) -> nn.Module:
+        return ReplicatedLinear(
+            inputs, outputs, bias=False, quant_config=config, params_dtype=torch.bfloat16
+        )
+
+    class Model(DeepseekV2WeightLoaderMixin, nn.Module):
+        quant_config = fp8
+        num_fused_shared_experts = 0
+        pp_group = SimpleNamespace(is_last_rank=True)
+        config = SimpleNamespace(
+            n_routed_experts=1,
+            q_lora_rank=SHAPE["q_lora_rank"],
+            num_hidden_layers=2,
+            architectures=["GlmMoeDsaForCausalLM"],
+        )
+
+        def load_weights(self, weights: Any) -> None:
+            self.do_load_weights(weights)
+
+    def indexer() -> nn.Module:
+        found = nn.Module()
+        found.wq_b = linear(SHAPE["q_lora_rank"], HEADS * WIDTH, fp8)
+        if fused:  # as on NVIDIA GPUs for GLM-5
+            found.wk_weights_proj = linear(SHAPE["hidden_size"], WIDTH + HEADS)
+        else:
+            found.wk = linear(SHAPE["hidden_size"], WIDTH, fp8)
+            found.weights_proj = linear(SHAPE["hidden_size"], HEADS)
+        found.k_norm = nn.LayerNorm(WIDTH)
+        return found
+
+    made, inner = Model(), nn.Module()
+    layers = [nn.Module() for _ in range(2)]
+    for layer in layers:
+        layer.self_attn = nn.Module()
+        layer.self_attn.indexer = indexer()
+    inner.layers, inner.start_layer, inner.end_layer = nn.ModuleList(layers), 0, 2
+    made.model = inner
+    for parameter in made.parameters():
+        parameter.data = parameter.data.float().fill_(-1).to(parameter.dtype)
+    return made
+
+
+def weights(layer: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"model.layers.{layer}.self_attn.indexer.{name}": torch.randn(shape, generator=generator)
+        for name, shape in indexer_shapes(SHAPE).items()
+    }
+
+
+def as_released(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in plain.items():
+        if name.endswith(("wq_b.weight", "wk.weight")):
+            found[name], found[name + SCALES] = to_block_fp8(tensor)
+        else:
+            found[name] = tensor if "norm" in name else tensor.bfloat16()
+    return found
+
+
+@pytest.fixture
+def fp8_base(tmp_path: Path) -> Path:
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    config = SHAPE | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "num_hidden_layers": 2,
+        "index_topk": 8,
+        "quantization_config": QUANTIZATION,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        as_released(weights(0, 1) | weights(1, 2)),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+@pytest.fixture
+def fp8_plan(fp8_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    trained = write_adapter(
+        tmp_path / "fp8-adapter",
+        pattern=Pattern("FS"),
+        checkpoint=fp8_base,
+        tensors=weights(0, 9),
+        record={},
+    )
+    served.check(trained, fp8_base)
+    made = plan("FS", adapter=str(trained.folder), adapter_digest=trained.digest)
+    monkeypatch.setattr(served, "published_plan", lambda: made)
+    bag = SimpleNamespace(model_path=str(fp8_base))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: bag)
+    return made
+
+
+def load(into: nn.Module, base: Path) -> None:
+    """As SGLang does, with the hook of a server that has an adapter."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    stored = load_file(base / "model.safetensors")
+    DefaultModelLoader.load_weights_only(into, iter(stored.items()), torch.device("cpu"))
+    DefaultModelLoader.postprocess_weights(into, torch.device("cpu"))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    theirs = dict(other.named_parameters())
+    return all(
+        torch.equal(p.view(torch.uint8), theirs[name].view(torch.uint8))
+        for name, p in one.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_is_quantised_on_loading_like_the_checkpoint(
+    fp8_base: Path, fp8_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """The same bits as from a checkpoint with these weights; the layer without stays as it is."""
+    merged = tmp_path / "merged"
+    shutil.copytree(fp8_base, merged)
+    content = as_released(weights(0, 9) | weights(1, 2))
+    save_file(content, merged / "model.safetensors", metadata={"format": "pt"})
+    plain, wanted, got = model(fused=fused), model(fused=fused), model(fused=fused)
+    with monkeypatch.context() as without:  # the hook of the test before stays
+        without.setattr(served, "published_plan", lambda: None)
+        load(plain, fp8_base)
+        load(wanted, merged)
+    served.install(fp8_plan)
+    load(got, fp8_base)
+    assert got.model.layers[0].self_attn.indexer.wq_b.weight.dtype == torch.float8_e4m3fn
+    assert same(got, wanted)
+    assert not same(got, plain)
+    served.check_in_effect(SimpleNamespace(model=got), fp8_plan)
+
+    served.put(got, served.indexers(fp8_plan, adapted=False))
+    assert same(got, plain)
+    served.put(got, served.indexers(fp8_plan, adapted=True))
+    assert same(got, wanted)
+
+
+def test_weights_that_came_another_way(fp8_plan: Plan) -> None:
+    runner = SimpleNamespace(
+        model=model(fused=False), load_config=SimpleNamespace(load_format="sharded_state")
+    )
+    with pytest.raises(SettingsError, match="--load-format sharded_state loads weights in a way"):
+        served.check_in_effect(runner, fp8_plan)
+
+
+def test_scales_that_sglang_changes_for_good(fp8_plan: Plan) -> None:
+    made = model(fused=False)
+    setattr(made, served._ADAPTED, True)
+    made.model.layers[0].self_attn.indexer.wq_b.weight_scale_inv.format_ue8m0 = True
+    served.check_in_effect(SimpleNamespace(model=made), fp8_plan)
+    live = plan("FS", mode="live", adapter=fp8_plan.adapter)
+    with pytest.raises(SettingsError, match="cannot be taken out again on this GPU"):
+        served.check_in_effect(SimpleNamespace(model=made), live)
+
+
+def test_an_adapter_that_was_replaced_under_a_server(fp8_base: Path, fp8_plan: Plan) -> None:
+    write_adapter(
+        Path(fp8_plan.adapter),
+        pattern=Pattern("FS"),
+        checkpoint=fp8_base,
+        tensors=weights(0, 10),
+        record={},
+    )
+    with pytest.raises(IndexCacheError, match="was replaced since this server was started"):
+        served.indexers(fp8_plan, adapted=True)
