@@ -8,7 +8,7 @@ dequantises or packs there, it does with them as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ IN_EFFECT = "adapter"
 """The pattern value that stands for the adapter's pattern and indexers on a live server."""
 
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _ADAPTED = "_indexcache_adapted"
 """Attribute of a model whose indexers were replaced while it was loaded."""
 
@@ -49,8 +50,34 @@ def check(adapter: Adapter, model: Path) -> None:
 
 def install(plan: Plan) -> None:
     """Have this process's model loaded with the plan's adapter; safe to call again."""
-    if plan.adapter:
-        hooks.after(f"{_LOADER}.load_weights_only", _bring_in)
+    if not plan.adapter:
+        return
+    hooks.after(f"{_LOADER}.load_weights_only", _bring_in)
+    for_disk, for_group = "UpdateWeightFromDiskReqOutput", "UpdateWeightsFromDistributedReqOutput"
+    for_tensor, for_ipc = "UpdateWeightsFromTensorReqOutput", "UpdateWeightsFromIPCReqOutput"
+    hooks.around(f"{_UPDATER}.update_weights_from_disk", _refusing(for_disk))
+    hooks.around(f"{_UPDATER}.update_weights_from_distributed", _refusing(for_group))
+    hooks.around(f"{_UPDATER}.update_weights_from_tensor", _refusing(for_tensor))
+    hooks.around(f"{_UPDATER}.update_weights_from_ipc", _refusing(for_ipc))
+
+
+def _refusing(output: str) -> Callable[..., Any]:
+    """An update of weights that answers with SGLang's message ``output``: no.
+
+    It would replace the adapter's indexers, or leave them on a model that is not their base.
+    """
+
+    def refuse(_original: Callable[..., Any], _manager: Any, _request: Any) -> Any:
+        from sglang.srt.managers import io_struct
+
+        return getattr(io_struct, output)(
+            success=False,
+            message="this server has an adapter, which belongs to the weights that it was started "
+            f"with. To update weights, start one without {ADAPTER.flag}, from a checkpoint that "
+            "indexcache train merge wrote.",
+        )
+
+    return refuse
 
 
 def _bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:

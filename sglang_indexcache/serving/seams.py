@@ -165,6 +165,25 @@ LAUNCH_SEAMS = (
 """What resolving the command line needs."""
 
 WORKER_SEAMS = (
+    *(
+        Seam(
+            "sglang.srt.managers.scheduler_components.weight_updater",
+            f"SchedulerWeightUpdaterManager.update_weights_from_{way}",
+            "refuse what would replace an adapter's indexers",
+            ("recv_req",),
+            by_signature=True,
+        )
+        for way in ("disk", "distributed", "tensor", "ipc")
+    ),
+    *(
+        Seam(_MESSAGES, f"Update{name}ReqOutput", "its answer", by_signature=True)
+        for name in (
+            "WeightFromDisk",
+            "WeightsFromDistributed",
+            "WeightsFromTensor",
+            "WeightsFromIPC",
+        )
+    ),
     Seam(
         _LOADER,
         "DefaultModelLoader.load_weights_only",

@@ -325,6 +325,19 @@ def test_scales_that_sglang_changes_for_good(fp8_plan: Plan) -> None:
         served.check_in_effect(SimpleNamespace(model=made), live)
 
 
+@pytest.mark.parametrize("way", ["disk", "distributed", "tensor", "ipc"])
+def test_an_update_of_weights_is_refused(fp8_plan: Plan, way: str) -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    served.install(fp8_plan)
+    update = getattr(SchedulerWeightUpdaterManager, f"update_weights_from_{way}")
+    answer = update(SimpleNamespace(), SimpleNamespace())
+    assert not answer.success
+    assert "start one without --indexcache-adapter" in answer.message
+
+
 def test_an_adapter_that_was_replaced_under_a_server(fp8_base: Path, fp8_plan: Plan) -> None:
     write_adapter(
         Path(fp8_plan.adapter),
