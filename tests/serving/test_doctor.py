@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
+from sglang_indexcache.adapter import indexer_layer, write_adapter
+from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
@@ -185,3 +188,21 @@ def test_a_config_without_the_number_of_heads(folder: Path) -> None:
     config = {name: value for name, value in CONFIG.items() if name != "index_n_heads"}
     (folder / "config.json").write_text(json.dumps(config))
     assert "78 layers, top 2048" in examine("--model-path", folder)[1]
+
+
+def test_it_checks_an_adapter_and_its_base(tmp_path: Path) -> None:
+    model, pattern = shipped_checkpoint(), Pattern.uniform(12, 4)
+    weights = load_file(model / "model.safetensors")
+    adapter = write_adapter(
+        tmp_path / "adapter",
+        pattern=pattern,
+        checkpoint=model,
+        tensors={n: t for n, t in weights.items() if indexer_layer(n) in pattern.full_layers},
+        record={},
+    )
+    fine, said = examine("--model-path", model, "--indexcache-adapter", adapter.folder)
+    assert fine
+    assert f"({adapter.digest[:12]})" in said.replace("\n", "")
+    fine, said = examine("--model-path", model, "--indexcache-adapter", tmp_path)
+    assert not fine
+    assert "is not an adapter" in said

@@ -77,6 +77,12 @@ def test_the_report_counts_what_is_allocated() -> None:
     assert state["indexer_weight_bytes"] == {"0": 40}
 
 
+def test_an_adapter_cannot_be_set_where_there_is_none(serving: active.ActivePattern) -> None:
+    assert report(scheduler())["adapter"] == ""
+    assert not ask(scheduler(), "indexcache_pattern=adapter")
+    assert "Start it with --indexcache-adapter FOLDER" in serving.last_rejection
+
+
 def test_weights_are_looked_through_once() -> None:
     engine = scheduler()
     first = report(engine)["indexer_weight_bytes"]
