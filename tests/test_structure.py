@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "models": (set(), set()),
     "checkpoint": ({"errors", "models", "pattern"}, set()),
     "library": (BASE, SMALL),
+    "adapter": (BASE | {"support.provenance"}, SMALL | MODELS),
     "client": ({"errors"}, {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
