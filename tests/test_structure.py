@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (
-        BASE | {"data", "support"},
+        BASE | {"adapter", "data", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy"},
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
