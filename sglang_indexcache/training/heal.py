@@ -44,7 +44,7 @@ from sglang_indexcache.training.rows import FileRows, Row
 from sglang_indexcache.training.run_folder import Position
 from sglang_indexcache.training.sharing import Stage
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHOWN_EVERY = 10
 """Steps between lines on the console; the file has every step."""
 
@@ -78,7 +78,7 @@ class HealOptions:
             0 to never do so.
         save_every: steps between states.
         seed: of the order of rows.
-        dtype: of the body: "bfloat16", "float32" or "float64".
+        dtype: of the body: "bfloat16" or "float32".
         from_disk: read a layer's weights each time it runs, for a model that does not fit.
         block: queries per block of chunked work.
 
@@ -403,6 +403,11 @@ class _Healing:
         if self.accelerator.num_processes > 1:
             for part in (sums.loss, sums.mass, sums.choosing):
                 part.copy_(self._summed(part))
+        if not sums.loss.isfinite().all():
+            raise TrainingError(
+                "the distillation loss is not finite any more. Lower the learning rate; if it was "
+                "so from the first step, the checkpoint's weights are damaged."
+            )
         return sums, queries
 
     def _batches(self, rows: list[Row]) -> list[Batch]:
@@ -470,6 +475,7 @@ class _Healing:
         optimizer.load_state_dict(state.optimizer)
 
     def _finish(self) -> HealResult:
+        self.accelerator.wait_for_everyone()
         evaluations = self.files.evaluations()
         if self.accelerator.is_main_process:
             self.files.draw(evaluations)
