@@ -101,13 +101,29 @@ def select_top_k(
     with _full_precision(index):
         for rows in layout.blocks(block):
             scores = _VisibleKeys(layout, rows, None).scores(index)[0]
-            # torch.topk breaks ties as it likes. Adding +0.0 makes -0.0 equal to it on every
-            # device.
-            ordered = scores.add_(0.0).sort(dim=-1, descending=True, stable=True)
-            best, places = (part[..., :width] for part in ordered)
+            # Adding +0.0 makes -0.0 equal to it on every device.
+            best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
             places = places.masked_fill(best == float("-inf"), -1).int()
             found.append(pad(places, (0, width - places.shape[-1]), value=-1))
     return torch.cat(found, dim=1)
+
+
+def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``width`` highest of ``[..., S]``, and where; of equal ones the first ones, in order.
+
+    torch.topk breaks ties as it likes, and a stable sort of all of S takes many times as long. So
+    only rows are sorted where the lowest score that is taken is also one that is left out.
+    """
+    best, places = scores.topk(width, dim=-1)
+    border = best[..., -1:]
+    alike = (scores == border).sum(-1) > (best == border).sum(-1)
+    crowded = alike & (border.squeeze(-1) > float("-inf"))
+    if crowded.any():
+        sorted_best, sorted_places = scores[crowded].sort(dim=-1, descending=True, stable=True)
+        best[crowded], places[crowded] = sorted_best[..., :width], sorted_places[..., :width]
+    places = places.sort(dim=-1).values
+    best, order = scores.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return best, places.gather(-1, order)
 
 
 def distillation_loss(

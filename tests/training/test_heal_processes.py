@@ -42,7 +42,7 @@ def finished(process: Any) -> None:
 
 def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
     checkpoint(tmp_path / "base")
-    sizes = {"dense_steps": 20, "sparse_steps": 20, "evaluate_every": 5}
+    sizes = {"dense_steps": 10, "sparse_steps": 10, "evaluate_every": 5}
     began = time.monotonic()
     finished(started(options(tmp_path, **sizes)))
     took = time.monotonic() - began
