@@ -37,13 +37,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "hf": (BASE, SMALL),
     "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
+    "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "hf", "support"},
+        BASE | {"client", "data", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "training": (
-        BASE | {"adapter", "support"},
-        SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "scipy"},
+        BASE | {"adapter", "data", "support"},
+        SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy"},
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
     "quality": ({"errors", "support.stats"}, {"numpy", "scipy"}),

@@ -101,13 +101,29 @@ def select_top_k(
     with _full_precision(index):
         for rows in layout.blocks(block):
             scores = _VisibleKeys(layout, rows, None).scores(index)[0]
-            # torch.topk breaks ties as it likes. Adding +0.0 makes -0.0 equal to it on every
-            # device.
-            ordered = scores.add_(0.0).sort(dim=-1, descending=True, stable=True)
-            best, places = (part[..., :width] for part in ordered)
+            # Adding +0.0 makes -0.0 equal to it on every device.
+            best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
             places = places.masked_fill(best == float("-inf"), -1).int()
             found.append(pad(places, (0, width - places.shape[-1]), value=-1))
     return torch.cat(found, dim=1)
+
+
+def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``width`` highest of ``[..., S]``, and where; of equal ones the first ones, in order.
+
+    torch.topk breaks ties as it likes, and a stable sort of all of S takes many times as long. So
+    only rows are sorted where the lowest score that is taken is also one that is left out.
+    """
+    best, places = scores.topk(width, dim=-1)
+    border = best[..., -1:]
+    alike = (scores == border).sum(-1) > (best == border).sum(-1)
+    crowded = alike & (border.squeeze(-1) > float("-inf"))
+    if crowded.any():
+        sorted_best, sorted_places = scores[crowded].sort(dim=-1, descending=True, stable=True)
+        best[crowded], places[crowded] = sorted_best[..., :width], sorted_places[..., :width]
+    places = places.sort(dim=-1).values
+    best, order = scores.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return best, places.gather(-1, order)
 
 
 def distillation_loss(
@@ -155,6 +171,36 @@ def multi_layer_loss(
     """
     terms = [distillation_loss(index, [target], layout, selected, block) for target in targets]
     return torch.stack(terms).mean()
+
+
+@torch.no_grad()
+def captured_mass(
+    target: AttentionInputs, layout: Layout, selected: torch.Tensor, block: int = DEFAULT_BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much of a layer's attention to all visible keys goes to the selected ones.
+
+    Only queries that see more keys than they may select are counted: the others select all.
+
+    Args:
+        target: the attention, averaged over its heads.
+        layout: who sees whom.
+        selected: ``[B, T, k]`` top-k indices padded with -1.
+        block: queries per block.
+
+    Returns:
+        The mass summed over those queries, and how many they are; scalars.
+    """
+    mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
+    queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
+    with torch.autocast(target.keys.device.type, enabled=False):
+        for rows in layout.blocks(block):
+            keys = _VisibleKeys(layout, rows, None)
+            chosen = layout.attended(rows, selected)
+            choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
+            found = keys.distribution(target).masked_fill_(~chosen, 0.0).sum(-1)
+            mass += (found * choosing).sum()
+            queries += choosing.sum()
+    return mass, queries
 
 
 def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
