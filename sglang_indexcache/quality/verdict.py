@@ -182,6 +182,7 @@ def judge(
     bad: str,
     selects_all: int,
     reference: str = REFERENCE,
+    permitted: bool = True,
 ) -> list[Verdict]:
     """The verdict on each pattern.
 
@@ -193,6 +194,7 @@ def judge(
         bad: the arm that must be seen to lose.
         selects_all: ``index_topk``; cells of at most this length are the control.
         reference: the arm that every other is compared with.
+        permitted: whether the patterns before the first of these were all shown to be safe.
 
     Raises:
         QualityError: no pattern, a look that is none, or an arm without outcomes.
@@ -209,7 +211,6 @@ def judge(
     seeing, blind = seeing_cells(long, bad, reference, design.alpha)
     noise = _noise(long, reference)
     verdicts: list[Verdict] = []
-    permitted = True
     for pattern in patterns:
         invalid = _invalid(short, pattern, reference, noise, design, look)
         if invalid:
