@@ -207,7 +207,7 @@ def test_words_are_distinct() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_too_short_a_context_is_refused(task: str) -> None:
     with pytest.raises(QualityError):
-        make_context(task, tokenizer("words"), 96, 0, haystack=haystack())
+        make_context(task, tokenizer("words"), 40, 0, haystack=haystack())
 
 
 @pytest.mark.parametrize("task", ["needles-text", "rounds", "lookup"])
