@@ -45,7 +45,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "scipy"},
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
-    "quality": ({"errors", "support.stats"}, {"numpy", "scipy"}),
+    "quality": (
+        {"errors", "support"},
+        {"numpy", "scipy", "matplotlib", "jinja2", "zstandard"},
+    ),
     "bench": (
         BASE | {"client", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
