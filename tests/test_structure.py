@@ -47,7 +47,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
     "quality": (
         BASE | {"client", "support"},
-        SMALL | TABLES | {"httpx", "numpy", "scipy", "transformers", "tokenizers"},
+        SMALL
+        | TABLES
+        | {"httpx", "numpy", "scipy", "transformers", "tokenizers"}
+        | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
         BASE | {"client", "support"},

@@ -115,6 +115,7 @@ def run_command(
     Says of each pattern: no loss beyond the margin, a loss, undecided and how many contexts more
     would decide, or that the tasks cannot see it.
     """
+    from sglang_indexcache.quality.report import write_report
     from sglang_indexcache.quality.session import run_evaluation
 
     plan = _plan(model, task, length, contexts, questions, margin, looks, seed)
@@ -127,8 +128,7 @@ def run_command(
 
     material = _material(model, haystack, questions)
     found = run_evaluation(request, servers, material, output, out, rate=rate, agree=agree)
-    for look, verdict in found.verdicts().values():
-        out.print(f"look {look}: {verdict.sentence}", highlight=False)
+    out.print(write_report(found, output), highlight=False)
     out.print(f"everything is in {output}")
 
 
@@ -184,7 +184,10 @@ def _request(
 ) -> Request:
     from sglang_indexcache.quality.session import Request
 
-    flags = {**plan.identity, "haystack": haystack.name if haystack else "machine"}
+    flags = (
+        f"--contexts {plan.contexts} --questions {plan.questions} --looks {plan.looks} "
+        f"--seed {plan.seed} --haystack {haystack.name if haystack else 'machine'}"
+    )
     return Request(model, against, tuple(patterns), control, plan, flags)
 
 

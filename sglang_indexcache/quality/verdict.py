@@ -304,7 +304,7 @@ def _sentence(
     assert verdict.detectable is not None
     lower, upper = verdict.interval
     if verdict.kind is Kind.NO_LOSS:
-        claim = f"no loss beyond {100 * design.margin:g} points"
+        claim = f"no loss beyond {points(design.margin)}"
     elif verdict.kind is Kind.LOSS:
         claim = f"a loss of {-100 * verdict.difference:.1f} points"
     elif look > design.looks:
@@ -341,3 +341,9 @@ def _cannot_see(bad: str, blind: set[Cell]) -> str:
 
 def _points(value: float) -> str:
     return f"{100 * value:+.1f}"
+
+
+def points(value: float) -> str:
+    """``0.01`` as "1 point"."""
+    number = f"{100 * value:g}"
+    return f"{number} point{'' if number == '1' else 's'}"
