@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,6 +107,15 @@ def run_command(
     control: ControlOption = "",
     haystack: HaystackOption = None,
     rate: RateOption = None,
+    generate: Annotated[
+        bool,
+        typer.Option(
+            "--generate", help="Let the model answer by itself. The default scores right answers."
+        ),
+    ] = False,
+    reply_tokens: Annotated[
+        int, typer.Option(help="With --generate: tokens beyond the right answer's.")
+    ] = 16,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask before more than one node-hour.")
     ] = False,
@@ -120,6 +130,8 @@ def run_command(
 
     plan = _plan(model, task, length, contexts, questions, margin, looks, seed)
     request = _request(model, against, patterns, control, plan, haystack)
+    if generate:
+        request = replace(request, reply_tokens=reply_tokens)
     servers = _servers(url, api_key, admin_api_key)
 
     def agree(question: str) -> None:

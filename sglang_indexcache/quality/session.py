@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.quality.arms import Server, facts, make_arms
+from sglang_indexcache.quality.arms import Ask, Server, facts, make_arms
 from sglang_indexcache.quality.evaluation import Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.journal import EvaluationJournal, identity
 from sglang_indexcache.quality.plan import (
@@ -30,7 +31,9 @@ from sglang_indexcache.quality.plan import (
     needed,
     tails,
 )
+from sglang_indexcache.quality.replies import reply
 from sglang_indexcache.quality.run import Run
+from sglang_indexcache.quality.scoring import score
 from sglang_indexcache.support.interrupts import sigterm_interrupts
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.provenance import checkpoint_digest, commit, versions
@@ -51,6 +54,8 @@ class Request:
         control: likewise, known to be bad; empty for the first layer alone.
         plan: what to ask.
         flags: of the command, to print beside the verdict.
+        reply_tokens: let the model answer by itself, with so many tokens more than the right
+            answer has; None to put the right answers in its mouth.
     """
 
     model: Path
@@ -59,6 +64,22 @@ class Request:
     control: str
     plan: Plan
     flags: str
+    reply_tokens: int | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How answers are had."""
+        return Mode.TEACHER_FORCED if self.reply_tokens is None else Mode.GENERATE
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What else must stay the same until the end."""
+        return {} if self.reply_tokens is None else {"reply_tokens": self.reply_tokens}
+
+    @property
+    def ask(self) -> Ask:
+        """Likewise, as a function."""
+        return score if self.reply_tokens is None else partial(reply, spare=self.reply_tokens)
 
 
 def make_arm_list(request: Request) -> tuple[Arm, ...]:
@@ -128,10 +149,10 @@ def run_evaluation(
     who = identity(
         request.plan,
         arms,
-        Mode.TEACHER_FORCED,
+        request.mode,
         checkpoint=checkpoint_digest(request.model),
         material=material.digest,
-        server=known[0],
+        server=known[0] | request.settings,
         pattern_verified=serving.verified,
     )
     with sigterm_interrupts(), EvaluationJournal(output, who) as journal:
@@ -154,7 +175,9 @@ def run_evaluation(
         if journal.recorded.done:
             console.print(f"resuming: {len(journal.recorded.done)} contexts are in {journal.path}")
         try:
-            return _under_way(Run(serving, material, journal), console, bill, rate, agree)
+            return _under_way(
+                Run(serving, material, journal, request.ask), console, bill, rate, agree
+            )
         except KeyboardInterrupt:
             console.print(f"interrupted: what was asked is in {output}; the same command goes on")
             raise

@@ -27,21 +27,26 @@ ARMS = (
 PLAN = Plan(("notes",), (128, 160), 8, 4, TOPK, margin=0.1, looks=2)
 
 
+def material_of(plan: Plan) -> Material:
+    return Material(Words(), HAYSTACK, plan.questions)
+
+
 def evaluate(
     folder: Path,
     urls: str | Mapping[str, str],
     plan: Plan = PLAN,
     arms: tuple[Arm, ...] = ARMS,
+    mode: Mode = Mode.TEACHER_FORCED,
     **run: Any,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
     serving = make_arms(arms, {name: Client(url) for name, url in named.items()})
-    material = Material(Words(), HAYSTACK, plan.questions)
+    material = material_of(plan)
     who = identity(
         plan,
         arms,
-        Mode.TEACHER_FORCED,
+        mode,
         checkpoint="c",
         material=material.digest,
         server={},

@@ -59,6 +59,7 @@ class Fake:
         spread: share of answers that a pattern of S alone gets wrong besides.
         noise: share of answers that are wrong by chance, anew on each call.
         info: of ``/server_info`` besides.
+        known: right answers by prompt, for when it answers by itself.
     """
 
     fault: str = ""
@@ -70,6 +71,7 @@ class Fake:
     level: float = 0.95
     noise: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
+    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.guard = threading.Lock()
@@ -151,7 +153,17 @@ class Fake:
         if "logprob_start_len" in body:
             shown = "F" * LAYERS if self.faulty and self.fault == "ignores" else pattern
             self._score(info, ids, start, shown)
-        return {"meta_info": info, "text": "", "output_ids": []}
+        said: list[int] = []
+        if parameters["max_new_tokens"]:
+            said = self._said(info, ids, pattern, parameters["max_new_tokens"])
+        return {"meta_info": info, "text": f" token{said[:1]}", "output_ids": said}
+
+    def _said(self, info: dict[str, Any], ids: list[int], pattern: str, most: int) -> list[int]:
+        """The right answer, or one more than its first token, and then the line's end."""
+        info["finish_reason"] = {"type": "length" if self.fault == "rambles" else "stop"}
+        answer = self.known[tuple(ids)]
+        right = self._is_right([*ids, *answer], pattern)
+        return [*answer, 5][:most] if right else [answer[0] + 1, 5][:most]
 
     def _cached(self, key: str, ids: list[int]) -> int:
         kept = self.cache.setdefault(key, [])
@@ -166,10 +178,14 @@ class Fake:
         del kept[:-64]
         return best
 
-    def _score(self, info: dict[str, Any], ids: list[int], start: int, pattern: str) -> None:
+    def _is_right(self, ids: list[int], pattern: str) -> bool:
         draw = random.Random(f"{ids}")
         loses = self.spread * pattern.count("S") / len(pattern) if len(ids) > TOPK else 0.0
-        right = draw.random() < self.level and draw.random() >= loses
+        return draw.random() < self.level and draw.random() >= loses
+
+    def _score(self, info: dict[str, Any], ids: list[int], start: int, pattern: str) -> None:
+        draw = random.Random(f"{ids[:9]}{ids[-9:]}")
+        right = self._is_right(ids, pattern)
         if self.faulty and self.fault == "control" and pattern.count("S"):
             right = not right
         if self.chance.random() < self.noise:
