@@ -185,7 +185,7 @@ def _plan(
     from sglang_indexcache.quality.plan import Plan
     from sglang_indexcache.quality.tasks import DEFAULT
 
-    lengths = sorted(parse_length(one) for one in length or DEFAULT_LENGTHS)
+    lengths = sorted({parse_length(one) for one in length or DEFAULT_LENGTHS})
     selects = int(Checkpoint.read(model).shape["index_topk"])
     tasks = tuple(task or DEFAULT)
     return Plan(tasks, tuple(lengths), contexts, questions, selects, margin / 100, looks, seed)

@@ -39,7 +39,6 @@ SAME = (
     "enable_dp_attention",
     "page_size",
     "chunked_prefill_size",
-    "max_req_input_len",
     "disable_radix_cache",
     "enable_deterministic_inference",
     "speculative_algorithm",
@@ -329,6 +328,17 @@ class Separate:
         states = server.states()
         _check_pattern(server, states, arm)
         return states
+
+
+def longest_prompt(server: Server) -> int | None:
+    """Tokens of the longest prompt that a server takes; None if it does not say."""
+    try:
+        found = server.server_info().get("max_req_input_len")
+    except ServerUnavailableError:
+        raise
+    except ServerError:
+        return None
+    return None if found is None else int(found)
 
 
 def facts(server: Server) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.quality.arms import Ask, Server, facts, make_arms
+from sglang_indexcache.quality.arms import Ask, Server, facts, longest_prompt, make_arms
 from sglang_indexcache.quality.evaluation import Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.journal import EvaluationJournal, identity
 from sglang_indexcache.quality.plan import (
@@ -142,9 +142,8 @@ def run_evaluation(
     """
     arms = make_arm_list(request)
     serving = make_arms(arms, servers)
-    known = [facts(server) for server in serving.servers]
-    for server, fact in zip(serving.servers, known, strict=True):
-        check_fits(request.plan, fact.get("max_req_input_len"), server.url)
+    for server in serving.servers:
+        check_fits(request.plan, longest_prompt(server), server.url)
     lengths_of_tails = tails(request.plan, material)
     who = identity(
         request.plan,
@@ -152,7 +151,7 @@ def run_evaluation(
         request.mode,
         checkpoint=checkpoint_digest(request.model),
         material=material.digest,
-        server=known[0] | request.settings,
+        server=facts(serving.servers[0]) | request.settings,
         pattern_verified=serving.verified,
     )
     with sigterm_interrupts(), EvaluationJournal(output, who) as journal:

@@ -92,6 +92,15 @@ def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], said: str
     assert said in words(result)
 
 
+def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> None:
+    fake = Fake(info={"max_req_input_len": 255})
+    with serving(fake) as url:
+        result = call("eval", "run", "1/4", *SMALL, "--url", url, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "256 tokens with question and answer does not fit" in words(result)
+    assert fake.calls == 0
+
+
 @pytest.mark.parametrize(
     ("urls", "said"),
     [
