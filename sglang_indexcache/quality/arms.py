@@ -18,13 +18,11 @@ from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
 from sglang_indexcache.quality.evaluation import Arm
-from sglang_indexcache.quality.scoring import Engine, Voice
+from sglang_indexcache.quality.scoring import PATTERN_OF_REQUEST, Engine, Voice
 from sglang_indexcache.quality.tasks import Context
 
 BLOCK = 8
 """Contexts that an arm answers in a row where the server has to be switched."""
-PATTERN_PARAMETER = "indexcache_pattern"
-"""Of ``sampling_params.custom_params``, where patterns belong to requests."""
 SAME = (
     "model_path",
     "version",
@@ -207,17 +205,17 @@ class InRequests:
         voices = [
             Voice(
                 self._cache.key(turn),
-                {"custom_params": {PATTERN_PARAMETER: turn.arm.pattern}},
+                {"custom_params": {PATTERN_OF_REQUEST: turn.arm.pattern}},
             )
             for turn in turns
         ]
         found = ask(self._server, context, voices)
         for turn, voice, one in zip(turns, voices, found, strict=True):
-            if one.pattern not in ("", turn.arm.pattern):
+            if not one.patterns <= {turn.arm.pattern}:
                 raise QualityError(
                     f"{self._server.url} ignores the pattern of a request: it was asked for "
-                    f"{turn.arm.pattern} and answered with {one.pattern}. Ask `indexcache server "
-                    "doctor --url` what is wrong with its plugin."
+                    f"{turn.arm.pattern} and answered with {', '.join(sorted(one.patterns))}. Ask "
+                    "`indexcache server doctor --url` what is wrong with its plugin."
                 )
             self._cache.check(voice.key, context, one.cached)
         _check_used(self._server.url, before, self._server.states(), [turn.arm for turn in turns])

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_indexcache.quality.metrics import METRICS
-from sglang_indexcache.quality.scoring import Engine, Said, Scored, Voice, ask, computed
+from sglang_indexcache.quality.scoring import (
+    Engine,
+    Said,
+    Scored,
+    Voice,
+    ask,
+    computed,
+    told_patterns,
+)
 from sglang_indexcache.quality.tasks import Context, Question
 
 SPARE = 16
@@ -57,7 +65,7 @@ def reply(
                 info["cached_tokens"],
                 sum(computed(one["meta_info"]) for one in (first, *part))
                 + sum(len(one["output_ids"]) for one in part),
-                str(info.get("indexcache_pattern") or ""),
+                told_patterns(info, *(one["meta_info"] for one in part)),
             )
         )
     return found

@@ -30,6 +30,9 @@ _DIGITS = 6
 _LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
 """A call may take ten minutes, and a second more for every 1,000 tokens."""
 
+PATTERN_OF_REQUEST = "indexcache_pattern"
+"""Where a request names its pattern in ``custom_params``, and an answer in ``meta_info``."""
+
 Top = list[tuple[int, float]]
 """The likeliest ids at a place with their log-probabilities in nats, best first."""
 
@@ -96,13 +99,13 @@ class Scored:
         said: to each question.
         cached: tokens of the context that were cached before it was asked for the first time.
         computed: tokens that the server computed, all together.
-        pattern: with which it says that it answered; empty if it does not say.
+        patterns: with which it says that it answered; empty if it does not say.
     """
 
     said: list[Said]
     cached: int
     computed: int
-    pattern: str = ""
+    patterns: frozenset[str] = frozenset()
 
 
 def score(engine: Engine, context: Context, voices: Sequence[Voice]) -> list[Scored]:
@@ -136,7 +139,7 @@ def score(engine: Engine, context: Context, voices: Sequence[Voice]) -> list[Sco
                 [_read(info, q) for info, q in zip(part, context.questions, strict=True)],
                 first["cached_tokens"],
                 sum(computed(info) for info in (first, *part)),
-                str(first.get("indexcache_pattern") or ""),
+                told_patterns(first, *part),
             )
         )
     return found
@@ -292,6 +295,11 @@ def _sorted(row: Iterable[tuple[int, float]]) -> Top:
 def _kept(top: Top) -> Top:
     likely = [(i, round(p, _DIGITS)) for i, p in top if p >= _LEAST_LIKELY]
     return likely or [(top[0][0], round(top[0][1], _DIGITS))]
+
+
+def told_patterns(*infos: Mapping[str, Any]) -> frozenset[str]:
+    """The patterns under which a server says that it made these replies."""
+    return frozenset(one for info in infos for one in info.get(PATTERN_OF_REQUEST) or ())
 
 
 def computed(info: Mapping[str, Any]) -> int:

@@ -147,9 +147,9 @@ class Fake:
         told = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
         info: dict[str, Any] = {"prompt_tokens": told, "cached_tokens": cached}
         if self.in_requests:
-            info["indexcache_pattern"] = pattern
+            info["indexcache_pattern"] = [pattern]
         if self.faulty and self.fault == "ignores requests":
-            info["indexcache_pattern"] = self.pattern
+            info["indexcache_pattern"] = [self.pattern]
         if "logprob_start_len" in body:
             shown = "F" * LAYERS if self.faulty and self.fault == "ignores" else pattern
             self._score(info, ids, start, shown)
