@@ -46,8 +46,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "training.losses": ({"errors", "training.packing"}, {"torch"}),
     "quality": (
-        {"errors", "support"},
-        {"numpy", "scipy", "matplotlib", "jinja2", "zstandard"},
+        BASE | {"client", "support"},
+        SMALL
+        | TABLES
+        | {"httpx", "numpy", "scipy", "transformers", "tokenizers"}
+        | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
         BASE | {"client", "support"},

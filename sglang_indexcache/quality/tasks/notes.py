@@ -2,15 +2,15 @@
 
 Needles in the form in which this project's small checkpoint learned to find them
 (``training/data/retrieval.py``): ``# name is value`` hidden in text, ``? name is`` at the end.
-Names and values are words that the tokenizer has in one piece, so an answer is one token, and all
-that a model without the right passage can do is guess among the notes. For models that are too
-small for the published forms; a released model finds it easy.
+Names and values are words that the tokenizer has in one piece, every other one a name as in
+training, so an answer is one token, and all that a model without the right passage can do is guess
+among the notes. For models that are too small for the published forms; a released model finds it
+easy.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from itertools import cycle, islice
 
 from sglang_indexcache.errors import QualityError
@@ -18,7 +18,7 @@ from sglang_indexcache.quality.tasks.context import Asked, Draft, Room, shuffled
 from sglang_indexcache.quality.tasks.words import needs_haystack
 
 SHORTEST = 3
-"""Letters of a word: the shorter ones say little in running text."""
+"""Letters of a name or value: shorter ones stand everywhere in running text."""
 _OPENING = "# notes"
 
 
@@ -26,21 +26,12 @@ def notes(draw: random.Random, room: Room, haystack: str) -> Draft:
     """Notes between the lines of a text, which is repeated if it is too short.
 
     Raises:
-        QualityError: a haystack with too few words of one token.
+        QualityError: a haystack without words, or a tokenizer with too few words of one token.
     """
     needs_haystack("notes", haystack, 1)
     text = [line for line in haystack.splitlines() if line.strip()]
     begin = draw.randrange(len(text))
-    words = _words(room, haystack)
-    draw.shuffle(words)
-    names, rest = words[: room.questions], words[room.questions :]
-    values = [word for word in rest if not any(word in name for name in names)]
-    if len(values) < room.questions:
-        raise QualityError(
-            f"the haystack has {len(words)} words of one token, too few for notes with "
-            f"{room.questions} questions; give it more text"
-        )
-    pairs = list(zip(names, values, strict=False))
+    pairs = _pairs(draw, room)
     hidden = [f"# {name} is {value}" for name, value in pairs]
     lines = room.fill(islice(cycle(text), begin, None), beside=[_OPENING, *hidden])
     asked = []
@@ -51,8 +42,22 @@ def notes(draw: random.Random, room: Room, haystack: str) -> Draft:
     return Draft(_OPENING, lines, shuffled(draw, asked))
 
 
-def _words(room: Room, haystack: str) -> list[str]:
-    """Words of the haystack that are one token behind a space, enough for names and values."""
-    found = sorted(set(re.findall(rf"[A-Za-z]{{{SHORTEST},}}", haystack)))
-    pieces = room.encode([f" {word}" for word in found])
-    return [word for word, ids in zip(found, pieces, strict=True) if len(ids) == 1]
+def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:
+    """A name and a value for each question; no value stands inside a name."""
+    words = room.words()
+    names, values = (
+        [word for word in half if len(word) >= SHORTEST] for half in (words[0::2], words[1::2])
+    )
+    if len(names) < room.questions:
+        raise QualityError(
+            f"notes with {room.questions} questions needs as many one-token words for names, and "
+            f"the tokenizer has {len(names)}; ask for fewer questions, or for another task"
+        )
+    chosen = draw.sample(names, room.questions)
+    others = [word for word in values if not any(word in name for name in chosen)]
+    if len(others) < room.questions:
+        raise QualityError(
+            f"notes with {room.questions} questions needs as many one-token words for values, and "
+            f"the tokenizer has {len(others)}; ask for fewer questions, or for another task"
+        )
+    return list(zip(chosen, draw.sample(others, room.questions), strict=True))

@@ -38,6 +38,10 @@ class Words:
             ]
         }
 
+    def get_vocab(self) -> dict[str, int]:
+        words = sorted(set(re.findall(r"[A-Za-z]+", haystack())))
+        return {f"\u0120{word}": place for place, word in enumerate(words)}
+
     def decode(self, ids: list[int]) -> str:
         names = list(self.pieces)
         return "".join(names[i] for i in ids)
