@@ -369,12 +369,12 @@ def _sentence(
             f"undecided, {verdict.more:,} more contexts: a new run with so many more shows, with "
             f"{design.power:.0%} probability, that it loses nothing if it does"
         )
-    noise = f" A/A: {verdict.noise}." if verdict.noise else ""
+    noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     missing = f" {differences.missing:,} questions missing." if differences.missing else ""
     return (
         f"{verdict.pattern}: {claim}. Difference {_points(verdict.difference)} points "
         f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
-        f"{differences.flips}, in {len(differences):,} contexts;{noise}{missing} "
+        f"{differences.flips}, in {len(differences):,} contexts{noise}.{missing} "
         f"A loss of {100 * verdict.detectable:.1f} points would have been found "
         f"with {design.power:.0%} probability (one-sided {design.alpha:.0%}, "
         f"look {min(look, design.looks)} of {design.looks})."
