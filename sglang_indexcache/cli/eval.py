@@ -144,6 +144,7 @@ def run_command(
         if not yes and not typer.confirm(question):
             raise QualityError("not begun; --yes does without the question")
 
+    _check_entry(write_quality)
     material = _material(model, haystack, questions)
     found = run_evaluation(request, servers, material, output, out, rate=rate, agree=agree)
     _report(found, output, write_quality)
@@ -241,6 +242,14 @@ def _named(place: str, name: str) -> tuple[str, str]:
     return (before, after) if equals and not Path(place).exists() else (name, place)
 
 
+def _check_entry(path: Path | None) -> None:
+    """Before hours of work whose verdict shall go there."""
+    from sglang_indexcache.library import load_entry
+
+    if path is not None:
+        load_entry(path)
+
+
 def _report(evaluation: Evaluation, folder: Path, write_quality: Path | None) -> None:
     from sglang_indexcache.quality.entry import write_quality as write
     from sglang_indexcache.quality.report import write_report
@@ -277,7 +286,10 @@ def _request(
 ) -> Request:
     from sglang_indexcache.quality.session import Request
 
-    flags = {**plan.identity, "haystack": haystack.name if haystack else "machine"}
+    flags = (
+        f"--contexts {plan.contexts} --questions {plan.questions} --looks {plan.looks} "
+        f"--seed {plan.seed} --haystack {haystack.name if haystack else 'machine'}"
+    )
     return Request(model, against, tuple(patterns), control, plan, flags)
 
 

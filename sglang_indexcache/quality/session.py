@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -59,7 +58,7 @@ class Request:
     patterns: tuple[str, ...]
     control: str
     plan: Plan
-    flags: Mapping[str, Any]
+    flags: str
 
 
 def make_arm_list(request: Request) -> tuple[Arm, ...]:
@@ -141,7 +140,7 @@ def run_evaluation(
                 "model": request.model.resolve().name,
                 "versions": versions(),
                 "commit": commit(),
-                "flags": dict(request.flags),
+                "flags": request.flags,
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
         )
