@@ -163,6 +163,9 @@ class Material:
         """A planned context; the same on every call.
 
         The control is so short that fewer questions may fit behind it.
+
+        Raises:
+            QualityError: not even one fits, or the haystack is too short for the task.
         """
         seed = int(planned.context.rpartition("-")[2])
         questions = self.questions
@@ -176,9 +179,15 @@ class Material:
                     haystack=self.haystack,
                     questions=questions,
                 )
-            except QualityError:
-                if planned.look != CONTROL_LOOK or questions == 1:
+            except QualityError as error:
+                if planned.look != CONTROL_LOOK:
                     raise
+                if questions == 1:
+                    raise QualityError(
+                        f"{planned.task} has no control: not even one question fits "
+                        f"{planned.length} tokens, where every pattern must agree. Leave it out "
+                        "(--task)."
+                    ) from error
                 questions //= 2
 
 
@@ -216,7 +225,8 @@ def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = N
     """
     tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
     for planned in plan.planned:
-        one = planned.length + plan.questions * (tails[planned.task] + PAGE // 2)
+        tail = tails[planned.task]
+        one = planned.length + plan.questions * (tail + (planned.length - tail) % PAGE)
         tokens[planned.length] += one * (arms + planned.again)
     return Cost(tokens, rate)
 
