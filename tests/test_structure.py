@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sglang_indexcache"
 NAME = PACKAGE.name
 
-BASE = {"errors", "pattern", "models", "checkpoint", "library", "support.files"}
+BASE = {"errors", "pattern", "models", "checkpoint", "library", "support.files", "support.lengths"}
 SMALL = {"pydantic", "yaml"}
 """What the base of the package needs; the standard library is not listed."""
 TABLES = {"rich"}

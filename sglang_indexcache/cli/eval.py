@@ -24,6 +24,7 @@ from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
     from sglang_indexcache.client import Client
+    from sglang_indexcache.quality.evaluation import Evaluation
     from sglang_indexcache.quality.plan import Material, Plan
     from sglang_indexcache.quality.session import Request
 
@@ -87,6 +88,23 @@ RateOption = Annotated[
     ),
 ]
 
+WriteQualityOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--write-quality",
+        metavar="FILE",
+        help="Write the verdict into the quality section of this pattern file (YAML): then "
+        "patterns show, doctor and the server say what is known of it on this checkpoint.",
+    ),
+]
+LogArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A run's folder or file: lm-eval (samples_*.jsonl), sgl-eval, evalscope, Inspect, or "
+        "the output of an evaluation of ours as FOLDER@ARM. Write NAME=PATH to name it."
+    ),
+]
+
 
 @app.command("run")
 def run_command(
@@ -119,13 +137,13 @@ def run_command(
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask before more than one node-hour.")
     ] = False,
+    write_quality: WriteQualityOption = None,
 ) -> None:
     """Evaluate patterns on running servers. Start it again after any stop: it resumes.
 
     Says of each pattern: no loss beyond the margin, a loss, undecided and how many contexts more
     would decide, or that the tasks cannot see it.
     """
-    from sglang_indexcache.quality.report import write_report
     from sglang_indexcache.quality.session import run_evaluation
 
     plan = _plan(model, task, length, contexts, questions, margin, looks, seed)
@@ -138,10 +156,10 @@ def run_command(
         if not yes and not typer.confirm(question):
             raise QualityError("not begun; --yes does without the question")
 
+    _check_entry(write_quality)
     material = _material(model, haystack, questions)
     found = run_evaluation(request, servers, material, output, out, rate=rate, agree=agree)
-    out.print(write_report(found, output), highlight=False)
-    out.print(f"everything is in {output}")
+    _report(found, output, write_quality)
 
 
 @app.command("plan")
@@ -169,6 +187,90 @@ def plan_command(
     tokens = tails(plan, _material(model, haystack, questions))
     for line in plan_in_words(plan, arms, cost(plan, len(arms), tokens, rate)):
         out.print(line, highlight=False)
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="The output folder of an evaluation.")],
+    write_quality: WriteQualityOption = None,
+) -> None:
+    """Write an evaluation's report again, from its journal alone; it may still be running."""
+    from sglang_indexcache.quality.journal import load
+
+    _report(load(folder), folder, write_quality)
+
+
+@app.command("compare")
+def compare_command(
+    reference: LogArgument,
+    candidate: LogArgument,
+    output: OutputOption,
+    margin: MarginOption = 1.0,
+    metric: Annotated[
+        str | None, typer.Option(help="Which score to compare, if the logs have several.")
+    ] = None,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            help="A second run of the reference: how much the engine differs from itself."
+        ),
+    ] = None,
+    bad: Annotated[
+        str | None,
+        typer.Option(
+            help="A run with a pattern that is known to be bad: without one, nothing shows that "
+            "these questions could have seen a loss."
+        ),
+    ] = None,
+) -> None:
+    """Pair two runs of another harness and give the verdict, sentence and pictures of ours.
+
+    REFERENCE ran with every indexer, CANDIDATE with the pattern, both on the same questions.
+    """
+    from sglang_indexcache.quality.logs import read_log
+    from sglang_indexcache.quality.logs.compare import compare_logs
+    from sglang_indexcache.quality.report import write_report
+    from sglang_indexcache.support.provenance import commit
+
+    given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
+    places = {role: _named(place, role) for role, place in given.items() if place}
+    logs = {role: read_log(*named, metric) for role, named in places.items()}
+    flags = [f"{role} {Path(place).name}" for role, (_, place) in places.items()]
+    record, verdicts = compare_logs(
+        logs["reference"],
+        logs["candidate"],
+        margin=margin / 100,
+        again=logs.get("again"),
+        bad=logs.get("bad"),
+        facts={"commit": commit(), "flags": flags},
+    )
+    out.print(write_report(record, output, verdicts), highlight=False, soft_wrap=True, markup=False)
+    out.print(f"everything is in {output}")
+
+
+def _named(place: str, name: str) -> tuple[str, str]:
+    """``NAME=PATH``, or a path and the name that it gets."""
+    before, equals, after = place.partition("=")
+    return (before, after) if equals and not Path(place).exists() else (name, place)
+
+
+def _check_entry(path: Path | None) -> None:
+    """Before hours of work whose verdict shall go there."""
+    from sglang_indexcache.library import load_entry
+
+    if path is not None:
+        load_entry(path)
+
+
+def _report(evaluation: Evaluation, folder: Path, write_quality: Path | None) -> None:
+    from sglang_indexcache.quality.entry import write_quality as write
+    from sglang_indexcache.quality.report import write_report
+
+    said = write_report(evaluation, folder)
+    out.print(said, highlight=False, soft_wrap=True, markup=False)
+    out.print(f"everything is in {folder}; look at {folder / 'report.html'}")
+    if write_quality is not None:
+        out.print(f"{write_quality}: {write(write_quality, evaluation)}", highlight=False)
 
 
 def _plan(

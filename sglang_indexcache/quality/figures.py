@@ -128,7 +128,7 @@ def depth(evaluation: Evaluation, summary: Summary) -> Any:
     """Where in the context an answer lay, by length: what each pattern adds there."""
     spots = [spot for spot in summary.spots if spot.length]
     arms = [arm.name for arm in evaluation.candidates if any(s.arm == arm.name for s in spots)]
-    if not arms:
+    if not arms or len({spot.depth for spot in spots}) < 2:  # logs of others do not tell
         return None
     scale, unit, digits = 100.0, "difference, points", 1
     if summary.spots_are_nats:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Answer, Arm, Evaluation, Role
+from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Answer, Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.quality.verdict import Verdict, points
@@ -139,12 +139,13 @@ def summarise(evaluation: Evaluation, verdicts: Verdicts | None = None) -> Summa
         evaluation: as it was recorded.
         verdicts: to report instead of the evaluation's own, for logs of others.
     """
-    right = evaluation.outcomes()
+    right = outcomes(evaluation)
     long = [row for row in right if row.length > evaluation.selects_all]
     short = [row for row in right if row.length <= evaluation.selects_all]
     nats = _long(evaluation, "nll")
+    verdicts = evaluation.verdicts() if verdicts is None else verdicts
     return Summary(
-        verdicts=evaluation.verdicts() if verdicts is None else verdicts,
+        verdicts=verdicts,
         cells=_differences(evaluation, long, lambda row: (row.task, row.length)),
         lengths=_differences(evaluation, long, lambda row: ("", row.length)),
         control=_differences(evaluation, short, lambda row: ("", row.length)),
@@ -154,9 +155,14 @@ def summarise(evaluation: Evaluation, verdicts: Verdicts | None = None) -> Summa
         agreement=_levels(evaluation, _long(evaluation, "agreement")),
         spots=_spots(evaluation, "nll" if nats else "right"),
         spots_are_nats=bool(nats),
-        steps=_steps(evaluation),
+        steps=_steps(evaluation, verdicts),
         flicker=_flicker(evaluation, long),
     )
+
+
+def outcomes(evaluation: Evaluation, look: int | None = None) -> list[Outcome]:
+    """Right or wrong; the scores of logs that have nothing else."""
+    return evaluation.outcomes(look=look) or evaluation.outcomes("score", look)
 
 
 def headlines(evaluation: Evaluation, summary: Summary) -> list[str]:
@@ -183,7 +189,8 @@ def provenance(evaluation: Evaluation) -> str:
     ]
     verified = "" if evaluation.pattern_verified else " Pattern not verified by the server."
     found = "; ".join(part for part in parts if part)
-    return f"{found[0].upper()}{found[1:]}. Answers {evaluation.mode.value}.{verified}"
+    had = "generated" if evaluation.mode is Mode.GENERATE else evaluation.mode.value
+    return f"{found[0].upper()}{found[1:]}. Answers {had}.{verified}"
 
 
 def plain(summary: Summary) -> dict[str, Any]:
@@ -315,18 +322,19 @@ def _spots(evaluation: Evaluation, value: str) -> tuple[Spot, ...]:
     return tuple(found)
 
 
-def _steps(evaluation: Evaluation) -> tuple[Step, ...]:
+def _steps(evaluation: Evaluation, verdicts: Verdicts) -> tuple[Step, ...]:
+    """Over the cells that the verdict is about."""
     found = []
     for look in range(1, evaluation.look + 1):
-        rows = [
-            row for row in evaluation.outcomes(look=look) if row.length > evaluation.selects_all
-        ]
+        rows = [row for row in outcomes(evaluation, look) if row.length > evaluation.selects_all]
         for arm in evaluation.candidates:
-            pairs = paired(rows, arm.name, evaluation.reference.name)
-            estimate = Estimate(pairs)
-            safe = _strength(partial(_above, estimate, -evaluation.margin))
-            lost = _strength(partial(_below, estimate, 0.0))
-            found.append(Step(arm.name, look, len(pairs), safe, lost))
+            blind = verdicts[arm.name][1].blind if arm.name in verdicts else ()
+            here = [row for row in rows if (row.task, row.length) not in blind]
+            if here:
+                estimate = Estimate(paired(here, arm.name, evaluation.reference.name))
+                safe = _strength(partial(_above, estimate, -evaluation.margin))
+                lost = _strength(partial(_below, estimate, 0.0))
+                found.append(Step(arm.name, look, len(estimate.differences), safe, lost))
     return tuple(found)
 
 

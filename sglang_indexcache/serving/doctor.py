@@ -101,7 +101,7 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
     check_config({**config, **given.json_model_override_args}, str(given.model_path))
-    plan = make_plan(request, checkpoint, given.json_model_override_args, library)
+    plan = make_plan(request, checkpoint, given.json_model_override_args, library, given.model_path)
     facts = [
         *_facts(plan, given.model_path, checkpoint.shape),
         ("library", names(library.for_checkpoint(checkpoint)) or "no pattern for this model"),
@@ -192,6 +192,7 @@ def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tupl
         ("checkpoint", _own_sharing(plan)),
         ("pattern", f"from {plan.source}"),
         ("mode", plan.mode),
+        *([("quality", plan.quality)] if plan.quality else []),
     ]
 
 

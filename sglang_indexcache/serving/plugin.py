@@ -204,7 +204,7 @@ def _resolve(server_args: Any) -> None:
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
     check_config(config, cfg.model_path)
-    plan = make_plan(request, checkpoint, overrides, Library.default())
+    plan = make_plan(request, checkpoint, overrides, Library.default(), cfg.model_path)
     refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
     platform_cpu.check_plan(server_args, plan)
     _declare(server_args, plan, overrides, config)

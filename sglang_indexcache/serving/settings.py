@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
-from sglang_indexcache.library import Library, names
+from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, names
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 BACKEND_NAME = "indexcache"
 """What a user writes after --attention-backend."""
@@ -150,6 +152,7 @@ class Plan:
         index_k_dtype: for the CPU platform.
         kernels: whose GPU kernels run.
         advice: a warning for the log, or "".
+        quality: what is known of the pattern's long-context quality on this checkpoint, or "".
     """
 
     pattern: Pattern
@@ -161,6 +164,7 @@ class Plan:
     index_k_dtype: IndexKDtype = "auto"
     kernels: str = "engine"
     advice: str = ""
+    quality: str = ""
 
     def describe(self) -> str:
         """The one log line."""
@@ -168,6 +172,7 @@ class Plan:
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
             f"pattern {self.pattern} from {self.source}"
+            + (f"; long-context quality: {self.quality}" if self.quality else "")
         )
 
     @property
@@ -238,6 +243,7 @@ def make_plan(
     checkpoint: Checkpoint,
     overrides: Mapping[str, Any],
     library: Library,
+    model: Path | str | None = None,
 ) -> Plan:
     """Decide the pattern and the mode.
 
@@ -246,6 +252,7 @@ def make_plan(
         checkpoint: what the model's own config says, without any override.
         overrides: the user's ``--json-model-override-args``.
         library: where names and ratios are looked up.
+        model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
 
     Raises:
         IndexCacheError: one sentence on what is wrong, one on how to mend it.
@@ -259,7 +266,12 @@ def make_plan(
     mode = request.get(MODE)
     dtype = request.get(INDEX_K_DTYPE)
     kernels = request.get(KERNELS)
-    pattern, source = chosen or upstream or _default_pattern(checkpoint)
+    entry = None
+    if chosen:
+        pattern, source, entry = chosen
+    else:
+        pattern, source = upstream or _default_pattern(checkpoint)
+    known = "" if pattern == checkpoint.own else _known_quality(pattern, entry, library, model)
     return Plan(
         pattern=pattern,
         source=source,
@@ -270,12 +282,24 @@ def make_plan(
         index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
         kernels=kernels.value if kernels else "engine",
         advice="" if chosen or upstream else _advice(checkpoint, library),
+        quality=known,
     )
+
+
+def _known_quality(
+    pattern: Pattern, entry: Entry | None, library: Library, model: Path | str | None
+) -> str:
+    """What is known of the pattern on these weights, however its user wrote it."""
+    if model is None or not Path(model).is_dir():
+        return NOT_EVALUATED
+    entries = [entry] if entry else [e for e in library.entries.values() if e.parsed == pattern]
+    found = (known.known(lambda: checkpoint_digest(Path(model))) for known in entries)
+    return next((words for words in found if words != NOT_EVALUATED), NOT_EVALUATED)
 
 
 def _chosen_pattern(
     request: Request, checkpoint: Checkpoint, library: Library
-) -> tuple[Pattern, str] | None:
+) -> tuple[Pattern, str, Entry | None] | None:
     choice = request.get(PATTERN)
     if choice is None:
         return None
@@ -284,7 +308,7 @@ def _chosen_pattern(
         resolved = library.resolve(choice.value, checkpoint)
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
-    return resolved.pattern, f"{said} ({resolved.description})"
+    return resolved.pattern, f"{said} ({resolved.description})", resolved.entry
 
 
 def _upstream_pattern(
