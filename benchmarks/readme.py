@@ -34,6 +34,7 @@ PAGES = tuple(
         "README.md",
         "docs/benchmarks.md",
         "docs/kernels.md",
+        "docs/quality.md",
         "docs/search.md",
         "docs/serving.md",
     )
@@ -104,6 +105,28 @@ def _forecast(folder: Path, path: str) -> str:
     return forecast.table(json.loads((folder / path).read_text())).to_markdown()
 
 
+def _quality_errors(folder: Path, path: str) -> str:
+    """How often simulated evaluations said what is not so, and what is."""
+    found = json.loads((folder / path).read_text())
+    rows = []
+    for row in found["rows"]:
+        world, loses = row["world"], row["world"]["loss"] > 0
+        wrong, right = ("no_loss", "loss") if loses else ("loss", "no_loss")
+        times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
+        rows.append(
+            (
+                f"{100 * world['discordance']:g} % differ, tied by {world['correlation']:g}",
+                f"loses {times} x the margin" if loses else "loses nothing",
+                "" if row["pairing"] == "by context" else row["pairing"],
+                f"{100 * row[wrong]:.1f} %",
+                f"{100 * row[right]:.1f} %",
+            )
+        )
+    title = f"{found['evaluations']:,} simulated evaluations a row"
+    header = ("questions", "the pattern", "mistake", "wrong", "right")
+    return Grid(title, header, tuple(rows)).to_markdown()
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -146,6 +169,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-ranks": (search_tables.ranks, "search/objectives.json"),
     "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
     "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
+    "quality-errors": (_quality_errors, "quality/statistics.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }

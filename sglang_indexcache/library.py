@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.files import shipped
+from sglang_indexcache.support.files import shipped, write_whole
+from sglang_indexcache.support.lengths import format_length
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
@@ -78,6 +79,42 @@ class Quality(_Strict):
     where: str = ""
 
 
+class Evaluated(_Strict):
+    """What ``indexcache eval`` found for the pattern, on one checkpoint.
+
+    ``verdict`` is one of "no loss", "loss", "undecided", "cannot see" and "invalid"; ``margin``,
+    ``difference`` and ``interval`` are shares of right answers (0.01 is one point), the last two
+    pattern minus all F; ``checkpoint`` is `support.provenance.checkpoint_digest` of the weights.
+    """
+
+    verdict: Literal["no loss", "loss", "undecided", "cannot see", "invalid"]
+    margin: float = Field(gt=0, lt=1)
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    contexts: int = Field(ge=0)
+    pairs: int = Field(ge=0)
+    tasks: tuple[str, ...] = Field(min_length=1)
+    lengths: tuple[int, ...] = Field(min_length=1)
+    checkpoint: str = Field(pattern=r"^[0-9a-f]{12,64}$")
+    commit: str = ""
+    date: str = ""
+
+    def __str__(self) -> str:
+        reach = f"to {format_length(max(self.lengths))}"
+        if self.verdict == "no loss":
+            number = f"{100 * self.margin:g}"
+            return f"no loss beyond {number} point{'' if number == '1' else 's'} {reach}"
+        if self.verdict == "loss" and self.difference is not None:
+            return f"a loss of {-100 * self.difference:.1f} points {reach}"
+        return {
+            "cannot see": f"the tasks could not see a loss {reach}",
+            "invalid": "the evaluation was refused",
+        }.get(self.verdict, f"{self.verdict} {reach}")
+
+
+NOT_EVALUATED = "not evaluated on this checkpoint"
+
+
 class Latency(_Strict):
     """One speed of the pattern, beside all-F."""
 
@@ -99,7 +136,7 @@ class Entry(_Strict):
     retention: str = Field(pattern=r"^\d+/\d+$")
     method: Method
     source: Citation
-    quality: tuple[Quality, ...] = ()
+    quality: tuple[Quality | Evaluated, ...] = ()
     latency: tuple[Latency, ...] = ()
 
     @field_validator("pattern")
@@ -119,6 +156,28 @@ class Entry(_Strict):
     def parsed(self) -> Pattern:
         """The pattern as a value."""
         return Pattern(self.pattern)
+
+    @property
+    def scores(self) -> tuple[Quality, ...]:
+        """Benchmark scores."""
+        return tuple(row for row in self.quality if isinstance(row, Quality))
+
+    @property
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """Verdicts of ``indexcache eval``, in the order of the file."""
+        return tuple(row for row in self.quality if isinstance(row, Evaluated))
+
+    def known(self, digest: Callable[[], str]) -> str:
+        """What is known of the pattern's quality on a checkpoint, in words; the last one counts.
+
+        Args:
+            digest: of the checkpoint's weights; only called if there is anything to compare.
+        """
+        if not self.evaluated:
+            return NOT_EVALUATED
+        mine = digest()
+        here = [row for row in self.evaluated if mine.startswith(row.checkpoint)]
+        return f"measured here: {here[-1]}" if here else NOT_EVALUATED
 
 
 @dataclass(frozen=True)
@@ -148,6 +207,41 @@ def load_entry(path: Path) -> Entry:
         return Entry.model_validate(data)
     except ValidationError as error:
         raise LibraryError(f"{path} is not a valid pattern file: {_explain(error)}") from error
+
+
+def add_evaluated(path: Path, row: Evaluated) -> None:
+    """Write a verdict into a pattern file, which otherwise stays as it is written.
+
+    Raises:
+        LibraryError: the file is no pattern file, or is written in a way that has no place for it.
+    """
+    before = load_entry(path)
+    data = row.model_dump(mode="json", exclude_defaults=True)
+    flow = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    text = path.read_text(encoding="utf-8")
+    listed = re.search(r"^quality:[^\n\[]*\n(?:[ ]*#[^\n]*\n)*([ ]*)- ", text, re.MULTILINE)
+    if listed:
+        # After the last item: the first line that is neither further in nor a comment or item.
+        rest = re.compile(rf"^(?!{listed[1]}(?:-|[ ])|[ ]*#)", re.MULTILINE)
+        end = rest.search(text, listed.end())
+        place = end.start() if end else len(text)
+        head = text[:place] if text[:place].endswith("\n") else f"{text[:place]}\n"
+        text = f"{head}{listed[1]}- {flow}\n{text[place:]}"
+    else:
+        text = f"{text.rstrip()}\nquality:\n- {flow}\n"
+    try:
+        after = Entry.model_validate(yaml.safe_load(text))
+    except (yaml.YAMLError, ValidationError) as error:
+        raise LibraryError(_no_place(path)) from error
+    if after != before.model_copy(update={"quality": (*before.quality, row)}):
+        raise LibraryError(_no_place(path))
+    write_whole(path, text)
+
+
+def _no_place(path: Path) -> str:
+    return (
+        f"{path} has no place for a verdict; write its quality section as a list, one item a line"
+    )
 
 
 class Library:

@@ -22,6 +22,7 @@ EXTRAS = {
     "patterns": "search",
     "server": "serve",
     "search": "search",
+    "eval": "search",
     "bench": "search",
     "train": "train",
     "kernels": "serve",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import group, out
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 if TYPE_CHECKING:
     from sglang_indexcache.library import Entry
@@ -71,6 +73,8 @@ def show_patterns(
         out.print(to_terminal(resolved.pattern, title))
         if entry:
             _show_provenance(entry)
+            if model is not None:
+                out.print(f"here       {entry.known(partial(checkpoint_digest, model))}")
     if output is None:
         return
     titled = [
@@ -89,12 +93,20 @@ def _show_provenance(entry: Entry) -> None:
     out.print(f"source     {entry.source.title}, {where}")
     if entry.model.note:
         out.print(f"note       {entry.model.note.strip()}")
-    if entry.quality:
+    if entry.scores:
         table = Table("benchmark", "this pattern", "all F", "uniform", "source", title="quality")
-        for row in entry.quality:
+        for row in entry.scores:
             scores = (row.score, row.all_full, row.uniform)
             shown = ["" if score is None else f"{score:g}" for score in scores]
             table.add_row(row.benchmark, *shown, row.where)
+        out.print(table)
+    if entry.evaluated:
+        table = Table(
+            "verdict", "contexts", "pairs", "checkpoint", "commit", "date", title="evaluated"
+        )
+        for found in entry.evaluated:
+            counts = (f"{found.contexts:,}", f"{found.pairs:,}")
+            table.add_row(str(found), *counts, found.checkpoint[:12], found.commit, found.date)
         out.print(table)
     if entry.latency:
         table = Table("metric", "context", "this pattern", "all F", "source", title="latency")

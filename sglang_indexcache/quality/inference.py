@@ -128,11 +128,19 @@ class Estimate:
 
     @cached_property
     def _freedom(self) -> float:
+        """Of Student's t, at least 1.
+
+        By Welch and Satterthwaite. Of right answers never more than the contexts that differ have:
+        the others add nothing to the standard error, and nothing to what is known of it. Without
+        that cap, claims at the margin erred in 5.4 % of 20,000 simulated evaluations instead of
+        4.9 %, where 5 % is promised (a tenth of the questions differing, tied by 0.3).
+        """
         counts = np.bincount(self.differences.cells)
         parts = self._variances
         if not 0 < parts.sum() < np.inf:
             return 1.0
-        return float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum())
+        welch = float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum())
+        return max(1.0, min(welch, self.differing - 1)) if self.bounded else welch
 
     def _half(self, z: float) -> float:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""

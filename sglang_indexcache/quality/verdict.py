@@ -19,6 +19,7 @@ claim "no loss": its alpha was spent.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,7 +55,7 @@ class Verdict:
         difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
         interval: one-sided bounds at the design's alpha each, valid at every look.
         detectable: smallest loss that the whole run could show, with the design's power.
-        more: contexts that are missing for a decision; None unless undecided.
+        more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
         flips: pattern against reference.
         noise: the reference against itself; None where it was not asked twice.
         blind: cells that left the claim.
@@ -182,6 +183,7 @@ def judge(
     bad: str,
     selects_all: int,
     reference: str = REFERENCE,
+    permitted: bool = True,
 ) -> list[Verdict]:
     """The verdict on each pattern.
 
@@ -193,6 +195,7 @@ def judge(
         bad: the arm that must be seen to lose.
         selects_all: ``index_topk``; cells of at most this length are the control.
         reference: the arm that every other is compared with.
+        permitted: whether the patterns before the first of these were all shown to be safe.
 
     Raises:
         QualityError: no pattern, a look that is none, or an arm without outcomes.
@@ -209,7 +212,6 @@ def judge(
     seeing, blind = seeing_cells(long, bad, reference, design.alpha)
     noise = _noise(long, reference)
     verdicts: list[Verdict] = []
-    permitted = True
     for pattern in patterns:
         invalid = _invalid(short, pattern, reference, noise, design, look)
         if invalid:
@@ -227,6 +229,51 @@ def judge(
         permitted = permitted and verdict.kind is Kind.NO_LOSS
         verdicts.append(verdict)
     return verdicts
+
+
+def judge_logs(
+    outcomes: Sequence[Outcome],
+    pattern: str,
+    design: Design,
+    *,
+    bad: str | None = None,
+    reference: str = REFERENCE,
+) -> Verdict:
+    """The verdict on logs of another harness, which have no control and often no A/A.
+
+    The claim is the same; what could not be checked is said behind it.
+
+    Args:
+        outcomes: scores of both runs, of the reference twice where a second run of it was given.
+        pattern: the run that is judged.
+        design: with one look, at all that was logged.
+        bad: a run that is known to be bad; without one nothing shows that these questions can see.
+        reference: the other run.
+
+    Raises:
+        QualityError: the runs have no question in common.
+    """
+    noise = _noise(outcomes, reference)
+    restless = _restless(noise, design, 1) if noise else ""
+    if restless:
+        return _without(Kind.INVALID, pattern, restless)
+    seeing = {(row.task, row.length) for row in outcomes}
+    blind: set[Cell] = set()
+    if bad is not None:
+        seeing, blind = seeing_cells(outcomes, bad, reference, design.alpha)
+        if not seeing:
+            return _without(Kind.CANNOT_SEE, pattern, _cannot_see(bad, blind))
+    verdict = _claim(
+        pattern, paired(outcomes, pattern, reference, cells=seeing), design, 1, noise, True
+    )
+    caveats = [_cannot_see(bad, blind)] if bad is not None and blind else []
+    if bad is None:
+        caveats.append("Not shown: that these questions can see a bad pattern.")
+    if noise is None:
+        caveats.append("Not known: the engine's own noise.")
+    return replace(
+        verdict, blind=tuple(sorted(blind)), sentence=" ".join([verdict.sentence, *caveats])
+    )
 
 
 def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
@@ -256,6 +303,10 @@ def _invalid(
             "refused: the reference was not asked twice, so the engine's own noise is not known. "
             "Ask it again on a quarter of the contexts, in another order."
         )
+    return _restless(noise, design, look)
+
+
+def _restless(noise: Differences, design: Design, look: int) -> str:
     if not repeats_itself(noise, design, look):
         return (
             f"refused: the reference differs from itself by {_points(Estimate(noise).mean)} points "
@@ -277,10 +328,9 @@ def _claim(
     kind, more = reading.kind, None
     if kind is Kind.NO_LOSS and not permitted:
         kind = Kind.UNDECIDED
-    if kind is Kind.UNDECIDED:
-        more = max(design.needed(reading.deviation, reading.differing), design.contexts) - len(
-            differences
-        )
+    if kind is Kind.UNDECIDED and math.isfinite(reading.deviation):
+        needed = design.needed(reading.deviation, reading.differing)
+        more = max(needed, design.contexts) - len(differences)
     verdict = Verdict(
         kind,
         pattern,
@@ -303,13 +353,15 @@ def _sentence(
     assert verdict.detectable is not None
     lower, upper = verdict.interval
     if verdict.kind is Kind.NO_LOSS:
-        claim = f"no loss beyond {100 * design.margin:g} points"
+        claim = f"no loss beyond {points(design.margin)}"
     elif verdict.kind is Kind.LOSS:
         claim = f"a loss of {-100 * verdict.difference:.1f} points"
     elif look > design.looks:
         claim = "undecided, and beyond the plan no claim of no loss may be made; plan a new run"
     elif not permitted and lower > -design.margin:
         claim = "not claimed, because a pattern with more full layers was not shown to be safe"
+    elif verdict.more is None:
+        claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
     elif look < design.looks:
         claim = f"undecided at look {look} of {design.looks}, {verdict.more:,} more contexts"
     else:
@@ -317,12 +369,12 @@ def _sentence(
             f"undecided, {verdict.more:,} more contexts: a new run with so many more shows, with "
             f"{design.power:.0%} probability, that it loses nothing if it does"
         )
-    noise = f" A/A: {verdict.noise}." if verdict.noise else ""
+    noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     missing = f" {differences.missing:,} questions missing." if differences.missing else ""
     return (
         f"{verdict.pattern}: {claim}. Difference {_points(verdict.difference)} points "
         f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
-        f"{differences.flips}, in {len(differences):,} contexts;{noise}{missing} "
+        f"{differences.flips}, in {len(differences):,} contexts{noise}.{missing} "
         f"A loss of {100 * verdict.detectable:.1f} points would have been found "
         f"with {design.power:.0%} probability (one-sided {design.alpha:.0%}, "
         f"look {min(look, design.looks)} of {design.looks})."
@@ -340,3 +392,9 @@ def _cannot_see(bad: str, blind: set[Cell]) -> str:
 
 def _points(value: float) -> str:
     return f"{100 * value:+.1f}"
+
+
+def points(value: float) -> str:
+    """``0.01`` as "1 point"."""
+    number = f"{100 * value:g}"
+    return f"{number} point{'' if number == '1' else 's'}"

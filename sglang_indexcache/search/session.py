@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.support.interrupts import sigterm_interrupts
 
 
 def run_search(
@@ -48,7 +46,7 @@ def run_search(
         SearchError: the folder's journal is another search's, or an evaluation that failed.
     """
     console = console or Console()
-    with _sigterm_interrupts(), Journal(output / "journal.jsonl", setup.identity) as journal:
+    with sigterm_interrupts(), Journal(output / "journal.jsonl", setup.identity) as journal:
         ledger = Ledger(setup.evaluator, journal, setup.held_out)
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
@@ -78,16 +76,6 @@ def run_search(
     _show_result(search, setup.objective, console)
     console.print(f"everything is in {output}")
     return search
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """A batch system ends a job with SIGTERM: the same as Ctrl-C here."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _progress(console: Console) -> Progress:

@@ -103,10 +103,10 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
     check_config({**config, **given.json_model_override_args}, str(given.model_path))
-    trained = chosen_adapter(request)
-    plan = make_plan(request, checkpoint, given.json_model_override_args, library, trained)
+    trained, model = chosen_adapter(request), given.model_path
+    plan = make_plan(request, checkpoint, given.json_model_override_args, library, trained, model)
     if trained is not None:
-        adapter.check(trained, given.model_path)
+        adapter.check(trained, model)
     facts = [
         *_facts(plan, given.model_path, checkpoint.shape),
         ("library", names(library.for_checkpoint(checkpoint)) or "no pattern for this model"),
@@ -198,6 +198,7 @@ def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tupl
         ("pattern", f"from {plan.source}"),
         *([("adapter", f"{plan.adapter} ({plan.adapter_digest[:12]})")] if plan.adapter else []),
         ("mode", plan.mode),
+        *([("quality", plan.quality)] if plan.quality else []),
     ]
 
 

@@ -215,7 +215,7 @@ def _resolve(server_args: Any) -> None:
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
     check_config(config, cfg.model_path)
     trained = chosen_adapter(request)
-    plan = make_plan(request, checkpoint, overrides, Library.default(), trained)
+    plan = make_plan(request, checkpoint, overrides, Library.default(), trained, cfg.model_path)
     refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
     platform_cpu.check_plan(server_args, plan)
     if trained is not None:

@@ -17,8 +17,9 @@ from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
-from sglang_indexcache.library import Library, names
+from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, names
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 BACKEND_NAME = "indexcache"
 """What a user writes after --attention-backend."""
@@ -162,6 +163,7 @@ class Plan:
         adapter: folder of the adapter whose indexers are served, or "".
         adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
+        quality: what is known of the pattern's long-context quality on this checkpoint, or "".
     """
 
     pattern: Pattern
@@ -175,6 +177,7 @@ class Plan:
     adapter: str = ""
     adapter_digest: str = ""
     advice: str = ""
+    quality: str = ""
 
     def describe(self) -> str:
         """The one log line."""
@@ -183,6 +186,7 @@ class Plan:
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
             f"pattern {self.pattern} from {self.source}"
             + (f"; indexers of the adapter {self.adapter}" if self.adapter else "")
+            + (f"; long-context quality: {self.quality}" if self.quality else "")
         )
 
     @property
@@ -257,6 +261,7 @@ def make_plan(
     overrides: Mapping[str, Any],
     library: Library,
     adapter: Adapter | None = None,
+    model: Path | str | None = None,
 ) -> Plan:
     """Decide the pattern and the mode.
 
@@ -266,6 +271,7 @@ def make_plan(
         overrides: the user's ``--json-model-override-args``.
         library: where names and ratios are looked up.
         adapter: what :func:`chosen_adapter` read.
+        model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
 
     Raises:
         IndexCacheError: one sentence on what is wrong, one on how to mend it.
@@ -276,7 +282,7 @@ def make_plan(
         raise SettingsError(
             f"{chosen[1]} gives {chosen[0]} and {upstream[1]} gives {upstream[0]}. Give only one."
         )
-    asked = chosen or upstream
+    asked = chosen[:2] if chosen else upstream
     if adapter is not None:
         adapter.check_pattern(asked[0] if asked else None)
         adapter.pattern.check_checkpoint(checkpoint.own)
@@ -285,6 +291,9 @@ def make_plan(
     dtype = request.get(INDEX_K_DTYPE)
     kernels = request.get(KERNELS)
     pattern, source = asked or _default_pattern(checkpoint)
+    known = ""
+    if pattern != checkpoint.own and adapter is None:  # a verdict is about the checkpoint's indexers
+        known = _known_quality(pattern, chosen[2] if chosen else None, library, model)
     return Plan(
         pattern=pattern,
         source=source,
@@ -297,6 +306,7 @@ def make_plan(
         adapter=str(adapter.folder.resolve()) if adapter else "",
         adapter_digest=adapter.digest if adapter else "",
         advice="" if asked else _advice(checkpoint, library),
+        quality=known,
     )
 
 
@@ -310,9 +320,20 @@ def chosen_adapter(request: Request) -> Adapter | None:
     return None if choice is None else Adapter.read(Path(choice.value))
 
 
+def _known_quality(
+    pattern: Pattern, entry: Entry | None, library: Library, model: Path | str | None
+) -> str:
+    """What is known of the pattern on these weights, however its user wrote it."""
+    if model is None or not Path(model).is_dir():
+        return NOT_EVALUATED
+    entries = [entry] if entry else [e for e in library.entries.values() if e.parsed == pattern]
+    found = (known.known(lambda: checkpoint_digest(Path(model))) for known in entries)
+    return next((words for words in found if words != NOT_EVALUATED), NOT_EVALUATED)
+
+
 def _chosen_pattern(
     request: Request, checkpoint: Checkpoint, library: Library
-) -> tuple[Pattern, str] | None:
+) -> tuple[Pattern, str, Entry | None] | None:
     choice = request.get(PATTERN)
     if choice is None:
         return None
@@ -321,7 +342,7 @@ def _chosen_pattern(
         resolved = library.resolve(choice.value, checkpoint)
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
-    return resolved.pattern, f"{said} ({resolved.description})"
+    return resolved.pattern, f"{said} ({resolved.description})", resolved.entry
 
 
 def _upstream_pattern(

@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from sglang_indexcache import __version__
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import _missing
-from sglang_indexcache.library import Library
+from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.library import Evaluated, Library, add_evaluated
+from sglang_indexcache.support.files import shipped
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 runner = CliRunner()
 
@@ -178,3 +181,20 @@ def test_make_model_rejects_nonsense(tmp_path: Path) -> None:
     assert "size 'huge' is unknown" in fail(*make, "--size", "huge")
     assert "--field wants NAME=VALUE" in fail(*make, "--field", "layers")
     assert "at least 261 entries" in fail(*make, "--vocab-size", "100")
+
+
+def test_show_says_what_is_known_of_a_patterns_quality(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-dsa-1of4.yaml"
+    path.write_bytes((shipped("patterns") / path.name).read_bytes())
+    model = shipped_checkpoint()
+    show = ("patterns", "show", str(path))
+    assert "not evaluated on this checkpoint" in run(*show, "--model", str(model))
+    row = Evaluated(
+        verdict="loss", margin=0.01, difference=-0.019, contexts=40, pairs=160, tasks=("notes",),
+        lengths=(512,), checkpoint=checkpoint_digest(model), commit="abc", date="2026-11-22",
+    )  # fmt: skip
+    add_evaluated(path, row)
+    shown = run(*show, "--model", str(model))
+    assert "measured here: a loss of 1.9 points to 512" in shown
+    assert checkpoint_digest(model)[:12] in shown
+    assert "evaluated" in run(*show)

@@ -19,10 +19,13 @@ from safetensors.torch import load_file
 from sglang_indexcache.adapter import indexer_layer, write_adapter
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.library import Evaluated, add_evaluated
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import doctor
 from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.support.files import shipped
+from sglang_indexcache.support.provenance import checkpoint_digest
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -71,6 +74,25 @@ def test_it_says_what_the_config_tells(folder: Path) -> None:
         "pip install 'sglang-indexcache[serve]'",
     ):
         assert text in said
+
+
+def test_it_says_what_is_known_of_the_patterns_quality_on_these_weights(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (folder / "model.safetensors").write_bytes(b"weights")
+    path = tmp_path_factory.mktemp("library") / "glm-5-1of4.yaml"
+    path.write_bytes((shipped("patterns") / path.name).read_bytes())
+    arguments = ("--model-path", folder, "--indexcache-pattern", path)
+    assert "not evaluated on this checkpoint" in examine(*arguments)[1]
+    row = Evaluated(
+        verdict="no loss", margin=0.01, contexts=1536, pairs=12288, tasks=("needles",),
+        lengths=(32000, 128000), checkpoint=checkpoint_digest(folder),
+    )  # fmt: skip
+    add_evaluated(path, row)
+    assert "measured here: no loss beyond 1 point to 128K" in examine(*arguments)[1]
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    assert "not evaluated on this checkpoint" in examine(*arguments)[1]
+    assert "evaluated" not in examine("--model-path", folder)[1]  # nothing is shared
 
 
 def test_it_knows_the_checkpoints_own_sharing(folder: Path) -> None:

@@ -43,6 +43,15 @@ def test_flag() -> None:
     assert "4 reuse" in result.describe()
 
 
+def test_the_start_line_says_what_is_known_of_the_patterns_quality() -> None:
+    assert (
+        plan(flags(pattern="FSSFSS"))
+        .describe()
+        .endswith("long-context quality: not evaluated on this checkpoint")
+    )
+    assert "quality" not in plan().describe()  # nothing is shared, so nothing can be lost
+
+
 def test_engine_keyword_is_named_as_such() -> None:
     request = Request.collect({"indexcache_pattern": "FSSFSS"}, as_keywords=True)
     assert plan(request).source.startswith("Engine(indexcache_pattern=...)")

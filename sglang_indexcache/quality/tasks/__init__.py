@@ -9,9 +9,10 @@ from __future__ import annotations
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.design import QUESTIONS
 from sglang_indexcache.quality.tasks.context import Context, Question, Task, Tokenizer, fitted
-from sglang_indexcache.quality.tasks.lookup import lookup
+from sglang_indexcache.quality.tasks.lookup import LETTERS, lookup
 from sglang_indexcache.quality.tasks.needles import needles
 from sglang_indexcache.quality.tasks.needles_text import needles_text
+from sglang_indexcache.quality.tasks.notes import notes
 from sglang_indexcache.quality.tasks.parents import parents
 from sglang_indexcache.quality.tasks.rounds import rounds
 from sglang_indexcache.quality.tasks.tracking import tracking
@@ -23,9 +24,14 @@ TASKS: dict[str, Task] = {
     "rounds": rounds,
     "parents": parents,
     "lookup": lookup,
+    "notes": notes,
 }
+DEFAULT = tuple(task for task in TASKS if task != "notes")
+"""What a released model is asked; notes are for small ones."""
+CHANCE = {"lookup": 1 / len(LETTERS)}
+"""Share of right answers that guessing gives, where it gives any."""
 
-__all__ = ["TASKS", "Context", "Question", "Task", "Tokenizer", "make_context"]
+__all__ = ["CHANCE", "DEFAULT", "TASKS", "Context", "Question", "Task", "Tokenizer", "make_context"]
 
 
 def make_context(

@@ -9,6 +9,7 @@ the ids are what the model is sent, so the length is exact for every tokenizer.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +28,9 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """``input_ids``: a list of ids for each text."""
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Every piece and its id; a leading space is U+0120 or U+2581."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,13 @@ class Room:
         tokens: of opening and lines together.
         questions: to draft.
         encode: text to ids, piece by piece.
+        words: the words that are one token behind a space, in the order of their ids.
     """
 
     tokens: int
     questions: int
     encode: Callable[[Sequence[str]], list[list[int]]]
+    words: Callable[[], list[str]]
 
     def cost(self, pieces: Iterable[str]) -> int:
         """Tokens of lines."""
@@ -173,10 +179,15 @@ def fitted(
             )
         return [known[piece] for piece in pieces]
 
+    def words() -> list[str]:
+        pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        found = (re.fullmatch("[\u0120\u2581]([A-Za-z]+)", piece) for piece, _ in pieces)
+        return [match[1] for match in found if match]
+
     reserve = over = 0
     for _ in range(_TRIES):
         draw = random.Random(f"{name} {length} {seed}")
-        draft = task(draw, Room(length - reserve, questions, encode), haystack)
+        draft = task(draw, Room(length - reserve, questions, encode, words), haystack)
         pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
         ids = encode([f"\n{asked.text}" for asked in draft.asked])
         answers = encode([asked.answer for asked in draft.asked])

@@ -60,6 +60,14 @@ def lookup(context: str, question: str) -> str:
     return letter[1]
 
 
+def notes(context: str, question: str) -> str:
+    name = re.fullmatch(r"\n\? (\w+) is", question)
+    assert name
+    found = re.findall(rf"^# {name[1]} is( \w+)$", context, re.M)
+    assert len(found) == 1
+    return str(found[0])
+
+
 SOLVERS: dict[str, Callable[[str, str], str]] = {
     "needles": needle,
     "needles-text": needle,
@@ -67,4 +75,5 @@ SOLVERS: dict[str, Callable[[str, str], str]] = {
     "rounds": rounds,
     "parents": parents,
     "lookup": lookup,
+    "notes": notes,
 }

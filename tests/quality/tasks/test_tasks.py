@@ -38,6 +38,10 @@ class Words:
             ]
         }
 
+    def get_vocab(self) -> dict[str, int]:
+        words = sorted(set(re.findall(r"[A-Za-z]+", haystack())))
+        return {f"\u0120{word}": place for place, word in enumerate(words)}
+
     def decode(self, ids: list[int]) -> str:
         names = list(self.pieces)
         return "".join(names[i] for i in ids)
@@ -207,7 +211,7 @@ def test_words_are_distinct() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_too_short_a_context_is_refused(task: str) -> None:
     with pytest.raises(QualityError):
-        make_context(task, tokenizer("words"), 96, 0, haystack=haystack())
+        make_context(task, tokenizer("words"), 40, 0, haystack=haystack())
 
 
 @pytest.mark.parametrize("task", ["needles-text", "rounds", "lookup"])

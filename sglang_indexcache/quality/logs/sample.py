@@ -1,0 +1,124 @@
+"""What every format of log is read into, and what their readers share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.errors import QualityError
+
+Row = dict[str, Any]
+CLUSTERS = (
+    "context_id",
+    "document_id",
+    "document_set_id",
+    "passage_id",
+    "data_source_urls",
+    "context",
+    "document",
+    "passage",
+    "article",
+)
+"""Fields that say, in the public data sets, which questions are asked of the same text."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question, asked once.
+
+    Attributes:
+        task: what is asked.
+        question: unique within the task.
+        context: which questions share a text; the question itself where the log does not tell.
+        prompt: digest of all that both runs must have in common: prompt and right answer.
+        metric: what the value is.
+        value: 0 to 1; None where the harness could not score the answer.
+        length: tokens; 0 where the log does not tell.
+    """
+
+    task: str
+    question: str
+    context: str
+    prompt: str
+    metric: str
+    value: float | None
+    length: int = 0
+
+
+def json_lines(path: Path) -> Iterator[Row]:
+    """The objects of a JSON lines file.
+
+    Raises:
+        QualityError: naming the line that is none.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise QualityError(
+                    f"line {number} of {path} is not JSON ({error.msg}): was the run stopped in "
+                    "the middle? Let it finish, or delete that line in both logs"
+                ) from error
+            if not isinstance(row, dict):
+                raise QualityError(f"line {number} of {path} is no sample")
+            yield row
+
+
+def first_row(path: Path) -> Row:
+    """The first object of a JSON lines file; empty if it has none."""
+    return next(json_lines(path), {})
+
+
+def digest(*parts: Any) -> str:
+    """What stands for a prompt without its length."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cluster(fields: Mapping[str, Any] | None, otherwise: str) -> str:
+    """Which text a question is about, from what the log keeps of its data set's row."""
+    for name in CLUSTERS:
+        value = (fields or {}).get(name)
+        if value:
+            return digest(name, value)
+    return otherwise
+
+
+def pick(names: Sequence[str], wanted: str | None, where: Path) -> str:
+    """The metric to compare.
+
+    Raises:
+        QualityError: several and none of them chosen, or none of that name.
+    """
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted in names:
+        return str(wanted)
+    said = ", ".join(repr(name) for name in names) or "no metric"
+    if wanted is None:
+        raise QualityError(f"{where} has {said}: say which to compare (--metric)")
+    raise QualityError(f"{where} has no metric {wanted!r}, but {said}")
+
+
+def as_number(value: Any, where: Path) -> float | None:
+    """A score as a number from 0 to 1; None for what is not scored.
+
+    Raises:
+        QualityError: a number that is no share, whose differences no bound of ours holds for.
+    """
+    if value is None or isinstance(value, str) or value != value:
+        return None
+    number = float(value)
+    if not 0 <= number <= 1:
+        raise QualityError(
+            f"{where} has a score of {number:g}; only scores from 0 to 1 can be compared. Choose "
+            "another metric (--metric)"
+        )
+    return number

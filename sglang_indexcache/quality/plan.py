@@ -1,0 +1,276 @@
+"""What will be asked, in which order, and what that costs: fixed before the first request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.design import Design, spread
+from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Planned
+from sglang_indexcache.quality.tasks import TASKS, Context, Tokenizer, make_context
+
+AGAIN_EVERY = 4
+"""The reference is asked twice (A/A) on every so-manieth context of a cell."""
+CONTROL_SHARE = 0.75
+"""Of ``index_topk``: the length of the contexts in which every pattern selects everything."""
+CONTROL_CONTEXTS = 2
+"""Of each task."""
+DISCORDANCE, CORRELATION = 0.02, 0.1
+"""Assumed before anything is measured: paired questions that differ, and how they do together."""
+PAGE = 64
+"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
+JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
+"""Benchmarks whose answers are graded by another model."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be asked.
+
+    Attributes:
+        tasks: names of tasks.
+        lengths: tokens of a context with its longest question and that one's answer.
+        contexts: of each task at each length.
+        questions: behind one context.
+        selects_all: ``index_topk``.
+        margin: see :class:`~sglang_indexcache.quality.design.Design`.
+        looks: likewise.
+        seed: of the first context of each cell; the others count from there.
+
+    Raises:
+        QualityError: what cannot be asked, or could show nothing.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    contexts: int
+    questions: int
+    selects_all: int
+    margin: float = 0.01
+    looks: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task.lower() in JUDGED:
+                raise QualityError(
+                    f"{task} is graded by another model, which this command does not run. Run it "
+                    "with lm-eval or evalscope for each arm, then give both logs to `indexcache "
+                    "eval compare`."
+                )
+            if task not in TASKS:
+                raise QualityError(f"no task is called {task!r}; there are {', '.join(TASKS)}")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise QualityError("give each task once, and one at least")
+        short = [length for length in self.lengths if length <= self.selects_all]
+        if short or not self.lengths:
+            raise QualityError(
+                f"a context of {', '.join(map(str, short)) or 'no'} tokens can show nothing: up to "
+                f"{self.selects_all} tokens (index_topk) this model's queries select everything, "
+                f"whatever is shared. Take longer ones (--length), such as "
+                f"{8 * self.selects_all}; the control below is asked by itself."
+            )
+        if self.contexts < self.looks:
+            raise QualityError(
+                f"{self.contexts} contexts of each task and length cannot be looked at "
+                f"{self.looks} times; give more (--contexts) or look less often (--looks)"
+            )
+        _ = self.design  # refuses a margin or looks that no design can have
+
+    @property
+    def design(self) -> Design:
+        """Of all cells together, without the control."""
+        cells = len(self.tasks) * len(self.lengths)
+        return Design(cells * self.contexts, margin=self.margin, looks=self.looks)
+
+    @property
+    def control_length(self) -> int:
+        """Tokens of the control's contexts."""
+        return int(CONTROL_SHARE * self.selects_all)
+
+    @cached_property
+    def planned(self) -> tuple[Planned, ...]:
+        """Every context, in the order of asking: the control, then round by round over the cells.
+
+        So each look has as many contexts in every cell, and whatever drifts hits all cells alike.
+        """
+        control = [
+            Planned(_name(task, self.control_length, n), task, self.control_length, 0, False)
+            for n in range(CONTROL_CONTEXTS)
+            for task in self.tasks
+        ]
+        rounds = [
+            Planned(
+                _name(task, length, self.seed + n),
+                task,
+                length,
+                n * self.looks // self.contexts + 1,
+                n % AGAIN_EVERY == 0,
+            )
+            for n in range(self.contexts)
+            for length in self.lengths
+            for task in self.tasks
+        ]
+        return (*control, *rounds)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a journal of this plan must agree with."""
+        return {
+            "tasks": list(self.tasks),
+            "lengths": list(self.lengths),
+            "contexts": self.contexts,
+            "questions": self.questions,
+            "selects_all": self.selects_all,
+            "margin": self.margin,
+            "looks": self.looks,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> Plan:
+        """The plan with this identity."""
+        values = {name: identity[name] for name in cls.__dataclass_fields__}
+        values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the contexts of a plan are made of.
+
+    Attributes:
+        tokenizer: of the model.
+        haystack: running text.
+        questions: behind one context.
+    """
+
+    tokenizer: Tokenizer
+    haystack: str
+    questions: int
+
+    @property
+    def digest(self) -> str:
+        """Of everything that contexts are made of, but for their tasks."""
+        pieces = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(repr((pieces, self.haystack)).encode()).hexdigest()[:16]
+
+    def make(self, planned: Planned) -> Context:
+        """A planned context; the same on every call.
+
+        The control is so short that fewer questions may fit behind it.
+
+        Raises:
+            QualityError: not even one fits, or the haystack is too short for the task.
+        """
+        seed = int(planned.context.rpartition("-")[2])
+        questions = self.questions
+        while True:
+            try:
+                return make_context(
+                    planned.task,
+                    self.tokenizer,
+                    planned.length,
+                    seed,
+                    haystack=self.haystack,
+                    questions=questions,
+                )
+            except QualityError as error:
+                if planned.look != CONTROL_LOOK:
+                    raise
+                if questions == 1:
+                    raise QualityError(
+                        f"{planned.task} has no control: not even one question fits "
+                        f"{planned.length} tokens, where every pattern must agree. Leave it out "
+                        "(--task)."
+                    ) from error
+                questions //= 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an evaluation computes at most.
+
+    Attributes:
+        tokens: by length of the contexts.
+        rate: tokens that are computed in a second; None if nobody knows yet.
+    """
+
+    tokens: Mapping[int, int]
+    rate: float | None = None
+
+    @property
+    def total(self) -> int:
+        """Tokens."""
+        return sum(self.tokens.values())
+
+    @property
+    def hours(self) -> float | None:
+        """Of the server or servers; None without a rate."""
+        return self.total / self.rate / 3600 if self.rate else None
+
+
+def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = None) -> Cost:
+    """What the whole plan computes, if nothing is decided early.
+
+    Args:
+        plan: what will be asked.
+        arms: asked on every context: the reference, the candidates and the positive control.
+        tails: tokens of a question and its answer, by task.
+        rate: tokens that are computed in a second.
+    """
+    tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
+    for planned in plan.planned:
+        tail = tails[planned.task]
+        one = planned.length + plan.questions * (tail + (planned.length - tail) % PAGE)
+        tokens[planned.length] += one * (arms + planned.again)
+    return Cost(tokens, rate)
+
+
+def tails(plan: Plan, material: Material) -> dict[str, int]:
+    """Tokens of a question with its answer, on average, from a short context of each task."""
+    found = {}
+    for task in plan.tasks:
+        length = min(plan.lengths)
+        context = material.make(Planned(_name(task, length, plan.seed), task, length, 1, False))
+        asked = [len(question.ids) + len(question.answer) for question in context.questions]
+        found[task] = round(sum(asked) / len(asked))
+    return found
+
+
+def detectable(plan: Plan) -> float:
+    """Smallest loss that the whole plan finds with the design's power, as assumed beforehand."""
+    return plan.design.detectable(*spread(DISCORDANCE, CORRELATION, plan.questions))
+
+
+def needed(plan: Plan) -> int:
+    """Contexts with which the margin would be shown of a pattern that loses nothing."""
+    return plan.design.needed(*spread(DISCORDANCE, CORRELATION, plan.questions))
+
+
+def check_fits(plan: Plan, most: int | None, where: str) -> None:
+    """Refuse contexts that a server does not take.
+
+    Args:
+        plan: what will be asked.
+        most: tokens of a prompt that it takes; None if it does not say.
+        where: the server's address.
+
+    Raises:
+        QualityError: a length is above that.
+    """
+    longest = max(plan.lengths)
+    if most is not None and longest > most:
+        raise QualityError(
+            f"a context of {longest:,} tokens with question and answer does not fit {where}, which "
+            f"takes prompts of {most:,}. Ask for shorter ones (--length), or start it with a "
+            "larger --context-length and --max-total-tokens."
+        )
+
+
+def _name(task: str, length: int, seed: int) -> str:
+    return f"{task}-{length}-{seed}"

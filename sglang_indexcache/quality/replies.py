@@ -1,0 +1,85 @@
+"""Let the model answer by itself, greedily, and give its replies the tasks' own metrics.
+
+Dearer than :mod:`scoring` and no better at telling arms apart: greedy decoding gives the right
+answer if and only if teacher forcing finds each of its tokens the likeliest. It is for whoever
+wants to see replies, and for the metrics of the tasks' sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang_indexcache.quality.metrics import METRICS
+from sglang_indexcache.quality.scoring import (
+    Engine,
+    Said,
+    Scored,
+    Voice,
+    ask,
+    computed,
+    told_patterns,
+)
+from sglang_indexcache.quality.tasks import Context, Question
+
+SPARE = 16
+"""Tokens that a reply may have beyond the right answer's."""
+
+
+def reply(
+    engine: Engine, context: Context, voices: Sequence[Voice], spare: int = SPARE
+) -> list[Scored]:
+    """Replies to every question of a context, for several voices in the same batches.
+
+    A reply ends with its line: the right answers have one.
+
+    Args:
+        engine: the server.
+        context: with its questions.
+        voices: as whom to ask.
+        spare: see :data:`SPARE`.
+
+    Raises:
+        ServerUnavailableError: no answer, or the server gave a request up.
+        QualityError: an answer that is not one to what was asked.
+    """
+    warmed = ask(engine, [context.ids] * len(voices), voices)
+    asked = [(voice, question) for voice in voices for question in context.questions]
+    replies = ask(
+        engine,
+        [context.ids + question.ids for _, question in asked],
+        [Voice(voice.key, {**voice.parameters, "stop": ["\n"]}) for voice, _ in asked],
+        [len(question.answer) + spare for _, question in asked],
+    )
+    count = len(context.questions)
+    found = []
+    for place, first in enumerate(warmed):
+        part = replies[place * count : (place + 1) * count]
+        info = first["meta_info"]
+        found.append(
+            Scored(
+                [
+                    _read(one, context.task, question)
+                    for one, question in zip(part, context.questions, strict=True)
+                ],
+                info["cached_tokens"],
+                sum(computed(one["meta_info"]) for one in (first, *part))
+                + sum(len(one["output_ids"]) for one in part),
+                told_patterns(info, *(one["meta_info"] for one in part)),
+            )
+        )
+    return found
+
+
+def _read(answered: Mapping[str, Any], task: str, question: Question) -> Said:
+    text, ids = str(answered["text"]), list(answered["output_ids"])
+    reason = (answered["meta_info"].get("finish_reason") or {}).get("type")
+    return Said(
+        question.name,
+        round(question.depth, 6),
+        len(question.answer),
+        right=ids[: len(question.answer)] == question.answer,
+        reply=text,
+        score=METRICS[task](text, question.answer_text),
+        cut=reason == "length",
+    )

@@ -1,0 +1,179 @@
+"""``indexcache eval`` on the small checkpoint's tokens and a fake server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import sglang_indexcache
+from sglang_indexcache.cli import app
+from sglang_indexcache.quality.journal import load
+from tests.quality.evaluate import evaluate
+from tests.quality.fake_server import Fake, serving
+from tests.quality.logs.made import DATA, lm_eval
+
+TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+SMALL = (
+    *("--model", TINY, "--task", "notes", "--length", "256", "--contexts", "4"),
+    *("--looks", "1", "--margin", "20"),
+)
+
+
+@pytest.fixture(autouse=True)
+def haystack(tmp_path: Path) -> Path:
+    path = tmp_path / "haystack.txt"
+    path.write_text("\n".join(f"line {n} of {n * 7919 % 997}" for n in range(500)))
+    return path
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def words(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(
+    tmp_path: Path, haystack: Path
+) -> None:
+    with serving(Fake()) as url:
+        command = ("eval", "run", "1/4", "1/2", *SMALL, "--url", url, "-o", tmp_path / "out")
+        result = call(*command, "--haystack", haystack)
+        again = call(*command, "--haystack", haystack)
+        other = call(*command, "--haystack", haystack, "--seed", "3")
+    assert result.exit_code == 0, result.output
+    said = words(result)
+    assert said.index("cost ") < said.index("measured at") < said.index("1/2: ")
+    assert "full (reference), 1/2 (candidate), 1/4 (candidate)" in said  # fewer F come later
+    assert "can show a loss of" in said
+    assert "resuming: 6 contexts" in words(again)
+    assert "belongs to another evaluation; different: plan" in words(other)
+    found = load(tmp_path / "out")
+    assert found.finished
+    assert [arm.name for arm in found.candidates] == ["1/2", "1/4"]
+    assert found.facts["server"]["dtype"] == "bfloat16"
+    assert found.facts["model"] == "tiny-dsa"
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"eval.json", "report.html"}
+
+
+def test_more_than_an_hour_is_asked_for(tmp_path: Path, haystack: Path) -> None:
+    fake = Fake()
+    with serving(fake) as url:
+        result = call(
+            *("eval", "run", "1/4", *SMALL, "--url", url, "-o", tmp_path / "out"),
+            *("--haystack", haystack, "--rate", "0.1"),
+        )
+    assert result.exit_code == 1
+    assert "node-hours at 0 tokens a second. Go on?" in words(result)
+    assert fake.calls == 0
+
+
+def test_a_plan_sends_nothing(haystack: Path) -> None:
+    result = call("eval", "plan", "uniform:1/4", *SMALL, "--haystack", haystack, "--rate", "10")
+    assert result.exit_code == 0, result.output
+    assert "node-hours at 10 tokens a second" in words(result)
+    assert "can show a loss of" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("1/4", "1/4"), "1/4 and 1/4 are the same pattern"),
+        (("full",), "full and full are the same pattern"),
+        (("uniform:1/4", "--control", "FSSSFSSSFSSS"), "are the same pattern, FSSSFSSSFSSS"),
+        (("1/4", "--length", "64"), "64 tokens can show nothing"),
+        (("1/4", "--haystack", "nowhere.txt"), "cannot read nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    result = call("eval", "plan", *SMALL, *arguments)
+    assert result.exit_code == 1
+    assert said in words(result)
+
+
+def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> None:
+    fake = Fake(info={"max_req_input_len": 255})
+    with serving(fake) as url:
+        result = call("eval", "run", "1/4", *SMALL, "--url", url, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "256 tokens with question and answer does not fit" in words(result)
+    assert fake.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        ((), "give a server in live mode with --url"),
+        (("http://a", "http://b"), "two servers are given for all arms; write NAME=URL"),
+        (("full=http://a", "full=http://b"), "two servers are given for full"),
+    ],
+)
+def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], said: str) -> None:
+    given = [part for url in urls for part in ("--url", url)]
+    result = call("eval", "run", "1/4", *SMALL, "-o", tmp_path / "out", *given)
+    assert result.exit_code == 1
+    assert said in words(result)
+
+
+def compare(*arguments: object) -> tuple[int, str]:
+    result = call("eval", "compare", *map(str, arguments))
+    return result.exit_code, words(result)
+
+
+def test_compare_names_the_runs_and_writes_the_report(tmp_path: Path) -> None:
+    code, said = compare(
+        f"all-F={DATA / 'inspect-a.eval'}", f"1of4={DATA / 'inspect-b.eval'}",
+        "-o", tmp_path, "--margin", 20,
+    )  # fmt: skip
+    assert code == 0, said
+    assert said.startswith("1of4: ")
+    assert "margin 20 points" in said
+    data = json.loads((tmp_path / "eval.json").read_text())
+    assert [arm["name"] for arm in data["arms"]] == ["all-F", "1of4"]
+    assert data["facts"]["logs"] == "inspect"
+    assert (tmp_path / "report.html").exists()
+
+
+def test_compare_takes_a_second_run_and_a_bad_one(tmp_path: Path) -> None:
+    runs = [
+        str(lm_eval(tmp_path / name, lambda number, loss=loss: float(number % 5 >= loss)))
+        for name, loss in (("full", 1), ("quarter", 1), ("again", 1), ("bad", 5))
+    ]
+    code, said = compare(
+        *runs[:2], "--again", runs[2], "--bad", runs[3], "-o", tmp_path / "out", "--margin", 40
+    )
+    assert code == 0, said
+    assert "A/A: 0 lost, 0 won of 40" in said
+    assert "Not shown" not in said
+
+
+def test_runs_that_cannot_be_compared_end_with_one_line(tmp_path: Path) -> None:
+    place = lm_eval(tmp_path, lambda _: 1.0)
+    code, said = compare(place, DATA / "inspect-a.eval", "-o", tmp_path / "out")
+    assert code == 1
+    assert "compare runs of one harness" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
+    result = call("eval", "report", tmp_path / "nowhere")
+    assert result.exit_code == 1
+    assert "no output of" in words(result)
+
+
+def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with serving(Fake(in_requests=True)) as url:
+        evaluate(folder, url)
+    assert call("eval", "report", folder).exit_code == 0
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in first.keys() - {"journal.jsonl"}:
+        (folder / name).unlink()
+    result = call("eval", "report", folder)
+    assert result.exit_code == 0, result.output
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+    assert {"report.html", "eval.json", "samples.jsonl", "forest.png"} <= first.keys()

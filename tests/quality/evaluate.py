@@ -1,0 +1,61 @@
+"""An evaluation on a fake server: in this process, or one to be killed.
+
+python -m tests.quality.evaluate FOLDER URL
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.client import Client
+from sglang_indexcache.quality.arms import make_arms
+from sglang_indexcache.quality.evaluation import Arm, Evaluation, Mode, Role
+from sglang_indexcache.quality.journal import EvaluationJournal, identity
+from sglang_indexcache.quality.plan import Material, Plan
+from sglang_indexcache.quality.run import Run
+from tests.quality.fake_server import HAYSTACK, TOPK, Words
+
+ARMS = (
+    Arm("full", "FFFFFFFFFFFF", Role.REFERENCE),
+    Arm("half", "FFSFFSFSFSFS", Role.CANDIDATE),
+    Arm("few", "FSSSFSSSFSSS", Role.CANDIDATE),
+    Arm("worst", "FSSSSSSSSSSS", Role.BAD),
+)
+PLAN = Plan(("notes",), (128, 160), 8, 4, TOPK, margin=0.1, looks=2)
+
+
+def material_of(plan: Plan) -> Material:
+    return Material(Words(), HAYSTACK, plan.questions)
+
+
+def evaluate(
+    folder: Path,
+    urls: str | Mapping[str, str],
+    plan: Plan = PLAN,
+    arms: tuple[Arm, ...] = ARMS,
+    mode: Mode = Mode.TEACHER_FORCED,
+    **run: Any,
+) -> Evaluation:
+    """Everything that is left of the evaluation in ``folder``."""
+    named = {"": urls} if isinstance(urls, str) else urls
+    serving = make_arms(arms, {name: Client(url) for name, url in named.items()})
+    material = material_of(plan)
+    who = identity(
+        plan,
+        arms,
+        mode,
+        checkpoint="c",
+        material=material.digest,
+        server={},
+        pattern_verified=serving.verified,
+    )
+    with EvaluationJournal(folder, who) as journal:
+        journal.note({"started": "then"})
+        return Run(serving, material, journal, **run).run()
+
+
+if __name__ == "__main__":
+    evaluate(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,74 @@
+"""Replies of the model's own, and what the tasks' sources give them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.evaluation import Mode
+from sglang_indexcache.quality.metrics import METRICS
+from sglang_indexcache.quality.replies import reply
+from sglang_indexcache.quality.tasks import TASKS
+from tests.quality.evaluate import PLAN, evaluate, material_of
+from tests.quality.fake_server import Fake, serving
+
+
+def knowing(**changes: object) -> Fake:
+    """A server that knows the right answers of the plan."""
+    material = material_of(PLAN)
+    made = [material.make(planned) for planned in PLAN.planned]
+    known = {tuple(c.ids + q.ids): q.answer for c in made for q in c.questions}
+    return replace(Fake(known=known), **changes)  # type: ignore[arg-type]
+
+
+def test_greedy_is_right_where_teacher_forcing_is(tmp_path: Path) -> None:
+    with serving(knowing()) as url:
+        forced = evaluate(tmp_path / "a", url)
+        generated = evaluate(tmp_path / "b", url, mode=Mode.GENERATE, ask=reply)
+    assert generated.mode is Mode.GENERATE
+    both = {(row.arm, row.repeat, row.context, row.question): row.right for row in forced.answers}
+    for row in generated.answers:
+        assert both[row.arm, row.repeat, row.context, row.question] == row.right
+        assert row.reply is not None
+        assert row.score is not None
+        assert (row.nll, row.kl) == (None, None)
+    assert {row.right for row in generated.answers} == {True, False}
+
+
+def test_replies_that_are_cut_are_refused(tmp_path: Path) -> None:
+    said = "replies were ended by their length, more than 5%.*--reply-tokens"
+    with serving(knowing(fault="rambles")) as url, pytest.raises(QualityError, match=said):
+        evaluate(tmp_path, url, mode=Mode.GENERATE, ask=reply)
+
+
+def test_every_task_has_a_metric() -> None:
+    assert set(METRICS) == set(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "answer", "score"),
+    [
+        ("needles", " It is AB-12.", " ab-12", 1.0),
+        ("needles", "ab", " ab-12", 0.0),
+        ("tracking", "ABCDE and KLMNO", " ABCDE, FGHIJ, KLMNO", 2 / 3),
+        # MRCR's card: nothing without the mark, and then what SequenceMatcher says.
+        ("rounds", " 0123456789abcd", " 0123456789abcd", 1.0),
+        ("rounds", "abcd", " 0123456789abcd", 0.0),
+        ("rounds", "0123456789abxy", " 0123456789abcd", 0.5),
+        # GraphWalks: precision 1/2, recall 1/3.
+        ("parents", "a, x]", "a, b, c]", 0.4),
+        ("parents", "x]", "a]", 0.0),
+        ("parents", "]", "]", 1.0),
+        ("parents", "b, a]", "a, b]", 1.0),
+        ("lookup", "C) because", "C", 1.0),
+        ("lookup", "B", "C", 0.0),
+        ("notes", " read it", " read", 1.0),
+        ("notes", " reader", " read", 0.0),
+        ("notes", "", " read", 0.0),
+    ],
+)
+def test_published_rules(task: str, said: str, answer: str, score: float) -> None:
+    assert METRICS[task](said, answer) == pytest.approx(score)
