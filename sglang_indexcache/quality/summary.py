@@ -150,7 +150,8 @@ def summarise(evaluation: Evaluation, verdicts: Verdicts | None = None) -> Summa
         lengths=_differences(evaluation, long, lambda row: ("", row.length)),
         control=_differences(evaluation, short, lambda row: ("", row.length)),
         nll=_differences(evaluation, nats, lambda row: ("", row.length), bounded=False),
-        rights=_levels(evaluation, long),
+        # A/A is asked on some contexts alone: its level would not compare, its difference does.
+        rights=_levels(evaluation, [row for row in long if row.repeat == 0]),
         kl=_levels(evaluation, _long(evaluation, "kl")),
         agreement=_levels(evaluation, _long(evaluation, "agreement")),
         spots=_spots(evaluation, "nll" if nats else "right"),

@@ -94,6 +94,7 @@ def test_control_and_noise_stand_apart() -> None:
     assert {row.length for row in summary.control} == {SHORT}
     assert all((row.flips.lost, row.flips.won) == (0, 0) for row in summary.control)
     assert SHORT not in {row.length for row in (*summary.cells, *summary.rights, *summary.nll)}
+    assert NOISE not in {level.arm for level in summary.rights}  # of other contexts than the arms
     noise = {(row.task, row.length) for row in summary.cells if row.arm == NOISE}
     assert noise == {(task, length) for task in TASKS for length in LENGTHS}
 
