@@ -1,7 +1,7 @@
-"""The pattern that the next forward will obey, and what the layers did about it so far.
+"""The pattern of requests that name none, and what the layers did so far.
 
-One :class:`ActivePattern` per process: all attention backends read it, the live switch replaces
-its pattern between two batches.
+One :class:`ActivePattern` per process: all attention backends read it, and in live mode its policy
+can be replaced for the requests to come.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_indexcache import __version__
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
 
@@ -46,16 +47,26 @@ class Counters:
 
 
 class ActivePattern:
-    """The plan of this process with its current pattern."""
+    """The plan of this process with its current policy.
+
+    Attributes:
+        policy: the pattern for each prompt length.
+        source: who asked for it.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.pattern = plan.pattern
+        self.policy = plan.policy
         self.source = plan.source
         self.switches = 0
         self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
+
+    @property
+    def pattern(self) -> Pattern:
+        """The policy's pattern; that of the shortest prompts, where length decides."""
+        return self.policy.patterns[0]
 
     def position(self, layer: int) -> int:
         """Pattern position of the model's layer ``layer``."""
@@ -82,11 +93,11 @@ class ActivePattern:
         self.counters.indexer_seconds[phase] += wall
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
-    def replace(self, pattern: Pattern, source: str) -> None:
-        """Obey ``pattern`` from the next forward on; the caller has checked that it fits."""
-        self.pattern, self.source = pattern, source
+    def replace(self, policy: Policy, source: str) -> None:
+        """Let ``policy`` decide for the requests to come; its patterns have been checked."""
+        self.policy, self.source = policy, source
         self.switches += 1
-        self.counters = Counters.for_layers(len(pattern))
+        self.counters = Counters.for_layers(len(self.pattern))
 
     def report(self) -> dict[str, Any]:
         """State for ``/server_info``: plain numbers and strings."""
@@ -94,6 +105,7 @@ class ActivePattern:
         return {
             "version": __version__,
             "pattern": str(pattern),
+            "policy": str(self.policy),
             "source": self.source,
             "mode": self.plan.mode,
             "architecture": self.plan.architecture,

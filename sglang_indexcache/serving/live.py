@@ -1,4 +1,4 @@
-"""Report the pattern of a running engine and, in live mode, replace it.
+"""Report the patterns of a running engine and, in live mode, replace that of requests to come.
 
 Both ride on SGLang's own HTTP routes. ``GET /server_info`` shows the state of every scheduler
 under ``internal_states[i].indexcache``. ``POST /set_internal_state`` takes a new pattern, in a
@@ -6,10 +6,8 @@ key because SGLang allows only numbers as values::
 
     {"server_args": {"indexcache_pattern=uniform:1/4": 1}}
 
-A switch happens between two batches. Cached KV depends on the pattern that made it, so running
-requests are put back into the queue with what they generated so far, the radix cache is flushed,
-and their context is computed again under the new pattern: no request ever attends to KV of
-another pattern than the one in effect.
+A switch is for the requests to come. Those that were admitted before keep the pattern that they
+have, and cached KV is kept apart by pattern (``requests.py``), so nothing is put back or flushed.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.library import Library, names_a_file
-from sglang_indexcache.serving import hooks
+from sglang_indexcache.serving import hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.refusals import stage_starts
+from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import MODE
 
 if TYPE_CHECKING:
@@ -53,6 +50,7 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
         return
     try:
         state = active.report() | {
+            "requests": requests.in_hand(),
             "index_k_bytes_per_token": _index_k_bytes_per_token(controller.scheduler),
             "indexer_weight_bytes": _indexer_weight_bytes(controller.scheduler),
         }
@@ -114,59 +112,38 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
 
 
 def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
-    """Make ``value`` the pattern of the next forward.
+    """Make ``value`` the pattern of the requests to come that name none.
 
     Args:
         scheduler: SGLang's scheduler of this process, between two batches.
-        active: the pattern to replace.
+        active: whose policy to replace.
         value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
     """
-    from sglang.srt.runtime_context import get_parallel
-
     plan = active.plan
     if plan.mode != "live":
         raise SettingsError(
             f"the server was started in static mode, where shared layers have no indexer. Start "
             f"it with {MODE.flag} live."
         )
-    if names_a_file(value):
-        raise SettingsError(
-            f"{value!r} is a file, and a server reads none for whoever can reach it. Send its F/S "
-            "string, or start the server with SGLANG_INDEXCACHE_LIBRARY and send the name."
-        )
-    resolved = Library.default().resolve(value, plan.checkpoint())
-    layers, stages = plan.layer_ids, get_parallel().pp_size
-    resolved.pattern.check_stages(stage_starts(layers, layers[-1] + 1, stages))
+    policy = Policy.parse(value, lambda name: requests.resolve(plan, name))
     active.last_rejection = ""
-    if resolved.pattern == active.pattern:
+    if policy == active.policy:
         return
-    _clear_cached_kv(scheduler)
-    active.replace(resolved.pattern, f"/set_internal_state {value} ({resolved.description})")
-    logger.info("IndexCache: now %s", resolved.pattern.summary())
+    _check_both_nodes_switch_alike(scheduler)
+    active.replace(policy, f"/set_internal_state {value}")
+    logger.info("IndexCache: requests to come have %s", policy)
 
 
-def _clear_cached_kv(scheduler: Scheduler) -> None:
-    """Leave no KV of the old pattern behind: retract what runs, flush the radix cache."""
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-    from sglang.srt.runtime_context import get_disagg, get_parallel
+def _check_both_nodes_switch_alike(scheduler: Scheduler) -> None:
+    """Prefill and decode node decide on a request one after the other."""
+    from sglang.srt.runtime_context import get_disagg
 
-    if scheduler.is_fully_idle():
-        scheduler.flush_cache(empty_cache=False)
-        return
-    if get_parallel().pp_size > 1 or get_disagg().disaggregation_mode != "null":
+    if get_disagg().disaggregation_mode != "null" and not scheduler.is_fully_idle():
         raise SettingsError(
-            "requests are running, and under pipeline parallelism or disaggregation they cannot "
-            "be put back. Switch when the server is idle."
+            "requests are running, and under disaggregation one could be prefilled under one "
+            "pattern and decoded under the other. Switch when the server is idle, or name the "
+            "pattern in each request."
         )
-    was_paused = scheduler._engine_paused
-    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-    try:
-        flushed = scheduler.flush_cache(empty_cache=False)
-    finally:
-        if not was_paused:
-            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-    if not flushed:
-        raise SettingsError("the KV cache is in use and could not be flushed. Try again.")

@@ -26,7 +26,15 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
-from sglang_indexcache.serving import agreement, engine_version, foreign_kv, hooks, live, refusals
+from sglang_indexcache.serving import (
+    agreement,
+    engine_version,
+    foreign_kv,
+    hooks,
+    live,
+    refusals,
+    requests,
+)
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import platform as platform_cpu
@@ -108,7 +116,8 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         return original(runner)
     active = activate(plan)
     live.install()
-    foreign_kv.install(plan)
+    requests.install(plan)
+    foreign_kv.install()
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
@@ -208,6 +217,7 @@ def _resolve(server_args: Any) -> None:
     refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
     platform_cpu.check_plan(server_args, plan)
     _declare(server_args, plan, overrides, config)
+    requests.install_in_front()
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)

@@ -17,6 +17,7 @@ from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
 from sglang_indexcache.library import Library, names
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.policy import Policy
 
 BACKEND_NAME = "indexcache"
 """What a user writes after --attention-backend."""
@@ -52,13 +53,15 @@ PATTERN = Option(
     "indexcache_pattern",
     "Which layers keep their indexer: an F/S string with one character per layer, the name of a "
     "library pattern (see: indexcache patterns list), a YAML file, a ratio such as 1/4 (looked up "
-    "in the library for this model), uniform:1/4, or full. Default: the checkpoint's own sharing.",
+    "in the library for this model), uniform:1/4, or full. In live mode also a choice by prompt "
+    "length: 'full < 32K <= 1/2 < 128K <= 1/4'. Default: the checkpoint's own sharing.",
     metavar="PATTERN",
 )
 MODE = Option(
     "indexcache_mode",
     "static (default): shared layers are built without indexer and without index-K cache. "
-    "live: every layer keeps both, and the pattern can be replaced while the server runs.",
+    "live: every layer keeps both, and each request has its own pattern: the one that it names, "
+    "else the server's, which can be replaced while it runs.",
     choices=get_args(Mode),
 )
 INDEX_K_DTYPE = Option(
@@ -141,7 +144,7 @@ class Plan:
     """What this server will do: the pattern in effect and how it is carried out.
 
     Attributes:
-        pattern: the pattern in effect at start.
+        pattern: the pattern in effect at start; of the shortest prompts where length decides.
         source: where it came from, in words.
         mode: static or live.
         own: the checkpoint's own sharing.
@@ -150,6 +153,7 @@ class Plan:
         index_k_dtype: for the CPU platform.
         kernels: whose GPU kernels run.
         advice: a warning for the log, or "".
+        longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
     """
 
     pattern: Pattern
@@ -161,33 +165,39 @@ class Plan:
     index_k_dtype: IndexKDtype = "auto"
     kernels: str = "engine"
     advice: str = ""
+    longer: tuple[tuple[int, Pattern], ...] = ()
+
+    @property
+    def policy(self) -> Policy:
+        """The pattern for each prompt length."""
+        return Policy(((0, self.pattern), *self.longer))
 
     def describe(self) -> str:
         """The one log line."""
         shared = len(self.pattern.shared_layers)
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
-            f"pattern {self.pattern} from {self.source}"
+            f"pattern {self.policy} from {self.source}"
         )
 
     @property
     def terms(self) -> str:
         """What every process of a server must agree on; where it was said may differ."""
         return (
-            f"{self.mode} mode, pattern {self.pattern}, kernels {self.kernels}, index keys "
+            f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
         )
 
-    @property
-    def kv_namespace(self) -> str | None:
-        """What keeps cached KV apart from that of other patterns.
+    def kv_namespace(self, pattern: Pattern) -> str | None:
+        """What keeps the cached KV of a request under ``pattern`` apart from all other KV.
 
         None where there is nothing to keep apart: under the checkpoint's own sharing stock SGLang
-        computes the same KV and may have it, and in live mode no KV outlives the pattern.
+        computes the same KV and may have it. Not so in live mode, where requests of all patterns
+        meet: none may reach another's KV by an ``extra_key`` of its own.
         """
-        if self.mode == "live" or self.pattern == self.own:
-            return None
-        return f"indexcache-{self.pattern.digest}"
+        if self.mode == "live":
+            return f"indexcache-live-{pattern.digest}"
+        return None if pattern == self.own else f"indexcache-{pattern.digest}"
 
     def hf_overrides(self) -> dict[str, Any]:
         """What to write into the HF config so that SGLang builds this plan.
@@ -211,6 +221,7 @@ class Plan:
         data = asdict(self)
         data["pattern"], data["own"] = str(self.pattern), str(self.own)
         data["layer_ids"] = list(self.layer_ids)
+        data["longer"] = [[start, str(pattern)] for start, pattern in self.longer]
         return data
 
     @classmethod
@@ -226,6 +237,7 @@ class Plan:
         data = dict(data)
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
+        data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
@@ -257,11 +269,15 @@ def make_plan(
             f"{chosen[1]} gives {chosen[0]} and {upstream[1]} gives {upstream[0]}. Give only one."
         )
     mode = request.get(MODE)
+    policy, source = chosen or upstream or _default_pattern(checkpoint)
+    if len(policy.steps) > 1 and not (mode and mode.value == "live"):
+        raise SettingsError(
+            f"{source}: prompt length can decide in live mode only. Add {MODE.flag} live."
+        )
     dtype = request.get(INDEX_K_DTYPE)
     kernels = request.get(KERNELS)
-    pattern, source = chosen or upstream or _default_pattern(checkpoint)
     return Plan(
-        pattern=pattern,
+        pattern=policy.patterns[0],
         source=source,
         mode=mode.value if mode else "static",  # type: ignore[arg-type]
         own=checkpoint.own,
@@ -270,26 +286,34 @@ def make_plan(
         index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
         kernels=kernels.value if kernels else "engine",
         advice="" if chosen or upstream else _advice(checkpoint, library),
+        longer=policy.steps[1:],
     )
 
 
 def _chosen_pattern(
     request: Request, checkpoint: Checkpoint, library: Library
-) -> tuple[Pattern, str] | None:
+) -> tuple[Policy, str] | None:
     choice = request.get(PATTERN)
     if choice is None:
         return None
     said = f"{choice.origin} {choice.value}"
+    described: list[str] = []
+
+    def resolve(value: str) -> Pattern:
+        resolved = library.resolve(value, checkpoint)
+        described.append(resolved.description)
+        return resolved.pattern
+
     try:
-        resolved = library.resolve(choice.value, checkpoint)
+        policy = Policy.parse(choice.value, resolve)
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
-    return resolved.pattern, f"{said} ({resolved.description})"
+    return policy, f"{said} ({'; '.join(described)})"
 
 
 def _upstream_pattern(
     overrides: Mapping[str, Any], checkpoint: Checkpoint
-) -> tuple[Pattern, str] | None:
+) -> tuple[Policy, str] | None:
     """SGLang's own way of asking: sharing keys in --json-model-override-args."""
     values = {**_nested(overrides), **overrides}
     given = [key for key in SHARING_KEYS if values.get(key) is not None]
@@ -303,7 +327,7 @@ def _upstream_pattern(
         pattern.check_checkpoint(checkpoint.own)
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
-    return pattern, said
+    return Policy.of(pattern), said
 
 
 def _nested(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -311,10 +335,11 @@ def _nested(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else {}
 
 
-def _default_pattern(checkpoint: Checkpoint) -> tuple[Pattern, str]:
+def _default_pattern(checkpoint: Checkpoint) -> tuple[Policy, str]:
+    own = Policy.of(checkpoint.own)
     if checkpoint.shares_already:
-        return checkpoint.own, "the checkpoint, which was trained with it"
-    return checkpoint.own, "the default"
+        return own, "the checkpoint, which was trained with it"
+    return own, "the default"
 
 
 def _advice(checkpoint: Checkpoint, library: Library) -> str:
