@@ -22,6 +22,7 @@ class Counters:
 
     Attributes:
         forwards: forwards begun.
+        mixed_forwards: those with requests of several patterns.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -31,6 +32,7 @@ class Counters:
     """
 
     forwards: int = 0
+    mixed_forwards: int = 0
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Counters:
     @classmethod
     def for_layers(cls, count: int) -> Counters:
         """Zeros for ``count`` pattern positions."""
-        return cls(0, [0] * count, [0] * count, [0] * count)
+        return cls(0, 0, [0] * count, [0] * count, [0] * count)
 
 
 class ActivePattern:
@@ -72,9 +74,10 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
-    def count_forward(self) -> None:
-        """A forward of a whole batch has begun."""
+    def count_forward(self, patterns: int) -> None:
+        """A forward of a whole batch has begun, with so many different patterns."""
         self.counters.forwards += 1
+        self.counters.mixed_forwards += patterns > 1
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
@@ -117,6 +120,7 @@ class ActivePattern:
             "switches": self.switches,
             "last_rejection": self.last_rejection,
             "forwards": self.counters.forwards,
+            "mixed_forwards": self.counters.mixed_forwards,
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),
             "index_key_writes": list(self.counters.key_writes),

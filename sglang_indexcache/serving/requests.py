@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.library import Library, names_a_file
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current, published_plan
@@ -29,9 +30,6 @@ from sglang_indexcache.serving.settings import MODE, Plan
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-NAME = "indexcache_pattern"
-"""Where a request names its pattern in ``custom_params``, and an answer in ``meta_info``."""
 
 MOST_AT_ONCE = 32
 """Different names of patterns among the requests in flight in one HTTP process. A forward's work

@@ -114,7 +114,7 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
     switched = []
 
     def switch() -> None:
-        while not done.wait(0.1):
+        while not done.wait(0.1) or len(switched) < len(defaults):
             value = defaults[len(switched) % len(defaults)]
             assert {state["pattern"] for state in client.switch_pattern(value)} == {value}
             switched.append(value)
@@ -138,13 +138,13 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
     assert tally["told apart from another pattern"] > 0.5 * finished
     assert tally["retracted"] > 0
     assert len([key for key in tally if key.startswith("under")]) >= 8
-    assert len(set(switched)) == len(defaults)
+    assert all(state["mixed_forwards"] > 0 for state in client.states())
     wait_until_idle(client)
 
 
 def wait_until_idle(client: Client) -> None:
     """Aborted requests leave a moment after their clients; then no pattern has any."""
-    for _ in range(100):
+    for _ in range(6000):
         if not any(state["requests"] for state in client.states()):
             return
         threading.Event().wait(0.1)
@@ -266,15 +266,17 @@ def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) 
     first, second = Pattern("FFSFSS"), Pattern("FSSSSF")
     ids = decided_prompt(oracle, 220, first, second, seed=60)
     client.switch_pattern(str(first))
-    chunks = client.stream(input_ids=ids, sampling_params=under(None, max_new_tokens=40))
+    chunks = client.stream(input_ids=ids, sampling_params=under(None, max_new_tokens=4000))
     next(chunks)
     assert client.states()[0]["requests"] == {str(first): 1}
     client.switch_pattern(str(second))
-    *_, seen = chunks
+    seen = next(chunk for chunk in chunks if len(chunk["output_ids"]) >= 40)
+    chunks.close()
+    wait_until_idle(client)
     assert served_under(seen) == str(first)
     assert seen["meta_info"]["num_retractions"] == 0
     expected, gap = oracle.greedy(ids, 40, first)
-    assert gap < ROUNDING or seen["output_ids"] == expected
+    assert gap < ROUNDING or seen["output_ids"][:40] == expected
     after = client.generate(input_ids=ids, sampling_params=under(None, max_new_tokens=1))
     assert served_under(after) == str(second)
 

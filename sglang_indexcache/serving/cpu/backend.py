@@ -47,8 +47,9 @@ class CpuIndexCacheBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
-        self.active.count_forward()
-        self.index_buffer.begin(patterns_of_rows(forward_batch, self.active))
+        rows = patterns_of_rows(forward_batch, self.active)
+        self.active.count_forward(len(rows.patterns))
+        self.index_buffer.begin(rows)
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())
         if forward_batch.forward_mode.is_decode_or_idle():

@@ -167,14 +167,15 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _begin(self, forward_batch: ForwardBatch) -> None:
         whole = self._of_whole_batch()
-        if whole is self:
-            self.active.count_forward()
         # The view of a batch that is replayed as a graph lacks the field, and has one pattern.
-        rows = getattr(forward_batch, "tbo_parent_token_range", None)
-        if rows is not None and self.active.plan.mode == "live":
-            self.index_buffer.begin(whole.index_buffer.rows.cut(*rows))
+        part = getattr(forward_batch, "tbo_parent_token_range", None)
+        if part is not None and self.active.plan.mode == "live":
+            rows = whole.index_buffer.rows.cut(*part)
         else:
-            self.index_buffer.begin(patterns_of_rows(forward_batch, self.active))
+            rows = patterns_of_rows(forward_batch, self.active)
+        if whole is self:
+            self.active.count_forward(len(rows.patterns))
+        self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:
         """Under two-batch overlap the runner has a backend for whole batches and one per part."""
