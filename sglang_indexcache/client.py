@@ -146,7 +146,10 @@ class Client:
         return states
 
     def switch_pattern(self, value: str) -> list[dict[str, Any]]:
-        """Make ``value`` the pattern of a server in live mode; returns the new states.
+        """Make ``value`` the pattern of a server in live mode, for requests to come that name none.
+
+        Returns:
+            The new states.
 
         Raises:
             ServerError: with the server's reason, if it refused.

@@ -17,6 +17,10 @@ from itertools import pairwise
 
 from sglang_indexcache.errors import PatternError
 
+PATTERN_OF_REQUEST = "indexcache_pattern"
+"""Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
+and where an answer says under which it was made, in ``meta_info``, as a list of one."""
+
 FULL = "F"
 SHARED = "S"
 _INDEXER_TYPES = {FULL: "full", SHARED: "shared"}

@@ -29,6 +29,7 @@ NEEDS = {
         "serving/test_live.py",
         "serving/test_plugin.py",
         "serving/test_refusals.py",
+        "serving/test_requests.py",
         "serving/test_seams.py",
         "serving/test_settings.py",
     ),

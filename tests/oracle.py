@@ -24,6 +24,8 @@ class Answer:
 
     Attributes:
         logprobs: ``[n - 1]`` log-probability of every token but the first.
+        behind: ``[n - 1]`` by how much another token than that was likelier; 0 where it is the
+            greedy choice.
         next_logits: ``[vocab]`` after the last token.
         margins: ``[n]`` for every row the smallest relative gap between the k-th and the
             (k+1)-th index score in any layer, infinite where nothing has to be left out; below
@@ -31,6 +33,7 @@ class Answer:
     """
 
     logprobs: torch.Tensor
+    behind: torch.Tensor
     next_logits: torch.Tensor
     margins: torch.Tensor
 
@@ -76,8 +79,10 @@ class Oracle:
             logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
         logprobs = logits.log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], dtype=torch.int64)[:, None]
+        taken = logprobs.gather(1, targets).squeeze(1)
         return Answer(
-            logprobs=logprobs.gather(1, targets).squeeze(1),
+            logprobs=taken,
+            behind=logprobs.amax(-1) - taken,
             next_logits=logits[-1],
             margins=torch.stack(margins).amin(0),
         )

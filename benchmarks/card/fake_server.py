@@ -80,9 +80,11 @@ class Handler(BaseHTTPRequestHandler):
         self._answer({"internal_states": [{"indexcache": self.server_state.state()}]})
 
     def do_POST(self) -> None:
-        """``/generate`` and ``/set_internal_state``."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/set_internal_state":
+        """``/generate``, ``/set_internal_state`` and ``/flush_cache``."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if self.path.startswith("/flush_cache"):
+            self._answer({})
+        elif self.path == "/set_internal_state":
             (key,) = body["server_args"]
             self.server_state.switch(key.partition("=")[2])
             self._answer([True])

@@ -86,7 +86,10 @@ def live_set(
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
 ) -> None:
-    """Replace the pattern of a server that runs in live mode."""
+    """Replace the pattern of a server in live mode, for requests to come that name none.
+
+    Those that are running or queued keep theirs. Prompt length may decide: 'full < 32K <= 1/4'.
+    """
     from sglang_indexcache.library import Library, names_a_file
 
     if names_a_file(pattern):  # this machine's: a server reads none
@@ -107,5 +110,9 @@ def _print_states(states: list[dict[str, Any]]) -> None:
         if state.get("adapter"):
             indexers = "its indexers" if state["adapter_in_effect"] else "not in effect"
             out.print(f"adapter: {state['adapter']} ({indexers})")
+        if state["policy"] != state["pattern"]:
+            out.print(f"by prompt length: {state['policy']}")
+        for pattern, count in sorted(state["requests"].items()):
+            out.print(f"requests under {pattern}: {count}")
         out.print(f"forwards since the last switch: {state['forwards']}")
         out.print(f"index-K bytes per token: {state['index_k_bytes_per_token']}")

@@ -1,7 +1,7 @@
-"""The pattern that the next forward will obey, and what the layers did about it so far.
+"""The pattern of requests that name none, and what the layers did so far.
 
-One :class:`ActivePattern` per process: all attention backends read it, the live switch replaces
-its pattern between two batches.
+One :class:`ActivePattern` per process: all attention backends read it, and in live mode its policy
+can be replaced for the requests to come.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_indexcache import __version__
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
 
@@ -21,6 +22,7 @@ class Counters:
 
     Attributes:
         forwards: forwards begun.
+        mixed_forwards: those with requests of several patterns.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -30,6 +32,7 @@ class Counters:
     """
 
     forwards: int = 0
+    mixed_forwards: int = 0
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
@@ -42,15 +45,20 @@ class Counters:
     @classmethod
     def for_layers(cls, count: int) -> Counters:
         """Zeros for ``count`` pattern positions."""
-        return cls(0, [0] * count, [0] * count, [0] * count)
+        return cls(0, 0, [0] * count, [0] * count, [0] * count)
 
 
 class ActivePattern:
-    """The plan of this process with its current pattern."""
+    """The plan of this process with its current policy.
+
+    Attributes:
+        policy: the pattern for each prompt length.
+        source: who asked for it.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.pattern = plan.pattern
+        self.policy = plan.policy
         self.source = plan.source
         self.adapted = bool(plan.adapter)
         self.switches = 0
@@ -58,13 +66,19 @@ class ActivePattern:
         self.counters = Counters.for_layers(len(plan.pattern))
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
 
+    @property
+    def pattern(self) -> Pattern:
+        """The policy's pattern; that of the shortest prompts, where length decides."""
+        return self.policy.patterns[0]
+
     def position(self, layer: int) -> int:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
-    def count_forward(self) -> None:
-        """A forward of a whole batch has begun."""
+    def count_forward(self, patterns: int) -> None:
+        """A forward of a whole batch has begun, with so many different patterns."""
         self.counters.forwards += 1
+        self.counters.mixed_forwards += patterns > 1
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
@@ -83,17 +97,17 @@ class ActivePattern:
         self.counters.indexer_seconds[phase] += wall
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
-    def replace(self, pattern: Pattern, source: str, *, adapted: bool = False) -> None:
-        """Obey ``pattern`` from the next forward on; the caller has checked that it fits.
+    def replace(self, policy: Policy, source: str, *, adapted: bool = False) -> None:
+        """Let ``policy`` decide for the requests to come; its patterns have been checked.
 
         Args:
-            pattern: the new one.
+            policy: the new one.
             source: where it came from, in words.
             adapted: whether the adapter's indexers are in effect, not the checkpoint's.
         """
-        self.pattern, self.source, self.adapted = pattern, source, adapted
+        self.policy, self.source, self.adapted = policy, source, adapted
         self.switches += 1
-        self.counters = Counters.for_layers(len(pattern))
+        self.counters = Counters.for_layers(len(self.pattern))
 
     def report(self) -> dict[str, Any]:
         """State for ``/server_info``: plain numbers and strings."""
@@ -101,6 +115,7 @@ class ActivePattern:
         return {
             "version": __version__,
             "pattern": str(pattern),
+            "policy": str(self.policy),
             "source": self.source,
             "mode": self.plan.mode,
             "architecture": self.plan.architecture,
@@ -115,6 +130,7 @@ class ActivePattern:
             "switches": self.switches,
             "last_rejection": self.last_rejection,
             "forwards": self.counters.forwards,
+            "mixed_forwards": self.counters.mixed_forwards,
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),
             "index_key_writes": list(self.counters.key_writes),

@@ -35,7 +35,7 @@ class Feature:
 FEATURES = (
     Feature("chunked prefill", "--chunked-prefill-size", "yes", "yes", TESTED,
             lambda cfg: (cfg.chunked_prefill_size or 0) > 0),
-    Feature("radix cache", "", "yes", "yes, flushed at a switch", TESTED,
+    Feature("radix cache", "", "yes", "yes, shared within a pattern", TESTED,
             lambda cfg: not cfg.disable_radix_cache),
     Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", TESTED,
             lambda cfg: cfg.enable_mixed_chunk),
@@ -57,9 +57,9 @@ FEATURES = (
     Feature("prefill context parallelism", "--enable-prefill-cp", "yes", "no", CONTRACT,
             lambda cfg: cfg.enable_prefill_cp),
     Feature("disaggregation", "--disaggregation-mode", "yes, the same pattern on both sides",
-            "live on both sides, switch when idle", CONTRACT,
+            "live on both sides with the same default, switch when idle", CONTRACT,
             lambda cfg: cfg.disaggregation_mode != "null"),
     Feature("HiCache", "--enable-hierarchical-cache",
-            "yes, stored pages are kept apart by pattern", "without a storage backend", CONTRACT,
+            "yes, stored pages are kept apart by pattern", "the same", CONTRACT,
             lambda cfg: cfg.enable_hierarchical_cache),
 )  # fmt: skip

@@ -26,7 +26,7 @@ ALIKE = {
     "architecture": "the model. These servers do not belong together.",
     "checkpoint_pattern": "the checkpoint's own sharing. These servers do not belong together.",
     "mode": "the mode. Start all of them with the same --indexcache-mode.",
-    "pattern": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
+    "policy": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
     "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
     "a KV cache that is wrong for one of them.",
     "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",

@@ -1,4 +1,4 @@
-"""Report the pattern of a running engine and, in live mode, replace it.
+"""Report the patterns of a running engine and, in live mode, replace that of requests to come.
 
 Both ride on SGLang's own HTTP routes. ``GET /server_info`` shows the state of every scheduler
 under ``internal_states[i].indexcache``. ``POST /set_internal_state`` takes a new pattern, in a
@@ -6,10 +6,8 @@ key because SGLang allows only numbers as values::
 
     {"server_args": {"indexcache_pattern=uniform:1/4": 1}}
 
-A switch happens between two batches. Cached KV depends on the pattern that made it, so running
-requests are put back into the queue with what they generated so far, the radix cache is flushed,
-and their context is computed again under the new pattern: no request ever attends to KV of
-another pattern than the one in effect.
+A switch is for the requests to come. Those that were admitted before keep the pattern that they
+have, and cached KV is kept apart by pattern (``requests.py``), so nothing is put back or flushed.
 """
 
 from __future__ import annotations
@@ -20,15 +18,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.library import Library, Resolved, names_a_file
-from sglang_indexcache.serving import adapter, hooks
+from sglang_indexcache.serving import adapter, hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.refusals import stage_starts
+from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import ADAPTER, MODE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from torch.nn import Module
+
+    from sglang_indexcache.serving.settings import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +52,7 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
         return
     try:
         state = active.report() | {
+            "requests": requests.in_hand(),
             "index_k_bytes_per_token": _index_k_bytes_per_token(controller.scheduler),
             "indexer_weight_bytes": _indexer_weight_bytes(controller.scheduler),
         }
@@ -114,11 +114,11 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
 
 
 def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
-    """Make ``value`` the pattern of the next forward.
+    """Make ``value`` the pattern of the requests to come that name none.
 
     Args:
         scheduler: SGLang's scheduler of this process, between two batches.
-        active: the pattern to replace.
+        active: whose policy to replace.
         value: as for ``--indexcache-pattern``, but no file: it would be read on the server; or
             ``adapter``, for the adapter's pattern and indexers. Under every other value the
             checkpoint's own indexers are in effect.
@@ -126,60 +126,50 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
     """
-    from sglang.srt.runtime_context import get_parallel
-
     plan = active.plan
     if plan.mode != "live":
         raise SettingsError(
             f"the server was started in static mode, where shared layers have no indexer. Start "
             f"it with {MODE.flag} live."
         )
-    if names_a_file(value):
-        raise SettingsError(
-            f"{value!r} is a file, and a server reads none for whoever can reach it. Send its F/S "
-            "string, or start the server with SGLANG_INDEXCACHE_LIBRARY and send the name."
-        )
     adapted = value == adapter.IN_EFFECT
     if adapted and not plan.adapter:
         raise SettingsError(f"this server has no adapter. Start it with {ADAPTER.flag} FOLDER.")
-    resolved = (
-        Resolved(plan.pattern, f"the adapter {plan.adapter}")
-        if adapted
-        else Library.default().resolve(value, plan.checkpoint())
-    )
-    layers, stages = plan.layer_ids, get_parallel().pp_size
-    resolved.pattern.check_stages(stage_starts(layers, layers[-1] + 1, stages))
+    if adapted:
+        policy = Policy.of(plan.pattern)
+    else:
+        policy = Policy.parse(value, lambda name: requests.resolve(plan, name))
     active.last_rejection = ""
-    if (resolved.pattern, adapted) == (active.pattern, active.adapted):
+    if (policy, adapted) == (active.policy, active.adapted):
         return
-    weights = adapter.indexers(plan, adapted=adapted) if adapted != active.adapted else {}
-    _clear_cached_kv(scheduler)
-    if weights:
-        adapter.put(scheduler.tp_worker.model_runner.model, weights)
-    source = f"/set_internal_state {value} ({resolved.description})"
-    active.replace(resolved.pattern, source, adapted=adapted)
-    logger.info("IndexCache: now %s", resolved.pattern.summary())
+    _check_both_nodes_switch_alike(scheduler)
+    if adapted != active.adapted:
+        _exchange_indexers(scheduler, plan, adapted=adapted)
+    active.replace(policy, f"/set_internal_state {value}", adapted=adapted)
+    logger.info("IndexCache: requests to come have %s", policy)
 
 
-def _clear_cached_kv(scheduler: Scheduler) -> None:
-    """Leave no KV of the old pattern behind: retract what runs, flush the radix cache."""
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-    from sglang.srt.runtime_context import get_disagg, get_parallel
+def _exchange_indexers(scheduler: Scheduler, plan: Plan, *, adapted: bool) -> None:
+    """Put the adapter's indexers in the place of the checkpoint's, or the other way round.
 
-    if scheduler.is_fully_idle():
-        scheduler.flush_cache(empty_cache=False)
-        return
-    if get_parallel().pp_size > 1 or get_disagg().disaggregation_mode != "null":
+    A model has one set of weights, so unlike a pattern they cannot differ between two requests.
+    """
+    if not scheduler.is_fully_idle():
         raise SettingsError(
-            "requests are running, and under pipeline parallelism or disaggregation they cannot "
-            "be put back. Switch when the server is idle."
+            "requests are running, and the adapter's indexers and the checkpoint's can only be "
+            "exchanged for all requests at once. Switch when the server is idle."
         )
-    was_paused = scheduler._engine_paused
-    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-    try:
-        flushed = scheduler.flush_cache(empty_cache=False)
-    finally:
-        if not was_paused:
-            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-    if not flushed:
-        raise SettingsError("the KV cache is in use and could not be flushed. Try again.")
+    weights = adapter.indexers(plan, adapted=adapted)
+    adapter.put(scheduler.tp_worker.model_runner.model, weights)
+
+
+def _check_both_nodes_switch_alike(scheduler: Scheduler) -> None:
+    """Prefill and decode node decide on a request one after the other."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_mode != "null" and not scheduler.is_fully_idle():
+        raise SettingsError(
+            "requests are running, and under disaggregation one could be prefilled under one "
+            "pattern and decoded under the other. Switch when the server is idle, or name the "
+            "pattern in each request."
+        )

@@ -34,6 +34,7 @@ from sglang_indexcache.serving import (
     hooks,
     live,
     refusals,
+    requests,
 )
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
@@ -118,7 +119,8 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     adapter.check_in_effect(runner, plan)
     active = activate(plan)
     live.install()
-    foreign_kv.install(plan)
+    requests.install(plan)
+    foreign_kv.install()
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
@@ -221,6 +223,7 @@ def _resolve(server_args: Any) -> None:
     if trained is not None:
         adapter.check(trained, Path(cfg.model_path))
     _declare(server_args, plan, overrides, config)
+    requests.install_in_front()
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)

@@ -40,7 +40,9 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     # to hand to the next stage.
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
     if not carries or cfg.enable_two_batch_overlap:
-        plan.pattern.check_stages(stage_starts(plan.layer_ids, num_layers, cfg.pp_size))
+        starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
+        for pattern in plan.policy.patterns:
+            pattern.check_stages(starts)
 
 
 def _check_platform(plan: Plan) -> None:
@@ -82,24 +84,16 @@ def _check_live(cfg: Any, plan: Plan) -> None:
 
 
 def _check_caches(cfg: Any, plan: Plan) -> None:
-    """KV outside the server must not be read under another pattern than it was computed with."""
+    """A cache that does not look at a request's key would hand out another pattern's KV."""
     by_tokens_alone = {
         "--enable-flexkv": cfg.enable_flexkv,
         "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
     }
-    outliving = by_tokens_alone | {
-        "--hicache-storage-backend": cfg.hicache_storage_backend is not None,
-        "--enable-lmcache": cfg.enable_lmcache,
-        "--enable-unified-cache-external-linker": cfg.enable_unified_cache_external_linker,
-    }
-    if plan.mode == "live" and (found := [name for name, used in outliving.items() if used]):
+    found = [name for name, used in by_tokens_alone.items() if used]
+    if found and plan.kv_namespace(plan.pattern, adapted=bool(plan.adapter)):
+        cause = f"{MODE.flag} live" if plan.mode == "live" else PATTERN.flag
         raise SettingsError(
-            f"live mode does not work with {found[0]}: what is stored would outlive the pattern "
-            f"that computed it. Use {MODE.flag} static, or drop the flag."
-        )
-    if plan.kv_namespace and (found := [name for name, used in by_tokens_alone.items() if used]):
-        raise SettingsError(
-            f"{found[0]} does not work with {PATTERN.flag}: FlexKV finds KV by its tokens alone "
+            f"{found[0]} does not work with {cause}: FlexKV finds KV by its tokens alone "
             "and would hand out what another pattern computed. Drop one of them, or use HiCache or "
             "LMCache."
         )

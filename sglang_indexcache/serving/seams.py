@@ -272,17 +272,7 @@ WORKER_SEAMS = (
     ),
     Seam(_MESSAGES, "SetInternalStateReq.server_args", "the request for a switch"),
     Seam(_MESSAGES, "SetInternalStateReqOutput.updated", "the answer to a switch"),
-    Seam(_MESSAGES, "PauseGenerationReqInput.mode", "retract running requests before a switch"),
-    Seam(_MESSAGES, "ContinueGenerationReqInput.torch_empty_cache", "resume after a switch"),
-    Seam(
-        _SCHEDULER,
-        "Scheduler.pause_generation",
-        "retract running requests before a switch",
-        ("recv_req",),
-    ),
-    Seam(_SCHEDULER, "Scheduler.continue_generation", "resume after a switch", ("recv_req",)),
-    Seam(_SCHEDULER, "Scheduler.flush_cache", "drop KV that the old pattern made"),
-    Seam(_SCHEDULER, "Scheduler.is_fully_idle", "whether a switch needs a retraction"),
+    Seam(_SCHEDULER, "Scheduler.is_fully_idle", "whether a switch could fall between two nodes"),
     Seam(
         "sglang.srt.model_executor.forward_context",
         "get_attn_backend",
@@ -295,10 +285,56 @@ WORKER_SEAMS = (
         ("server_args",),
     ),
     Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager._create_tokenized_object",
+        "answer a request that names no pattern of this server with HTTP 400",
+        ("obj",),
+    ),
+    Seam(
         "sglang.srt.managers.schedule_batch",
         "Req.__init__",
-        "keep cached KV apart by pattern",
-        ("extra_key",),
+        "decide a request's pattern, and keep its cached KV apart by it",
+        ("origin_input_ids", "sampling_params", "session", "extra_key"),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "Req.set_finish_with_abort",
+        "end a request whose pattern is none",
+        ("error_msg",),
+    ),
+    Seam("sglang.srt.sampling.sampling_params", "SamplingParams", "what a request says of it"),
+    Seam(
+        "sglang.srt.session.session_controller",
+        "Session.create_req",
+        "a session goes on with the KV of its earlier requests",
+        ("req_factory",),
+    ),
+    Seam(
+        _BATCH,
+        "ForwardBatch.init_new",
+        "tell a forward the patterns of its requests",
+        ("batch",),
+    ),
+    *(
+        Seam(_BATCH, f"ForwardBatch.{name}", "which rows are whose")
+        for name in ("rids", "extend_seq_lens_cpu", "positions")
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.output_streamer",
+        "SchedulerOutputStreamer.is_request_level_customized_info_key",
+        "an answer tells its pattern once, not for each token",
+        ("key",),
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.output_streamer",
+        "_GenerationStreamAccumulator",
+        "an answer tells its pattern",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.update_request_meta_info",
+        "an answer tells its pattern",
+        ("customized_info",),
     ),
     Seam(
         "sglang.srt.mem_cache.utils",
@@ -306,13 +342,6 @@ WORKER_SEAMS = (
         "stored pages are found by extra_key too",
         ("key",),
     ),
-    Seam(
-        _SCHEDULER,
-        "Scheduler.attach_hicache_storage_wrapped",
-        "no storage in live mode",
-        ("recv_req",),
-    ),
-    Seam(_MESSAGES, "AttachHiCacheStorageReqOutput", "the answer to who would attach one"),
     Seam(
         _PD,
         "CommonKVManager.__init__",

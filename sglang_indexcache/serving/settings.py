@@ -17,8 +17,9 @@ from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
-from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, names
+from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.support.provenance import checkpoint_digest
 
 BACKEND_NAME = "indexcache"
@@ -55,13 +56,15 @@ PATTERN = Option(
     "indexcache_pattern",
     "Which layers keep their indexer: an F/S string with one character per layer, the name of a "
     "library pattern (see: indexcache patterns list), a YAML file, a ratio such as 1/4 (looked up "
-    "in the library for this model), uniform:1/4, or full. Default: the checkpoint's own sharing.",
+    "in the library for this model), uniform:1/4, or full. In live mode also a choice by prompt "
+    "length: 'full < 32K <= 1/2 < 128K <= 1/4'. Default: the checkpoint's own sharing.",
     metavar="PATTERN",
 )
 MODE = Option(
     "indexcache_mode",
     "static (default): shared layers are built without indexer and without index-K cache. "
-    "live: every layer keeps both, and the pattern can be replaced while the server runs.",
+    "live: every layer keeps both, and each request has its own pattern: the one that it names, "
+    "else the server's, which can be replaced while it runs.",
     choices=get_args(Mode),
 )
 INDEX_K_DTYPE = Option(
@@ -152,7 +155,7 @@ class Plan:
     """What this server will do: the pattern in effect and how it is carried out.
 
     Attributes:
-        pattern: the pattern in effect at start.
+        pattern: the pattern in effect at start; of the shortest prompts where length decides.
         source: where it came from, in words.
         mode: static or live.
         own: the checkpoint's own sharing.
@@ -164,6 +167,7 @@ class Plan:
         adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
+        longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
     """
 
     pattern: Pattern
@@ -178,13 +182,19 @@ class Plan:
     adapter_digest: str = ""
     advice: str = ""
     quality: str = ""
+    longer: tuple[tuple[int, Pattern], ...] = ()
+
+    @property
+    def policy(self) -> Policy:
+        """The pattern for each prompt length."""
+        return Policy(((0, self.pattern), *self.longer))
 
     def describe(self) -> str:
         """The one log line."""
         shared = len(self.pattern.shared_layers)
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
-            f"pattern {self.pattern} from {self.source}"
+            f"pattern {self.policy} from {self.source}"
             + (f"; indexers of the adapter {self.adapter}" if self.adapter else "")
             + (f"; long-context quality: {self.quality}" if self.quality else "")
         )
@@ -193,23 +203,28 @@ class Plan:
     def terms(self) -> str:
         """What every process of a server must agree on; where it was said may differ."""
         return (
-            f"{self.mode} mode, pattern {self.pattern}, kernels {self.kernels}, index keys "
+            f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
             + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
         )
 
-    @property
-    def kv_namespace(self) -> str | None:
-        """What keeps cached KV apart from that of other patterns and of other indexers.
+    def kv_namespace(self, pattern: Pattern, *, adapted: bool = False) -> str | None:
+        """What keeps the cached KV of a request apart from all KV that is computed otherwise.
 
         None where there is nothing to keep apart: under the checkpoint's own sharing and with its
-        own indexers stock SGLang computes the same KV and may have it, and in live mode no KV
-        outlives the pattern and the indexers.
+        own indexers stock SGLang computes the same KV and may have it. Not so in live mode, where
+        requests of all patterns meet: none may reach another's KV by an ``extra_key`` of its own.
+
+        Args:
+            pattern: the request's.
+            adapted: whether the adapter's indexers are in effect.
         """
-        if self.mode == "live" or (self.pattern == self.own and not self.adapter):
+        indexers = f"-{self.adapter_digest[:12]}" if adapted else ""
+        if self.mode == "live":
+            return f"indexcache-live-{pattern.digest}{indexers}"
+        if pattern == self.own and not adapted:
             return None
-        indexers = f"-{self.adapter_digest[:12]}" if self.adapter else ""
-        return f"indexcache-{self.pattern.digest}{indexers}"
+        return f"indexcache-{pattern.digest}{indexers}"
 
     def hf_overrides(self) -> dict[str, Any]:
         """What to write into the HF config so that SGLang builds this plan.
@@ -233,6 +248,7 @@ class Plan:
         data = asdict(self)
         data["pattern"], data["own"] = str(self.pattern), str(self.own)
         data["layer_ids"] = list(self.layer_ids)
+        data["longer"] = [[start, str(pattern)] for start, pattern in self.longer]
         return data
 
     @classmethod
@@ -248,6 +264,7 @@ class Plan:
         data = dict(data)
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
+        data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
@@ -284,15 +301,20 @@ def make_plan(
         )
     asked = chosen[:2] if chosen else upstream
     if adapter is not None:
-        adapter.check_pattern(asked[0] if asked else None)
+        for pattern in asked[0].patterns if asked else ():
+            adapter.check_pattern(pattern)
         adapter.pattern.check_checkpoint(checkpoint.own)
-        asked = asked or (adapter.pattern, f"the adapter {adapter.folder}")
+        asked = asked or (Policy.of(adapter.pattern), f"the adapter {adapter.folder}")
     mode = request.get(MODE)
+    policy, source = asked or _default_pattern(checkpoint)
+    if len(policy.steps) > 1 and not (mode and mode.value == "live"):
+        raise SettingsError(
+            f"{source}: prompt length can decide in live mode only. Add {MODE.flag} live."
+        )
     dtype = request.get(INDEX_K_DTYPE)
     kernels = request.get(KERNELS)
-    pattern, source = asked or _default_pattern(checkpoint)
-    known = ""
-    if pattern != checkpoint.own and adapter is None:  # a verdict is about the checkpoint's indexers
+    pattern, known = policy.patterns[0], ""
+    if pattern != checkpoint.own and adapter is None:  # verdicts are about a checkpoint's indexers
         known = _known_quality(pattern, chosen[2] if chosen else None, library, model)
     return Plan(
         pattern=pattern,
@@ -307,6 +329,7 @@ def make_plan(
         adapter_digest=adapter.digest if adapter else "",
         advice="" if asked else _advice(checkpoint, library),
         quality=known,
+        longer=policy.steps[1:],
     )
 
 
@@ -333,21 +356,29 @@ def _known_quality(
 
 def _chosen_pattern(
     request: Request, checkpoint: Checkpoint, library: Library
-) -> tuple[Pattern, str, Entry | None] | None:
+) -> tuple[Policy, str, Entry | None] | None:
     choice = request.get(PATTERN)
     if choice is None:
         return None
     said = f"{choice.origin} {choice.value}"
+    resolved: list[Resolved] = []
+
+    def resolve(value: str) -> Pattern:
+        resolved.append(library.resolve(value, checkpoint))
+        return resolved[-1].pattern
+
     try:
-        resolved = library.resolve(choice.value, checkpoint)
+        policy = Policy.parse(choice.value, resolve)
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
-    return resolved.pattern, f"{said} ({resolved.description})", resolved.entry
+    entry = resolved[0].entry if len(resolved) == 1 else None
+    described = "; ".join(each.description for each in resolved)
+    return policy, f"{said} ({described})", entry
 
 
 def _upstream_pattern(
     overrides: Mapping[str, Any], checkpoint: Checkpoint
-) -> tuple[Pattern, str] | None:
+) -> tuple[Policy, str] | None:
     """SGLang's own way of asking: sharing keys in --json-model-override-args."""
     values = {**_nested(overrides), **overrides}
     given = [key for key in SHARING_KEYS if values.get(key) is not None]
@@ -361,7 +392,7 @@ def _upstream_pattern(
         pattern.check_checkpoint(checkpoint.own)
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
-    return pattern, said
+    return Policy.of(pattern), said
 
 
 def _nested(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -369,10 +400,11 @@ def _nested(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else {}
 
 
-def _default_pattern(checkpoint: Checkpoint) -> tuple[Pattern, str]:
+def _default_pattern(checkpoint: Checkpoint) -> tuple[Policy, str]:
+    own = Policy.of(checkpoint.own)
     if checkpoint.shares_already:
-        return checkpoint.own, "the checkpoint, which was trained with it"
-    return checkpoint.own, "the default"
+        return own, "the checkpoint, which was trained with it"
+    return own, "the default"
 
 
 def _advice(checkpoint: Checkpoint, library: Library) -> str:

@@ -53,12 +53,12 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: one is missing, or stored in a form that cannot be made here.
     """
-    stored = _stored(folder)
+    there = stored(folder)
     for name in names:
-        if name not in stored:
+        if name not in there:
             raise CheckpointError(f"{folder} has no {name}, so nothing can take its place")
-        kind = stored[name][1]
-        scales = stored.get(name + SCALES)
+        kind = there[name][1]
+        scales = there.get(name + SCALES)
         if kind not in DTYPES and not (kind == _E4M3 and scales and scales[1] in DTYPES):
             raise CheckpointError(
                 f"{folder} holds {name} as {kind}; other weights can take the place only of plain "
@@ -78,26 +78,26 @@ def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and
         :data:`SCALES`, the scales.
     """
-    stored, config = _stored(folder), read_config(folder).get("quantization_config") or {}
+    there, config = stored(folder), read_config(folder).get("quantization_config") or {}
     block = tuple(config.get("weight_block_size") or (128, 128))
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        kind = stored[name][1]
+        kind = there[name][1]
         if kind != _E4M3:
             found[name] = tensor.to(DTYPES[kind])
             continue
         power_of_two = config.get("scale_fmt") == "ue8m0"
         found[name], scales = to_block_fp8(tensor, block, power_of_two=power_of_two)
-        found[name + SCALES] = scales.to(DTYPES[stored[name + SCALES][1]])
+        found[name + SCALES] = scales.to(DTYPES[there[name + SCALES][1]])
     return found
 
 
 def read_stored(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Weights of a checkpoint as they are stored, those in block-FP8 with their scales."""
-    stored, found = _stored(folder), {}
+    there, found = stored(folder), {}
     with_scales = (full for name in names for full in (name, name + SCALES))
-    for name in filter(stored.__contains__, with_scales):
-        with safe_open(stored[name][0], "pt") as file:
+    for name in filter(there.__contains__, with_scales):
+        with safe_open(there[name][0], "pt") as file:
             found[name] = file.get_tensor(name)
     return found
 

@@ -78,6 +78,8 @@ class Behaviour:
     def state(self) -> dict[str, Any]:
         indexcache = {
             "pattern": self.pattern,
+            "policy": self.pattern,
+            "requests": {},
             "architecture": self.architecture,
             "mode": self.mode,
             "source": "a test",

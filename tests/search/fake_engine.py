@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST
+
 
 @dataclass
 class Engine:
@@ -38,7 +40,6 @@ class Engine:
     faults: list[str] = field(default_factory=list)
     calls: int = 0
     pattern: str = ""
-    switches: int = 0
 
     def __post_init__(self) -> None:
         self.checkpoint_pattern = self.checkpoint_pattern or "F" * self.layers
@@ -46,20 +47,16 @@ class Engine:
         self.guard = threading.Lock()
 
     def state(self) -> dict[str, Any]:
-        names = ("mode", "checkpoint_pattern", "pattern", "switches")
+        names = ("mode", "checkpoint_pattern", "pattern")
         said = {name: getattr(self, name) for name in names}
         return {"architecture": "GlmMoeDsaForCausalLM", "last_rejection": "", **said}
 
     def restart(self) -> None:
-        self.pattern, self.switches = "F" * self.layers, 0
+        self.pattern = "F" * self.layers
 
-    def switch(self, pattern: str) -> None:
-        self.pattern = pattern
-        self.switches += 1
-
-    def reply(self, ids: list[int]) -> dict[str, Any]:
+    def reply(self, ids: list[int], pattern: str) -> dict[str, Any]:
         """A layer that shares costs more on some tokens than on others."""
-        shared = [layer for layer, kind in enumerate(self.pattern) if kind == "S"]
+        shared = [layer for layer, kind in enumerate(pattern) if kind == "S"]
         weights = [(layer * 7919 % 13 + 1) / 200 for layer in shared]
         flat, tilted = (
             sum(weights),
@@ -68,7 +65,8 @@ class Engine:
         losses = [1 + t % 7 / 7 + flat + tilted * (t % 5) for t in ids]
         entries = [[-loss, t, None] for loss, t in zip(losses, ids, strict=True)]
         entries[0][0] = None
-        return {"meta_info": {"input_token_logprobs": entries, "cached_tokens": 0}}
+        said = {"input_token_logprobs": entries, "cached_tokens": 0}
+        return {"meta_info": {**said, PATTERN_OF_REQUEST: [pattern]}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -87,11 +85,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/set_internal_state":
-            [key] = body["server_args"]
-            self.engine.switch(key.partition("=")[2])
-            self._answer([True])
-            return
         with self.engine.guard:  # one batch after the other, as a card would
             self.engine.calls += 1
             fault = self.engine.faults.pop(0) if self.engine.faults else ""
@@ -99,7 +92,8 @@ class Handler(BaseHTTPRequestHandler):
         self._score(body, fault)
 
     def _score(self, body: dict[str, Any], fault: str) -> None:
-        replies = [self.engine.reply(ids) for ids in body["input_ids"]]
+        pattern = body["sampling_params"]["custom_params"][PATTERN_OF_REQUEST]
+        replies = [self.engine.reply(ids, pattern) for ids in body["input_ids"]]
         if fault.isdigit():
             self._answer({"error": "a fault"}, int(fault))
         elif fault == "slow":
@@ -117,8 +111,8 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "another checkpoint":
                 self.engine.restart()
                 self.engine.checkpoint_pattern = "F" + "S" * (self.engine.layers - 1)
-            if fault == "somebody":
-                self.engine.switch("F" + "S" * (self.engine.layers - 1))
+            if fault == "another pattern":
+                replies = [self.engine.reply(ids, self.engine.pattern) for ids in body["input_ids"]]
             self._answer(replies)
 
     def _half(self, data: Any, *, with_length: bool, reset: bool) -> None:

@@ -1,19 +1,13 @@
-"""KV of another pattern: kept apart in caches, turned away at the handshake of two nodes."""
+"""KV of another pattern is turned away at the handshake of two nodes."""
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.common import conn
-from sglang.srt.managers import scheduler
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_indexcache.serving import active, foreign_kv, hooks
 from tests.serving.plans import plan
@@ -29,8 +23,6 @@ def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_ours", set())
     monkeypatch.setattr(active, "_active", None)
     for owner, name in (
-        (Req, "__init__"),
-        (scheduler.Scheduler, "attach_hicache_storage_wrapped"),
         (MANAGER, "__init__"),
         (MANAGER, "try_ensure_parallel_info"),
     ):
@@ -45,55 +37,7 @@ def serve(
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
     made = plan(text, mode=mode)
     active.activate(made)
-    foreign_kv.install(made)
-
-
-def stored_under(extra_key: str | None = None, lora_id: str | None = None) -> Any:
-    """The keys under which a request's pages go to HiCache's storage."""
-    tokens = array("q", range(8))
-    request = Req("1", "", tokens, SamplingParams(), extra_key=extra_key, lora_id=lora_id)
-    return get_storage_hash_str(RadixKey(request.origin_input_ids, request.extra_key), page_size=4)
-
-
-@pytest.mark.parametrize("extra_key", [None, "a user's"])
-def test_patterns_do_not_find_each_others_pages(
-    monkeypatch: pytest.MonkeyPatch, extra_key: str | None
-) -> None:
-    found = [stored_under(extra_key)]  # stock SGLang
-    for text in ("FSFS", "FFFS"):
-        serve(monkeypatch, text)
-        found.append(stored_under(extra_key))
-        assert stored_under(extra_key) == found[-1]
-    for page in range(2):
-        assert len({pages[page] for pages in found}) == 3
-
-
-def test_users_keys_and_adapters_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch, "FSFS")
-    keys = [stored_under(), stored_under("a"), stored_under("b"), stored_under("a", "adapter")]
-    assert len({pages[0] for pages in keys}) == 4
-
-
-def test_the_checkpoints_own_sharing_shares_with_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = stored_under()
-    serve(monkeypatch, "FFFF")
-    assert stored_under() == stock
-
-
-def test_a_request_that_comes_back_keeps_its_key() -> None:
-    once = foreign_kv.within("indexcache-1", "mine")
-    assert foreign_kv.within("indexcache-1", once) == once
-    alone = foreign_kv.within("indexcache-1", None)
-    assert foreign_kv.within("indexcache-1", alone) == alone
-    assert foreign_kv.within("indexcache-2", once) != once
-
-
-def test_no_storage_can_be_attached_in_live_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch, "FSFS", mode="live")
-    attach = scheduler.Scheduler.attach_hicache_storage_wrapped
-    answer = attach(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-    assert not answer.success
-    assert "static mode" in answer.message
+    foreign_kv.install()
 
 
 def decode_node() -> Any:

@@ -9,6 +9,8 @@ from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.rows import RowPatterns
 from tests.serving.plans import plan
 
 
@@ -36,7 +38,7 @@ def test_each_layer_gets_its_sources_indices_across_switches(sequence: list[str]
     state = active(str(patterns[0]))
     buffer = IndexBuffer(state)
     for pattern in patterns:
-        state.replace(pattern, "test")
+        state.replace(Policy.of(pattern), "test")
         for layer, indices in enumerate(forward(buffer, pattern)):
             assert int(indices) == pattern.source_of(layer)
 
@@ -84,7 +86,7 @@ def test_switch_does_not_reach_a_forward_in_progress() -> None:
     buffer.begin()
     selected = torch.tensor([0])
     buffer.resolve(0, selected)
-    state.replace(Pattern("FFFF"), "test")
+    state.replace(Policy.of(Pattern("FFFF")), "test")
     assert buffer.resolve(1, None) is selected
     buffer.begin()
     assert buffer.is_full(1)
@@ -128,3 +130,98 @@ def test_hybrid_model_counts_only_its_dsa_layers() -> None:
     buffer.resolve(3, selected)
     assert buffer.resolve(7, None) is selected
     assert buffer.is_full(11)
+
+
+# -- rows of several patterns ------------------------------------------------------------------
+
+mixes = st.integers(1, 12).flatmap(
+    lambda layers: st.lists(
+        st.tuples(st.text("FS", min_size=layers - 1, max_size=layers - 1), st.integers(1, 4)),
+        min_size=1,
+        max_size=6,
+    )
+)
+
+
+def selections(layer: int, rows: int) -> torch.Tensor:
+    """``[rows, 2]``: what the indexer of ``layer`` selects for each row, told apart by both."""
+    return torch.stack([torch.full((rows,), layer), torch.arange(rows)], dim=1)
+
+
+@given(mixes, st.integers(0, 3), st.booleans())
+def test_each_row_has_the_indices_of_its_own_f_layer(
+    requests: list[tuple[str, int]], padding: int, is_live: bool
+) -> None:
+    """Against each row followed alone. In live mode the indexer asks before attention does."""
+    patterns = [Pattern("F" + rest) for rest, _ in requests]
+    lengths = [length for _, length in requests]
+    owners = [p for p, length in zip(patterns, lengths, strict=True) for _ in range(length)]
+    count = len(owners) + padding
+    buffer = IndexBuffer(active(str(patterns[0])))
+    for _ in range(2):  # nothing is left of the forward before
+        buffer.begin(RowPatterns.of(patterns, lengths, torch.empty(count)))
+        given_out: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in range(len(patterns[0])):
+            runs = any(pattern.is_full(layer) for pattern in patterns)
+            assert buffer.is_full(layer) == runs
+            selected = selections(layer, count) if runs else None
+            used = buffer.resolve(layer, selected)
+            if is_live:
+                assert buffer.resolve(layer, used) is used
+            for row, pattern in enumerate(owners):
+                assert used[row].tolist() == [pattern.source_of(layer), row]
+            if selected is not None and all(pattern.is_full(layer) for pattern in patterns):
+                assert used is selected  # nothing is copied
+            given_out.append((used, used.clone()))
+        for used, as_given in given_out:
+            assert torch.equal(used, as_given)  # nothing is written to what layers were given
+
+
+@given(mixes, st.data())
+def test_an_indexer_that_did_not_run_is_noticed_for_each_pattern(
+    requests: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    patterns = [Pattern("F" + rest) for rest, _ in requests]
+    full = sorted({layer for pattern in patterns for layer in pattern.full_layers})
+    missing = data.draw(st.sampled_from(full))
+    buffer = IndexBuffer(active(str(patterns[0])))
+    count = sum(length for _, length in requests)
+    buffer.begin(RowPatterns.of(patterns, [n for _, n in requests], torch.empty(count)))
+    for layer in range(len(patterns[0])):
+        if layer == missing:  # it neither selects nor asks
+            continue
+        reads_it = any(p.source_of(layer) == missing for p in patterns)
+        selected = selections(layer, count) if layer in full else None
+        if reads_it:
+            with pytest.raises(StaleIndexError, match=f"indices of pattern position {missing}"):
+                buffer.resolve(layer, selected)
+            return
+        buffer.resolve(layer, selected)
+
+
+def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
+    state = active("FSFS")
+    whole, part = IndexBuffer(state), IndexBuffer(state)
+    patterns = [Pattern("FSFS"), Pattern("FFSS")]
+    whole.begin(RowPatterns.of(patterns, [2, 3], torch.empty(5)))
+    part.begin(whole.rows.cut(1, 4))
+    whole.resolve(0, selections(0, 5))
+    whole.resolve(1, selections(1, 5))
+    part.inherit(2, whole, (1, 4), before=2)
+    used = part.resolve(2, selections(2, 3))
+    assert used.tolist() == [[2, 0], [1, 2], [1, 3]]
+    part.inherit(3, whole, (1, 4), before=2)  # has its own by now
+    assert part.resolve(3, None) is used
+
+
+def test_a_part_that_inherits_nothing_is_noticed() -> None:
+    state = active("FSFS")
+    part = IndexBuffer(state)
+    part.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [1, 1], torch.empty(2)))
+    with pytest.raises(StaleIndexError, match="holds nothing"):
+        part.resolve(2, selections(2, 2))
+
+
+def test_requests_of_one_pattern_need_no_rows() -> None:
+    rows = RowPatterns.of([Pattern("FS"), Pattern("FS")], [3, 1], torch.empty(4))
+    assert rows == RowPatterns.one(Pattern("FS"))

@@ -44,15 +44,20 @@ def scheduler(**pool: Any) -> SimpleNamespace:
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
         is_fully_idle=lambda: True,
-        flush_cache=lambda empty_cache: True,
     )
 
 
+@pytest.fixture
+def disagg() -> SimpleNamespace:
+    return SimpleNamespace(disaggregation_mode="null")
+
+
 @pytest.fixture(autouse=True)
-def serving(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
+def serving(monkeypatch: pytest.MonkeyPatch, disagg: SimpleNamespace) -> active.ActivePattern:
     monkeypatch.setattr(active, "_active", None)
     bag = SimpleNamespace(pp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
     live._weighed.cache_clear()
     return active.activate(PLAN)
 
@@ -102,10 +107,11 @@ def test_a_report_that_fails_is_an_answer(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_switch_that_fails_is_an_answer(
-    serving: active.ActivePattern, caplog: pytest.LogCaptureFixture
+    serving: active.ActivePattern, caplog: pytest.LogCaptureFixture, disagg: SimpleNamespace
 ) -> None:
+    disagg.disaggregation_mode = "decode"
     engine = scheduler()
-    engine.flush_cache = None  # not what SGLang has there
+    engine.is_fully_idle = None  # not what SGLang has there
     assert not ask(engine, "indexcache_pattern=FSFS")
     assert serving.last_rejection.startswith("TypeError: ")
     assert str(serving.pattern) == "FFFF"
@@ -114,21 +120,28 @@ def test_a_switch_that_fails_is_an_answer(
     assert str(serving.pattern) == "FSFS"
 
 
-def test_a_switch_that_fails_leaves_no_server_paused(
-    monkeypatch: pytest.MonkeyPatch, serving: active.ActivePattern
+def test_two_nodes_switch_only_when_idle(
+    serving: active.ActivePattern, disagg: SimpleNamespace
 ) -> None:
-    bag = SimpleNamespace(disaggregation_mode="null")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
-    done: list[str] = []
     engine = scheduler()
     engine.is_fully_idle = lambda: False
-    engine._engine_paused = False
-    engine.pause_generation = lambda request: done.append(request.mode)
-    engine.flush_cache = None
-    engine.continue_generation = lambda request: done.append("continue")
-    assert not ask(engine, "indexcache_pattern=FSFS")
-    assert serving.last_rejection.startswith("TypeError: ")
-    assert done == ["retract", "continue"]
+    assert ask(engine, "indexcache_pattern=FSFS")  # one node at any time
+    disagg.disaggregation_mode = "prefill"
+    assert ask(engine, "indexcache_pattern=FSFS")  # what it has already
+    assert not ask(engine, "indexcache_pattern=FFFS")
+    assert "prefilled under one pattern and decoded under the other" in serving.last_rejection
+    assert str(serving.pattern) == "FSFS"
+
+
+def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:
+    assert ask(scheduler(), "indexcache_pattern=full < 1K <= FSFS")
+    assert str(serving.policy) == "FFFF < 1K <= FSFS"
+    assert report(scheduler())["policy"] == "FFFF < 1K <= FSFS"
+    assert report(scheduler())["pattern"] == "FFFF"
+    assert serving.switches == 1
+    assert not ask(scheduler(), "indexcache_pattern=full < 1K <= nobody")
+    assert "no pattern is called 'nobody'" in serving.last_rejection
+    assert serving.switches == 1
 
 
 def test_an_engine_in_this_process_that_cannot_say_what_it_does() -> None:

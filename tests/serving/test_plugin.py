@@ -326,13 +326,12 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         (["--device", "cuda"], "no accelerator is visible"),
         (["--use-ray"], "does not work with --use-ray"),
         (
-            ["--indexcache-mode", "live", "--enable-hierarchical-cache",
-             "--hicache-storage-backend", "file"],
-            "live mode does not work with --hicache-storage-backend",
+            ["--indexcache-mode", "live", "--enable-flexkv"],
+            "--enable-flexkv does not work with --indexcache-mode live",
         ),
         (
-            ["--indexcache-mode", "live", "--enable-lmcache"],
-            "live mode does not work with --enable-lmcache",
+            ["--indexcache-pattern", "full < 1K <= FSSFSFSS"],
+            "prompt length can decide in live mode only",
         ),
         (
             ["--indexcache-pattern", "FSSFSFSS", "--enable-flexkv"],

@@ -9,7 +9,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.settings import OPTIONS, Choice, Plan, Request, make_plan
+from sglang_indexcache.serving.settings import CONFIG_KEY, OPTIONS, Choice, Plan, Request, make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -210,11 +210,31 @@ def test_request_is_empty_without_choices() -> None:
 
 
 def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:
-    """What stock SGLang computes too, it may have; in live mode the pattern does not stay."""
-    apart = plan(flags(pattern="FSSFSS")).kv_namespace
+    """What stock SGLang computes too, it may have; not where requests of all patterns meet."""
+    first, second = Pattern("FSSFSS"), Pattern("FSFSFS")
+    static = plan(flags(pattern="FSSFSS"))
+    apart = static.kv_namespace(first)
     assert apart is not None
-    assert apart == plan(flags(pattern="FSSFSS"), own="FFSFSS").kv_namespace
-    assert apart != plan(flags(pattern="FSFSFS")).kv_namespace
-    assert plan(own="FSSFSS").kv_namespace is None
-    assert plan(flags(pattern="full")).kv_namespace is None
-    assert plan(flags(pattern="FSSFSS", mode="live")).kv_namespace is None
+    assert apart == plan(flags(pattern="FSSFSS"), own="FFSFSS").kv_namespace(first)
+    assert apart != static.kv_namespace(second)
+    assert plan(own="FSSFSS").kv_namespace(first) is None
+    assert plan(flags(pattern="full")).kv_namespace(Pattern.full(6)) is None
+    live = plan(flags(pattern="full", mode="live"))
+    spaces = {live.kv_namespace(each) for each in (first, second, Pattern.full(6))} | {apart}
+    assert len(spaces) == 4
+    assert None not in spaces
+
+
+def test_prompt_length_decides_in_live_mode() -> None:
+    result = plan(flags(pattern="full < 1K <= FSSFSS", mode="live"))
+    assert str(result.policy) == "FFFFFF < 1K <= FSSFSS"
+    assert result.pattern == Pattern.full(6)
+    assert Plan.from_json(result.hf_overrides()[CONFIG_KEY]) == result
+    assert "FFFFFF < 1K <= FSSFSS" in result.terms
+    assert "full < 1K <= FSSFSS" in result.source
+    with pytest.raises(SettingsError, match=r"in live mode only\. Add --indexcache-mode live"):
+        plan(flags(pattern="full < 1K <= FSSFSS"))
+    with pytest.raises(SettingsError, match=r"--indexcache-pattern full < 1K: .* is no choice"):
+        plan(flags(pattern="full < 1K", mode="live"))
+    with pytest.raises(SettingsError, match="Give only one"):
+        plan(flags(pattern="full < 1K <= FSSFSS", mode="live"), overrides={"index_topk_freq": 1})

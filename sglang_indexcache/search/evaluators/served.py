@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_indexcache.errors import SearchError, ServerUnavailableError
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
 
@@ -23,26 +23,24 @@ class LiveEngine(Protocol):
     def states(self) -> list[dict[str, Any]]:
         """What IndexCache reports, one entry per data-parallel rank."""
 
-    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
-        """Make ``value`` the pattern on every rank; returns the new states."""
-
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
 
 class ServedEvaluator:
-    """Teacher-forced input log-probabilities of a running engine.
+    """Teacher-forced input log-probabilities of a running engine, which may serve others too.
 
-    Between two patterns the engine flushes its radix cache, and a request for log-probabilities
-    from position 0 never reads it; each answer is checked for both. All sequences of a call go
-    out as one request, so data-parallel ranks work side by side. What the engine is was checked
-    at the start, and is again at every call: it may have been restarted in between.
+    Each request names its pattern, each answer says under which it was made, and both are compared;
+    a request for log-probabilities from position 0 never reads the radix cache, and each answer is
+    checked for that. All sequences of a call go out as one request, so data-parallel ranks work
+    side by side. What the engine is was checked at the start, and is again at every call: it may
+    have been restarted in between.
 
     One call at a time: while the next one's text is on its way an engine idles, which is a few
     per cent of a long call, but two at once would make every answer hang on what else was running.
 
     Args:
-        engine: in live mode. Nobody else may switch it meanwhile; that is checked too.
+        engine: in live mode. What it serves to others, and under which pattern, does not matter.
         calibration: what to measure on.
         timeout: seconds that one call may take. The default grows with its tokens: ten minutes,
             and a second for every 1,000.
@@ -75,55 +73,35 @@ class ServedEvaluator:
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
-        before = self._switch(pattern)
+        self._check_checkpoint()
         cut = self.calibration.batches
         sequences = [list(ids) for batch in batches for ids in cut[batch]]
         tokens = sum(map(len, sequences))
         replies = self._engine.generate(
             timeout=self._timeout or _LEAST_SECONDS + tokens / _LEAST_RATE,
             input_ids=sequences,
-            sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            sampling_params={
+                "max_new_tokens": 1,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "custom_params": {PATTERN_OF_REQUEST: str(pattern)},
+            },
             return_logprob=True,
             logprob_start_len=0,
         )
-        losses = [_losses(reply, ids) for reply, ids in zip(replies, sequences, strict=True)]
-        self._check_undisturbed(before)
-        found = iter(losses)
+        pairs = zip(replies, sequences, strict=True)
+        found = iter([_losses(reply, ids, pattern) for reply, ids in pairs])
+        self._check_checkpoint()
         return [[next(found) for _ in cut[batch]] for batch in batches]
 
-    def _states(self) -> list[dict[str, Any]]:
-        """Of every rank, once they are found to serve what they served at the start."""
-        states = self._engine.states()
-        found = _checkpoint(states)
+    def _check_checkpoint(self) -> None:
+        """That the engine serves what it served at the start."""
+        found = _checkpoint(self._engine.states())
         if found != self.checkpoint:
             raise SearchError(
                 f"the engine was restarted with another checkpoint: {' '.join(found)}, before it "
                 f"was {' '.join(self.checkpoint)}. Restart it with the one of --model; the same "
                 "command then goes on."
-            )
-        return states
-
-    def _switch(self, pattern: Pattern) -> list[dict[str, Any]]:
-        states = self._states()
-        if any(state["pattern"] != str(pattern) for state in states):
-            states = self._engine.switch_pattern(str(pattern))
-        if any(state["pattern"] != str(pattern) for state in states):
-            raise SearchError(f"the engine did not switch to {pattern} on every rank")
-        return states
-
-    def _check_undisturbed(self, before: list[dict[str, Any]]) -> None:
-        after = self._states()
-        counts = [[state["switches"] for state in states] for states in (before, after)]
-        if len(before) != len(after) or any(old > new for old, new in zip(*counts, strict=True)):
-            raise ServerUnavailableError(
-                "the engine was restarted during an evaluation: it counts its switches anew"
-            )
-        if [(s["switches"], s["pattern"]) for s in before] != [
-            (s["switches"], s["pattern"]) for s in after
-        ]:
-            raise SearchError(
-                "somebody else switched the engine's pattern during an evaluation. Search on an "
-                "engine of its own, then start the search again: it resumes."
             )
 
 
@@ -138,12 +116,18 @@ def _checkpoint(states: list[dict[str, Any]]) -> tuple[str, str]:
     return state["architecture"], state["checkpoint_pattern"]
 
 
-def _losses(reply: Any, ids: list[int]) -> Floats:
+def _losses(reply: Any, ids: list[int], pattern: Pattern) -> Floats:
     """``[length - 1]`` nats, from SGLang's ``input_token_logprobs`` ((log-prob, id, text) each)."""
     info = reply["meta_info"]
     if (info.get("finish_reason") or {}).get("type") == "abort":
         reason = info["finish_reason"].get("message", "without a reason")
         raise ServerUnavailableError(f"the engine gave a sequence up: {reason}")
+    if (told := info.get(PATTERN_OF_REQUEST)) != [str(pattern)]:
+        said = f"under {told[0]}" if told else "without saying under which pattern"
+        raise SearchError(
+            f"the engine was asked for pattern {pattern} and answered {said}. Does it run another "
+            "version of sglang-indexcache? Install the same on both sides."
+        )
     if info["cached_tokens"]:
         raise SearchError(
             f"the engine answered from its cache ({info['cached_tokens']} tokens), which may be "

@@ -17,6 +17,7 @@ from sglang_indexcache.kernels.indexer.cpu import HostBatch
 from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -28,7 +29,7 @@ class CpuIndexCacheBackend(AttentionBackend):
     """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool.
 
     Attributes:
-        active: the pattern that the next forward obeys.
+        active: the model's layers, and the pattern of requests that name none.
         index_buffer: the indices in flight.
         index_keys: the index-K cache of the pool.
         batch: the geometry of the batch in flight.
@@ -46,8 +47,9 @@ class CpuIndexCacheBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
-        self.active.count_forward()
-        self.index_buffer.begin()
+        rows = patterns_of_rows(forward_batch, self.active)
+        self.active.count_forward(len(rows.patterns))
+        self.index_buffer.begin(rows)
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())
         if forward_batch.forward_mode.is_decode_or_idle():

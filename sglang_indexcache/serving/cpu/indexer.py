@@ -41,7 +41,8 @@ def indexer_forward(
         positions: ``[T]`` rotary positions.
 
     Returns:
-        ``[T, index_topk]`` int32 request-local positions, -1 padded.
+        ``[T, index_topk]`` int32 request-local positions, -1 padded; in rows whose pattern has an
+        S here, those of their F layer.
     """
     if forward_batch.forward_mode.is_idle():
         # A rank without requests keeps step with the others. Its rows, if any, are padding that
@@ -76,18 +77,19 @@ def _store_and_select(
     if not return_indices:
         return None
     if not backend.index_buffer.is_full(layer_id):
-        # Live mode: the key is kept for the next pattern, the indices are another layer's.
+        # Live mode: the key is kept for other patterns, the indices are another layer's.
         backend.active.count_key_write(layer_id)
         return backend.index_buffer.shared(layer_id)
     backend.active.count_selection(layer_id)
     queries, scales = _queries(indexer, q_lora, positions, backend)
-    return select_topk(
+    selected = select_topk(
         queries,
         _head_gates(indexer, x) * scales,
         lambda slots: backend.index_keys.load(layer_id, slots),
         backend.batch,
         indexer.index_topk,
     )
+    return backend.index_buffer.resolve(layer_id, selected)
 
 
 def _nothing(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -56,7 +57,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     """DSA attention that knows whose indices each layer uses.
 
     Attributes:
-        active: the pattern that the next forward obeys.
+        active: the model's layers, and the pattern of requests that name none.
         index_buffer: the indices in flight.
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         kernels: which operations are ours.
@@ -75,14 +76,14 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
-        self._begin()
+        self._begin(forward_batch)
         super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
-        self._begin()
+        self._begin(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -160,17 +161,21 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""
-        rows = forward_batch.tbo_parent_token_range
-        if rows is None or self.index_buffer.is_full(layer):
-            return
-        if self.index_buffer.source_layer(layer) < self.first_overlapped_layer:
-            whole = self._of_whole_batch().index_buffer.shared(layer)
-            self.index_buffer.adopt(layer, whole[rows[0] : rows[1]])
+        if (rows := forward_batch.tbo_parent_token_range) is not None:
+            whole = self._of_whole_batch().index_buffer
+            self.index_buffer.inherit(layer, whole, rows, self.first_overlapped_layer)
 
-    def _begin(self) -> None:
-        if self._of_whole_batch() is self:
-            self.active.count_forward()
-        self.index_buffer.begin()
+    def _begin(self, forward_batch: ForwardBatch) -> None:
+        whole = self._of_whole_batch()
+        # The view of a batch that is replayed as a graph lacks the field, and has one pattern.
+        part = getattr(forward_batch, "tbo_parent_token_range", None)
+        if part is not None and self.active.plan.mode == "live":
+            rows = whole.index_buffer.rows.cut(*part)
+        else:
+            rows = patterns_of_rows(forward_batch, self.active)
+        if whole is self:
+            self.active.count_forward(len(rows.patterns))
+        self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:
         """Under two-batch overlap the runner has a backend for whole batches and one per part."""
@@ -224,14 +229,19 @@ def _live_indexer_forward(
     return_indices: bool = True,
     use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
-    """Live mode: every layer has an indexer, and on S layers it only stores its key."""
+    """Live mode: every layer has an indexer, and where it is S for all rows only stores its key."""
     backend = kernels_cuda.current_backend()
     ours = getattr(backend, "index_buffer", None)
-    idle = forward_batch.forward_mode.is_idle()
-    if ours is None or idle or not return_indices or ours.is_full(layer_id):
-        return original(
-            indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph
-        )
+    arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
+    if ours is None or forward_batch.forward_mode.is_idle() or not return_indices:
+        return original(indexer, *arguments)
+    if ours.is_full(layer_id):
+        selected = original(indexer, *arguments)
+        if selected is None:
+            return None
+        backend.inherit(layer_id, forward_batch)
+        used = ours.resolve(layer_id, selected)
+        return used if used is selected else maybe_capture_indexer_topk(layer_id, used)
     from sglang.kernels.ops.quantization.act_quant_triton import act_quant
 
     metadata = backend.get_indexer_metadata(layer_id, forward_batch)

@@ -20,10 +20,11 @@ class Cardboard:
     """Token t costs t/10 nats, and one nat more for each S layer."""
 
     def __init__(self, ranks: int = 2, mode: str = "live") -> None:
-        state = {"pattern": "FFFF", "mode": mode, "checkpoint_pattern": "FFFF", "switches": 0}
+        state = {"pattern": "FFFF", "mode": mode, "checkpoint_pattern": "FFFF"}
         state["architecture"] = "Cardboard"
         self.ranks = [dict(state) for _ in range(ranks)]
-        self.cached, self.lost, self.meddle = 0, 0, False
+        self.cached, self.lost = 0, 0
+        self.told: list[str] | str | None = "what was asked"
         self.requests: list[dict[str, Any]] = []
         self.timeouts: list[float | None] = []
         self.url = "cardboard"
@@ -31,18 +32,14 @@ class Cardboard:
     def states(self) -> list[dict[str, Any]]:
         return [dict(rank) for rank in self.ranks]
 
-    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
-        for rank in self.ranks:
-            rank |= {"pattern": value, "switches": rank["switches"] + 1}
-        return self.states()
-
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self.requests.append(body)
         self.timeouts.append(timeout)
-        shared = self.ranks[0]["pattern"].count("S")
-        replies = [self._reply(ids, shared) for ids in body["input_ids"]]
-        if self.meddle:
-            self.switch_pattern("FSSS")
+        pattern = body["sampling_params"]["custom_params"]["indexcache_pattern"]
+        replies = [self._reply(ids, pattern.count("S")) for ids in body["input_ids"]]
+        told = [pattern] if self.told == "what was asked" else self.told
+        for reply in replies:
+            reply["meta_info"] |= {} if told is None else {"indexcache_pattern": told}
         return replies
 
     def _reply(self, ids: list[int], shared: int) -> dict[str, Any]:
@@ -74,20 +71,22 @@ def test_only_what_counts_is_in_the_loss_at_every_length() -> None:
     assert found.values == pytest.approx([(0.2 + 0.5) / 2, 0.1])
 
 
-def test_switches_only_when_needed() -> None:
+def test_what_the_engine_serves_to_others_does_not_matter() -> None:
     engine = Cardboard()
     evaluator = ServedEvaluator(engine, DATA)
-    for _ in range(2):
-        evaluator.loss(Pattern("FSFS"), [0])
-    assert engine.ranks[0]["switches"] == 1
+    alone = evaluator.loss(Pattern("FSFS"), [0]).values
+    engine.ranks[0]["pattern"] = "FSSS"
+    assert list(evaluator.loss(Pattern("FSFS"), [0]).values) == list(alone)
 
 
-def test_a_rank_that_did_not_switch() -> None:
+@pytest.mark.parametrize(
+    ("told", "said"), [(["FFFF"], "under FFFF"), (None, "without saying under which pattern")]
+)
+def test_an_answer_under_another_pattern_is_refused(told: Any, said: str) -> None:
     engine = Cardboard()
-    evaluator = ServedEvaluator(engine, DATA)
-    engine.switch_pattern = lambda value: engine.states()  # type: ignore[method-assign]
-    with pytest.raises(SearchError, match="did not switch to FSFS on every rank"):
-        evaluator.loss(Pattern("FSFS"), [0])
+    engine.told = told
+    with pytest.raises(SearchError, match=f"asked for pattern FSFS and answered {said}"):
+        ServedEvaluator(engine, DATA).loss(Pattern("FSFS"), [0])
 
 
 def test_cached_state_is_refused() -> None:
@@ -114,13 +113,6 @@ def test_the_last_token_of_the_vocabulary_is_reported_as_0() -> None:
 
     found = ServedEvaluator(Clipping(), DATA).loss(Pattern("FFFF"), [1])
     assert found.mean == pytest.approx((0.8 + 0.9 + 0.2 + 0.1) / 4)
-
-
-def test_somebody_else_at_the_switch() -> None:
-    engine = Cardboard()
-    engine.meddle = True
-    with pytest.raises(SearchError, match="somebody else switched"):
-        ServedEvaluator(engine, DATA).loss(Pattern("FFFF"), [0])
 
 
 def test_a_static_engine() -> None:

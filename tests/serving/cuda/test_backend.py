@@ -12,9 +12,11 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, T
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+from sglang_indexcache.serving.rows import RequestIds
 from tests.serving.plans import plan
 
 
@@ -59,17 +61,33 @@ def backend(text: str, mode: str = "static", first_overlapped: int = 1) -> Index
     return made
 
 
-def overlapped(text: str) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
+def overlapped(
+    text: str, mode: str = "static"
+) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
     """The backends of whole batches and of their two parts."""
-    whole, *parts = (backend(text) for _ in range(3))
+    whole, *parts = (backend(text, mode) for _ in range(3))
     for each in (whole, *parts):
         each.active = each.index_buffer._active = whole.active
         each._runner.attn_backend = SimpleNamespace(primary=whole, children=parts)
     return whole, parts
 
 
-def batch(rows: tuple[int, int] | None = None) -> Any:
-    return SimpleNamespace(tbo_parent_token_range=rows, forward_mode=ForwardMode.EXTEND)
+def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
+    extend = {"forward_mode": ForwardMode.EXTEND, "rids": None}
+    return SimpleNamespace(tbo_parent_token_range=rows, **extend | fields)
+
+
+def mixed_batch(patterns: list[str], lengths: list[int]) -> Any:
+    """A prefill of requests under several patterns."""
+    requests = [
+        SimpleNamespace(rid=str(number), indexcache_pattern=Pattern(text))
+        for number, text in enumerate(patterns)
+    ]
+    return batch(
+        rids=RequestIds(requests),
+        extend_seq_lens_cpu=lengths,
+        positions=torch.empty(sum(lengths)),
+    )
 
 
 def layer(number: int) -> Any:
@@ -210,9 +228,12 @@ def live(
     return served
 
 
+SELECTED = torch.tensor([[7]])
+
+
 def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> Any:
-    def original(self: Any, *args: Any) -> str:
-        return "selected"
+    def original(self: Any, *args: Any) -> torch.Tensor:
+        return SELECTED
 
     return backend_cuda._live_indexer_forward(
         original, indexer, None, None, None, batch(), number, return_indices
@@ -221,17 +242,16 @@ def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> 
 
 def test_live_shared_layer_stores_its_key_and_selects_nothing(live: IndexCacheBackend) -> None:
     indexer = FakeIndexer()
-    assert run_live(indexer, 0) == "selected"
-    chosen = torch.tensor([[1]])
-    live.forward_extend(1, 2, 3, layer(0), batch(), topk_indices=chosen)
-    assert run_live(indexer, 1) is chosen
+    assert run_live(indexer, 0) is SELECTED
+    live.forward_extend(1, 2, 3, layer(0), batch(), topk_indices=SELECTED)
+    assert run_live(indexer, 1) is SELECTED
     assert indexer.keys_only == 1
     assert live.active.counters.key_writes == [0, 1]
 
 
 def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:
     indexer = FakeIndexer()
-    assert run_live(indexer, 1, return_indices=False) == "selected"
+    assert run_live(indexer, 1, return_indices=False) is SELECTED
     assert indexer.keys_only == 0
 
 
@@ -239,4 +259,54 @@ def test_live_wrapper_leaves_other_backends_alone(
     live: IndexCacheBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend_cuda.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
-    assert run_live(FakeIndexer(), 1) == "selected"
+    assert run_live(FakeIndexer(), 1) is SELECTED
+
+
+def test_live_rows_take_the_selection_of_their_own_f_layers(
+    live: IndexCacheBackend,
+    seen: list[tuple[int, torch.Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Indexer and attention of each layer, as SGLang calls them."""
+    told: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(
+        backend_cuda, "maybe_capture_indexer_topk", lambda n, used: told.setdefault(n, used)
+    )
+    mixed = mixed_batch(["FS", "FF"], [2, 1])
+    live.init_forward_metadata(mixed)
+    indexer = FakeIndexer()
+    for number in range(2):
+        selected = torch.full((3, 2), number)
+        used = backend_cuda._live_indexer_forward(
+            lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
+        )  # type: ignore[arg-type]
+        live.forward_extend(1, 2, 3, layer(number), mixed, topk_indices=used)
+        assert seen[-1][1] is used
+    assert indexer.keys_only == 0  # some row wanted each of them
+    assert used.tolist() == [[0, 0], [0, 0], [1, 1]]
+    assert told.keys() == {1}
+    assert told[1] is used
+
+
+def test_live_parts_of_a_mixed_batch_know_their_rows(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    whole, parts = overlapped("FSF", mode="live")
+    mixed, ranges = mixed_batch(["FSF", "FFS"], [2, 2]), [(0, 1), (1, 4)]
+    whole.init_forward_metadata(mixed)
+    for part, rows in zip(parts, ranges, strict=True):
+        part.init_forward_metadata(batch(rows))
+        assert part.index_buffer.rows.rows is not None
+    assert parts[1].index_buffer.rows.rows.tolist() == [0, 1, 1]
+    whole.forward_extend(1, 2, 3, layer(0), mixed, topk_indices=torch.zeros(4, 1))
+    part, rows = parts[1], ranges[1]
+    part.inherit(1, batch(rows))
+    used = part.index_buffer.resolve(1, torch.ones(3, 1))
+    assert used.flatten().tolist() == [0, 1, 1]
+
+
+def test_live_a_batch_of_requests_without_patterns_is_an_error(
+    seen: list[tuple[int, torch.Tensor | None]],
+) -> None:
+    with pytest.raises(StaleIndexError, match="without the patterns of its requests"):
+        backend("FS", mode="live").init_forward_metadata(batch(rids=["1"]))

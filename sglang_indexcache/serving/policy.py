@@ -1,0 +1,73 @@
+"""Which pattern a prompt of some length gets: ``full < 32K <= 1/2 < 128K <= 1/4``.
+
+Read from left to right: prompts of fewer than 32,000 tokens are served in full, those from there to
+below 128,000 under the pattern 1/2, longer ones under 1/4. A form in which no length is left out
+and none named twice. A pattern alone is a policy too, of one step.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.lengths import format_length, parse_length
+
+_FORM = "PATTERN < LENGTH <= PATTERN, for example: full < 32K <= 1/2 < 128K <= 1/4"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Patterns by prompt length.
+
+    Attributes:
+        steps: from how many prompt tokens on, and the pattern; ascending, the first from 0.
+    """
+
+    steps: tuple[tuple[int, Pattern], ...]
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> Policy:
+        """``pattern`` for every length."""
+        return cls(((0, pattern),))
+
+    @classmethod
+    def parse(cls, text: str, resolve: Callable[[str], Pattern]) -> Policy:
+        """Read what a user wrote.
+
+        Args:
+            text: a pattern, or patterns with the lengths between them.
+            resolve: gives the pattern for one of its names.
+
+        Raises:
+            SettingsError: it has another form, or its lengths do not grow.
+            IndexCacheError: from ``resolve``.
+        """
+        words = re.split(r"\s*(<=?)\s*", text)
+        if len(words) == 1:
+            return cls.of(resolve(text))
+        signs = [words[i : i + 3 : 2] for i in range(1, len(words), 4)]
+        if len(words) % 4 != 1 or any(pair != ["<", "<="] for pair in signs):
+            raise SettingsError(f"{text!r} is no choice by prompt length. Write {_FORM}.")
+        starts = [0, *map(parse_length, words[2::4])]
+        if any(start >= end for start, end in pairwise(starts)):
+            raise SettingsError(f"the lengths in {text!r} must grow from left to right")
+        return cls(tuple(zip(starts, map(resolve, words[::4]), strict=True)))
+
+    def pattern_for(self, length: int) -> Pattern:
+        """The pattern of a prompt of ``length`` tokens."""
+        return self.steps[bisect_right(self.steps, length, key=lambda step: step[0]) - 1][1]
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The pattern of each step; the first is that of the shortest prompts."""
+        return tuple(pattern for _, pattern in self.steps)
+
+    def __str__(self) -> str:
+        first, *longer = self.steps
+        said = [f" < {format_length(start)} <= {pattern}" for start, pattern in longer]
+        return "".join([str(first[1]), *said])

@@ -1,0 +1,372 @@
+"""Each request under its own pattern: many at once, none mixed, none in another's way."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+
+from sglang_indexcache.client import Client
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
+from tests.e2e.conftest import ROUNDING, Serve, decided_prompt, prompt
+from tests.oracle import Oracle
+
+REQUESTS = 48
+SEED = 20261122
+LOGIT_TIE = 1e-4
+"""Two tokens nearer to each other than this in log-probability are a coin toss in float32."""
+
+
+@pytest.fixture(scope="module")
+def oracle(glm: Path) -> Oracle:
+    return Oracle(glm, torch.float32)
+
+
+def under(pattern: object, **sampling: Any) -> dict[str, Any]:
+    """Sampling parameters of a greedy request that names ``pattern``; None names nothing."""
+    custom = {} if pattern is None else {"custom_params": {"indexcache_pattern": pattern}}
+    return {"temperature": 0.0, "ignore_eos": True, **sampling, **custom}
+
+
+def served_under(reply: Any) -> str:
+    """The pattern that an answer tells."""
+    [text] = reply["meta_info"]["indexcache_pattern"]
+    return str(text)
+
+
+# -- many at once ------------------------------------------------------------------------------
+
+
+@dataclass
+class Ask:
+    """A request: what it names (None: the default), and whether its client goes away."""
+
+    ids: list[int]
+    name: str | None
+    count: int
+    is_aborted: bool
+
+
+def asks(generator: random.Random, patterns: list[str]) -> list[Ask]:
+    return [
+        Ask(
+            ids=prompt(generator.randrange(1, 420), number),
+            name=generator.choice([*patterns, None, None, None, None]),
+            count=generator.randrange(4, 24),
+            is_aborted=number % 3 == 2,
+        )
+        for number in range(REQUESTS)
+    ]
+
+
+def send(client: Client, ask: Ask) -> Any:
+    body = {
+        "input_ids": ask.ids,
+        "sampling_params": under(ask.name, max_new_tokens=ask.count),
+        "return_logprob": True,
+    }
+    if not ask.is_aborted:
+        return client.generate(**body)
+    for number, _ in enumerate(client.stream(**body)):
+        if number == ask.count // 3:
+            return None  # closes the connection, which aborts the request
+    return None
+
+
+def check_greedy(oracle: Oracle, ask: Ask, reply: Any, tally: Counter[str]) -> None:
+    """Its tokens are those of transformers under its own pattern, one after the other."""
+    text = served_under(reply)
+    assert ask.name in (None, text)
+    tokens, count = reply["output_ids"], ask.count
+    assert len(tokens) == count
+    answer = oracle.answer(ask.ids + tokens, Pattern(text))
+    said = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    apart = float((said - answer.logprobs[-count:]).abs().max())
+    behind = float(answer.behind[-count:].max())
+    if apart > 1e-3 or behind > LOGIT_TIE:
+        how = "named" if ask.name else "was given"
+        assert answer.margin < ROUNDING, (
+            f"{len(ask.ids)} tokens under {text}, which it {how}: log-probabilities are {apart} "
+            f"apart, another token is likelier by {behind}, and no selection was a near-tie"
+        )
+        tally["near-tie of a selection"] += 1
+        return
+    tally["near-tie of two tokens" if behind else "equal token for token"] += 1
+    others = [Pattern(p) for p in ("FFFFFF", "FSSSSS") if p != text]
+    far = [oracle.answer(ask.ids + tokens, p).logprobs[-count:] - said for p in others]
+    tally["told apart from another pattern"] += max(float(d.abs().max()) for d in far) > 5e-3
+
+
+def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[str]) -> None:
+    """Every finished answer is that of its own pattern while the default is switched."""
+    generator = random.Random(SEED)
+    todo, done = asks(generator, patterns), threading.Event()
+    switched = []
+
+    def switch() -> None:
+        while not done.wait(0.1) or len(switched) < len(defaults):
+            value = defaults[len(switched) % len(defaults)]
+            assert {state["pattern"] for state in client.switch_pattern(value)} == {value}
+            switched.append(value)
+
+    with ThreadPoolExecutor(17) as pool:
+        switching = pool.submit(switch)
+        try:
+            replies = list(pool.map(lambda ask: send(client, ask), todo))
+        finally:
+            done.set()
+        switching.result()
+    tally: Counter[str] = Counter()
+    for ask, reply in zip(todo, replies, strict=True):
+        if reply is not None:
+            check_greedy(oracle, ask, reply, tally)
+            tally[f"under {served_under(reply)}"] += 1
+            tally["retracted"] += reply["meta_info"]["num_retractions"] > 0
+    print(f"seed {SEED}, {len(switched)} switches: {dict(tally)}")
+    finished = sum(not ask.is_aborted for ask in todo)
+    assert tally["equal token for token"] > 0.8 * finished
+    assert tally["told apart from another pattern"] > 0.5 * finished
+    assert tally["retracted"] > 0
+    assert len([key for key in tally if key.startswith("under")]) >= 8
+    assert all(state["mixed_forwards"] > 0 for state in client.states())
+    wait_until_idle(client)
+
+
+def wait_until_idle(client: Client) -> None:
+    """Aborted requests leave a moment after their clients; then no pattern has any."""
+    for _ in range(6000):
+        if not any(state["requests"] for state in client.states()):
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"requests are left: {client.states()}")
+
+
+def test_many_patterns_at_once_under_dp_attention(glm: Path, serve: Serve, oracle: Oracle) -> None:
+    """Chunks, retractions, aborts, idle ranks; every rank decides alike."""
+    generator = random.Random(SEED)
+    legal = [f"F{number:05b}".replace("0", "S").replace("1", "F") for number in range(32)]
+    patterns, defaults = legal[:], ["FSFSFS", "FFFFFF", "FSSSSS"]
+    generator.shuffle(patterns)
+    arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--dtype", "float32"]
+    arguments += ["--indexcache-mode", "live", "--indexcache-pattern", "FSFSFS"]
+    arguments += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_TEST_RETRACT": "1",
+                   "SGLANG_TEST_RETRACT_INTERVAL": "23"}  # fmt: skip
+    with serve(glm, *arguments, **environment) as client:
+        stress(client, oracle, patterns[:10], defaults)
+
+
+# -- one server of one rank --------------------------------------------------------------------
+
+POLICY = "full < 100 <= FSFSFS < 200 <= FSSSSS"
+BY_LENGTH = {60: "FFFFFF", 99: "FFFFFF", 100: "FSFSFS", 199: "FSFSFS", 200: "FSSSSS"}
+
+
+@pytest.fixture(scope="module")
+def client(glm: Path, serve: Serve) -> Iterator[Client]:
+    arguments = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "16384"]
+    arguments += ["--indexcache-pattern", POLICY, "--enable-mixed-chunk"]
+    arguments += ["--chunked-prefill-size", "128"]
+    with serve(glm, *arguments) as client:
+        yield client
+
+
+def test_prompt_length_decides_where_nothing_is_named(client: Client) -> None:
+    assert client.states()[0]["policy"] == "FFFFFF < 100 <= FSFSFS < 200 <= FSSSSS"
+    for length, pattern in BY_LENGTH.items():
+        sampling = under(None, max_new_tokens=1)
+        reply = client.generate(input_ids=prompt(length, 3), sampling_params=sampling)
+        assert served_under(reply) == pattern
+    named = client.generate(
+        input_ids=prompt(300, 3), sampling_params=under("uniform:1/3", max_new_tokens=1)
+    )
+    assert served_under(named) == "FSSFSS"
+
+
+def test_prefixes_are_shared_within_a_pattern_only(client: Client, oracle: Oracle) -> None:
+    patterns = [Pattern(text) for text in ("FFSSFS", "FSSFSS")]
+    ids = decided_prompt(oracle, 260, *patterns, seed=30)
+    cached = []
+    for pattern in (*patterns, *patterns):
+        reply = client.generate(
+            input_ids=ids, sampling_params=under(str(pattern), max_new_tokens=8)
+        )
+        cached.append(reply["meta_info"]["cached_tokens"])
+        expected, gap = oracle.greedy(ids, 8, pattern)
+        assert gap < ROUNDING or reply["output_ids"] == expected
+    assert cached == [0, 0, 256, 256]  # pages of 64
+
+
+def test_no_key_of_a_users_reaches_another_patterns_cache(client: Client) -> None:
+    ids, key = prompt(150, 31), f"indexcache-live-{Pattern('FSFSFF').digest}"
+    for pattern, extra_key in (("FSFSFF", None), ("FFFFFF", key), ("FSFSFF", key)):
+        reply = client.generate(
+            input_ids=ids, extra_key=extra_key, sampling_params=under(pattern, max_new_tokens=1)
+        )
+        expected = 128 if (pattern, extra_key) == ("FSFSFF", key) else 0
+        assert reply["meta_info"]["cached_tokens"] == expected, (pattern, extra_key)
+
+
+def work(client: Client, patterns: list[str]) -> set[int]:
+    """The layers whose indexers ran while requests under ``patterns`` were served together."""
+    before = client.states()[0]
+    with ThreadPoolExecutor(len(patterns)) as pool:
+        list(pool.map(lambda text: client.generate(
+            input_ids=prompt(150, 40), sampling_params=under(text, max_new_tokens=6)
+        ), patterns))  # fmt: skip
+    after = client.states()[0]
+    counts = [
+        new - old for old, new in zip(
+            before["indexer_selections"], after["indexer_selections"], strict=True
+        )
+    ]  # fmt: skip
+    assert counts[0] == after["forwards"] - before["forwards"]
+    return {layer for layer, count in enumerate(counts) if count}
+
+
+def test_indexers_run_on_the_f_layers_of_the_patterns_in_the_batch(client: Client) -> None:
+    assert work(client, ["FSSFSS"]) == {0, 3}
+    assert work(client, ["FSSFSS"] * 3) == {0, 3}
+    assert work(client, ["FSSFSS", "FSSSSF"]) == {0, 3, 5}
+
+
+def test_the_mixed_batch_of_one_request_list(client: Client, oracle: Oracle) -> None:
+    """Prompts of one call are admitted together, so they share their forwards."""
+    texts = ["FFFFFF", "FSSSSS", "FSFSFS", "FFSSFS", "FSSSFF"]
+    lengths = [240, 130, 1, 77, 190]
+    patterns = [Pattern(text) for text in texts]
+    prompts = [
+        decided_prompt(oracle, length, pattern, seed=50)
+        for length, pattern in zip(lengths, patterns, strict=True)
+    ]
+    replies = client.generate(
+        input_ids=prompts,
+        sampling_params=[under(text, max_new_tokens=1) for text in texts],
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    for reply, ids, pattern in zip(replies, prompts, patterns, strict=True):
+        assert served_under(reply) == str(pattern)
+        got = torch.tensor([entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]])
+        expected = oracle.answer(ids, pattern).logprobs
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+
+
+def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) -> None:
+    first, second = Pattern("FFSFSS"), Pattern("FSSSSF")
+    ids = decided_prompt(oracle, 220, first, second, seed=60)
+    client.switch_pattern(str(first))
+    chunks = client.stream(input_ids=ids, sampling_params=under(None, max_new_tokens=4000))
+    next(chunks)
+    assert client.states()[0]["requests"] == {str(first): 1}
+    client.switch_pattern(str(second))
+    seen = next(chunk for chunk in chunks if len(chunk["output_ids"]) >= 40)
+    chunks.close()
+    wait_until_idle(client)
+    assert served_under(seen) == str(first)
+    assert seen["meta_info"]["num_retractions"] == 0
+    expected, gap = oracle.greedy(ids, 40, first)
+    assert gap < ROUNDING or seen["output_ids"][:40] == expected
+    after = client.generate(input_ids=ids, sampling_params=under(None, max_new_tokens=1))
+    assert served_under(after) == str(second)
+
+
+def test_a_session_keeps_its_pattern(client: Client) -> None:
+    client.switch_pattern("FSFSFS")
+    session = client._request("POST", "/open_session", {"capacity_of_str_len": 1000})
+
+    def turn(ids: list[int], name: str | None, rid: str | None) -> Any:
+        return client.generate(
+            input_ids=ids,
+            session_params={"id": session, "rid": rid},
+            sampling_params=under(name, max_new_tokens=2),
+        )
+
+    begun = turn(prompt(80, 70), None, None)
+    client.switch_pattern("FFFFFF")
+    rid = begun["meta_info"]["id"]
+    again = turn(prompt(9, 71), None, rid)
+    assert served_under(begun) == served_under(again) == "FSFSFS"
+    with pytest.raises(
+        ServerError, match=r"400.*begun under pattern FSFSFS and cannot go on under"
+    ):
+        turn(prompt(9, 72), "FFFFFF", again["meta_info"]["id"])
+
+
+def test_openai_clients_name_a_pattern_too(client: Client) -> None:
+    openai = OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
+    chat: dict[str, Any] = {
+        "model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2
+    }  # fmt: skip
+    extra = {"custom_params": {"indexcache_pattern": "FSFFFF"}, "return_meta_info": True}
+    reply = openai.chat.completions.create(**chat, extra_body=extra)
+    assert reply.choices[0].meta_info["indexcache_pattern"] == ["FSFFFF"]  # type: ignore[attr-defined]
+    nobody = {"custom_params": {"indexcache_pattern": "nobody"}}
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match="no pattern is called 'nobody'"):
+            openai.chat.completions.create(**chat, stream=stream, extra_body=nobody)
+    openai.completions.create(model="default", prompt="x", max_tokens=2, extra_body=extra)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("FFFSS", "5 characters.*6"),
+        ("SFFFFF", "starts with S"),
+        ("ffffff", "Use capital letters"),
+        ("nobody", "no pattern is called 'nobody'"),
+        ("1/4", "uniform:1/4"),
+        ("F" * 10_000, "10000 characters"),
+        (7, "must be a string, got int"),
+        (["FFFFFF"], "must be a string, got list"),
+        ("", "empty"),
+        ("/etc/passwd", "is a file, and a server reads none"),
+        ("full < 100 <= FSFSFS", "no pattern is called"),
+    ],
+)
+def test_a_bad_name_is_one_clear_answer(client: Client, value: object, reason: str) -> None:
+    before = client.states()[0]
+    with pytest.raises(ServerError, match=f"answered 400.*{reason}") as refused:
+        client.generate(input_ids=[20, 21], sampling_params=under(value))
+    assert len(str(refused.value)) < 700
+    after = client.states()[0]
+    for field in ("pattern", "switches", "requests", "forwards"):
+        assert after[field] == before[field]
+
+
+def test_too_many_patterns_at_once_are_refused_and_no_others(client: Client) -> None:
+    """As many as are taken run; one more is told why; then all goes on."""
+    legal = [f"F{number:05b}".replace("0", "S").replace("1", "F") for number in range(32)]
+    replies = client.generate(
+        input_ids=[prompt(70, 80)] * 32, sampling_params=[under(t, max_new_tokens=1) for t in legal]
+    )
+    assert [served_under(reply) for reply in replies] == legal
+    with pytest.raises(ServerError, match=r"answered 400.*name 32 other patterns.*takes 32 at onc"):
+        client.generate(
+            input_ids=[prompt(70, 80)] * 33,
+            sampling_params=[under(t, max_new_tokens=1) for t in [*legal, "full"]],
+        )
+    client.generate(input_ids=prompt(70, 80), sampling_params=under("full", max_new_tokens=1))
+
+
+def test_default_by_length_can_be_set_while_it_runs(client: Client) -> None:
+    client.switch_pattern("FFFFFF < 90 <= FSSFSS")
+    for length, pattern in ((89, "FFFFFF"), (90, "FSSFSS")):
+        reply = client.generate(
+            input_ids=prompt(length, 4), sampling_params=under(None, max_new_tokens=1)
+        )
+        assert served_under(reply) == pattern
+    with pytest.raises(ServerError, match="must grow from left to right"):
+        client.switch_pattern("FFFFFF < 90 <= FSSFSS < 80 <= FFFFFF")
+    with pytest.raises(ServerError, match="is no choice by prompt length"):
+        client.switch_pattern("FFFFFF < 90 < FSSFSS")

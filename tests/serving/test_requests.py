@@ -1,0 +1,263 @@
+"""A request's pattern, as the schedulers and the HTTP process decide it."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import active, hooks, requests
+from sglang_indexcache.serving.settings import Plan
+from tests.serving.plans import plan
+
+
+@pytest.fixture(autouse=True)
+def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave SGLang as it was, and no request behind."""
+    from sglang.srt.managers.scheduler_components import output_streamer
+
+    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
+    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
+    monkeypatch.setattr(hooks, "_ours", set())
+    monkeypatch.setattr(active, "_active", None)
+    streamer = output_streamer.SchedulerOutputStreamer
+    for owner, name in (
+        (Req, "__init__"),
+        (ForwardBatch, "init_new"),
+        (streamer, "is_request_level_customized_info_key"),
+    ):
+        monkeypatch.setattr(owner, name, owner.__dict__[name])
+    bag = SimpleNamespace(pp_size=1, tp_rank=0)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
+    monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_parallel", lambda: bag)
+    requests._admitted.clear()
+    requests._resolve.cache_clear()
+
+
+def serve(text: str = "FFFF", mode: str = "live", **fields: Any) -> active.ActivePattern:
+    """Make this process a worker whose default is ``text``."""
+    made = plan(text, mode=mode, **fields)
+    requests.install(made)
+    return active.activate(made)
+
+
+def admit(name: Any = None, length: int = 8, **fields: Any) -> Req:
+    custom = None if name is None else {requests.NAME: name}
+    return Req("1", "", array("q", range(length)), SamplingParams(custom_params=custom), **fields)
+
+
+def stored_under(*args: Any, **fields: Any) -> Any:
+    """The keys under which a request's pages go to HiCache's storage."""
+    request = admit(*args, **fields)
+    return get_storage_hash_str(RadixKey(request.origin_input_ids, request.extra_key), page_size=4)
+
+
+# -- which pattern -----------------------------------------------------------------------------
+
+
+def test_named_then_by_length_then_default() -> None:
+    serving = serve("FFFF", longer=((10, Pattern("FSFS")),))
+    assert admit().indexcache_pattern == Pattern("FFFF")
+    assert admit(length=10).indexcache_pattern == Pattern("FSFS")
+    assert admit("uniform:1/4", length=10).indexcache_pattern == Pattern("FSSS")
+    before = admit()
+    serving.replace(serving.policy.of(Pattern("FFSS")), "test")
+    assert admit(length=10).indexcache_pattern == Pattern("FFSS")
+    assert before.indexcache_pattern == Pattern("FFFF")
+
+
+def test_static_mode_takes_its_own_pattern_by_any_name() -> None:
+    serve("FSFS", mode="static")
+    assert admit("uniform:1/2").to_finish is None
+    refused = admit("full")
+    assert "static mode" in refused.to_finish.message
+    assert "it serves FSFS only" in refused.to_finish.message
+
+
+@pytest.mark.parametrize("name", ["FFF", "nobody", "ffff", "", 1, ["FFFF"], "x.yaml", "F" * 10_000])
+def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
+    """It reached the scheduler by a way that does not pass our check in the HTTP process."""
+    serving = serve()
+    with pytest.raises(IndexCacheError) as refusal:
+        requests.resolve(serving.plan, name)
+    request = admit(name)
+    assert request.to_finish.message == str(refusal.value)
+    assert request.to_finish.status_code == 400
+    assert request.indexcache_pattern == Pattern("FFFF")
+    assert len(str(refusal.value)) < 500
+    assert admit().to_finish is None
+
+
+def test_the_sentence_is_the_command_lines() -> None:
+    made = plan("FFFF", mode="live")
+    from sglang_indexcache.library import Library
+
+    for name in ("FFF", "nobody", "ffff", "SFFF"):
+        with pytest.raises(IndexCacheError) as there:
+            Library.default().resolve(name, made.checkpoint())
+        with pytest.raises(IndexCacheError) as here:
+            requests.resolve(made, name)
+        assert str(here.value) == str(there.value)
+
+
+def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bag = SimpleNamespace(pp_size=2, tp_rank=0)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
+    serve()
+    assert admit("FSFS").to_finish is None
+    assert "stages start at layers 2" in admit("FSSS").to_finish.message
+
+
+def test_a_session_keeps_the_pattern_that_it_began_with() -> None:
+    serving = serve()
+    session = SimpleNamespace()
+    assert admit("FSFS", session=session).indexcache_pattern == Pattern("FSFS")
+    serving.replace(serving.policy.of(Pattern("FFSS")), "test")
+    assert admit(session=session).indexcache_pattern == Pattern("FSFS")
+    assert admit("uniform:1/2", session=session).to_finish is None
+    refused = admit("FFFF", session=session)
+    assert "begun under pattern FSFS and cannot go on under FFFF" in refused.to_finish.message
+
+
+# -- what hangs on it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra_key", [None, "a user's"])
+@pytest.mark.parametrize("mode", ["static", "live"])
+def test_patterns_do_not_find_each_others_pages(mode: str, extra_key: str | None) -> None:
+    found = [stored_under(extra_key=extra_key)]  # stock SGLang
+    for text in ("FSFS", "FFFS"):
+        if mode == "static":
+            serve(text, mode)
+            found.append(stored_under(extra_key=extra_key))
+        else:
+            serve("FFFF", mode)
+            found.append(stored_under(text, extra_key=extra_key))
+            assert stored_under("full", extra_key=extra_key) not in found
+    for page in range(2):
+        assert len({pages[page] for pages in found}) == 3
+
+
+def test_a_static_and_a_live_server_store_other_index_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve("FSFS", "static")
+    static = stored_under()
+    serve("FSFS", "live")
+    assert stored_under() != static
+
+
+def test_no_key_of_a_users_reaches_another_pattern() -> None:
+    serve()
+    keys = {name: admit(name).extra_key for name in ("FFFF", "FSFS")}
+    for name in keys:
+        for other in keys.values():
+            inside = admit(name, extra_key=other).extra_key
+            assert inside == keys[name] or inside.startswith(keys[name] + "|")
+
+
+def test_users_keys_and_adapters_stay_apart() -> None:
+    serve("FSFS", "static")
+    keys = [
+        stored_under(),
+        stored_under(extra_key="a"),
+        stored_under(extra_key="b"),
+        stored_under(extra_key="a", lora_id="adapter"),
+    ]
+    assert len({pages[0] for pages in keys}) == 4
+
+
+def test_the_checkpoints_own_sharing_shares_with_stock() -> None:
+    stock = stored_under()
+    serve("FFFF", "static")
+    assert stored_under() == stock
+
+
+def test_a_request_that_comes_back_keeps_its_key() -> None:
+    once = requests.within("indexcache-1", "mine")
+    assert requests.within("indexcache-1", once) == once
+    alone = requests.within("indexcache-1", None)
+    assert requests.within("indexcache-1", alone) == alone
+    assert requests.within("indexcache-2", once) != once
+
+
+def test_a_retracted_request_keeps_its_pattern() -> None:
+    serving = serve()
+    request = admit("FSFS")
+    key = request.extra_key
+    serving.replace(serving.policy.of(Pattern("FFSS")), "test")
+    request.reset_for_retract()
+    assert request.indexcache_pattern == Pattern("FSFS")
+    assert request.extra_key == key
+
+
+def test_requests_are_counted_by_pattern_until_they_finish() -> None:
+    serve()
+    kept = [admit("FSFS"), admit("FSFS"), admit()]
+    assert requests.in_hand() == {"FSFS": 2, "FFFF": 1}
+    kept[0].finished_reason = FINISH_LENGTH(1)
+    assert requests.in_hand() == {"FSFS": 1, "FFFF": 1}
+    kept.clear()
+    gc.collect()
+    assert requests.in_hand() == {}
+
+
+def test_an_answer_tells_its_pattern_once() -> None:
+    from sglang.srt.managers.scheduler_components import output_streamer
+
+    serve()
+    assert admit("FSFS").customized_info == {requests.NAME: ["FSFS"]}
+    streamer = output_streamer.SchedulerOutputStreamer
+    told_once = streamer.is_request_level_customized_info_key
+    assert told_once(SimpleNamespace(), requests.NAME)  # type: ignore[arg-type]
+    assert not told_once(SimpleNamespace(), "another's")  # type: ignore[arg-type]
+
+
+# -- in the HTTP process -----------------------------------------------------------------------
+
+
+def incoming(name: Any) -> Any:
+    return SimpleNamespace(sampling_params={"custom_params": {requests.NAME: name}})
+
+
+def check_name(made: Plan | None, name: Any, monkeypatch: pytest.MonkeyPatch, *others: Any) -> Any:
+    monkeypatch.setattr(requests, "published_plan", lambda: made)
+    states = {str(i): SimpleNamespace(obj=incoming(other)) for i, other in enumerate(others)}
+    manager = SimpleNamespace(rid_to_state=states)
+    return requests._check_name(lambda *_: "tokenized", manager, incoming(name), "text", [1])
+
+
+def test_a_good_name_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("FFFF", mode="live")
+    assert check_name(made, "FSFS", monkeypatch) == "tokenized"
+    assert check_name(made, None, monkeypatch) == "tokenized"
+    assert check_name(None, "anything", monkeypatch) == "tokenized"  # no server of ours
+
+
+def test_a_bad_name_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no pattern is called 'nobody'"):
+        check_name(plan("FFFF", mode="live"), "nobody", monkeypatch)
+
+
+def test_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("F" * 8, mode="live")
+    legal = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(64)]
+    most = requests.MOST_AT_ONCE
+    assert check_name(made, legal[40], monkeypatch, *legal[: most - 1], None) == "tokenized"
+    assert check_name(made, legal[0], monkeypatch, *legal[:most]) == "tokenized"  # among them
+    with pytest.raises(ValueError, match=f"{most} other patterns already.*takes {most} at once"):
+        check_name(made, legal[40], monkeypatch, *legal[:most])
+
+
+@pytest.mark.parametrize("sampling", [None, [], {}, {"custom_params": "FFFF"}, [{}]])
+def test_requests_of_any_shape_name_nothing(sampling: Any) -> None:
+    assert requests.named_by(sampling) is None
