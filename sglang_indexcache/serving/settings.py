@@ -80,7 +80,22 @@ KERNELS = Option(
     "(see: indexcache kernels list).",
     choices=("engine", "auto", *NAMES),
 )
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS)
+GRAPHS = Option(
+    "indexcache_graphs",
+    "Decode CUDA graphs to capture besides the one that serves every batch, as a list with commas. "
+    "short: for batches whose requests all have at most index_topk tokens, where selecting is "
+    "selecting everything and indexers need not run; exact. In live mode, which captures no graph "
+    "without this option, also up to 4 patterns: a batch of one of them replays its graph, any "
+    "other a graph that runs every indexer. Each costs memory and time at the start for every "
+    "batch size. Not measured on a GPU yet.",
+    metavar="LIST",
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, GRAPHS)
+
+SHORT = "short"
+"""In the list of graphs: the one of batches in which nothing is left out."""
+MOST_GRAPHS = 4
+"""Patterns with a graph of their own."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,7 @@ class Plan:
         kernels: whose GPU kernels run.
         advice: a warning for the log, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
+        graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
     """
 
     pattern: Pattern
@@ -166,6 +182,7 @@ class Plan:
     kernels: str = "engine"
     advice: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
+    graphs: tuple[str, ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -238,6 +255,7 @@ class Plan:
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
+        data["graphs"] = tuple(data["graphs"])
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
@@ -287,6 +305,7 @@ def make_plan(
         kernels=kernels.value if kernels else "engine",
         advice="" if chosen or upstream else _advice(checkpoint, library),
         longer=policy.steps[1:],
+        graphs=_graphs(request, checkpoint, library, mode.value if mode else "static"),
     )
 
 
@@ -309,6 +328,32 @@ def _chosen_pattern(
     except IndexCacheError as error:
         raise type(error)(f"{said}: {error}") from error
     return policy, f"{said} ({'; '.join(described)})"
+
+
+def _graphs(
+    request: Request, checkpoint: Checkpoint, library: Library, mode: str
+) -> tuple[str, ...]:
+    choice = request.get(GRAPHS)
+    if choice is None:
+        return ()
+    said = f"{choice.origin} {choice.value}"
+    listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
+    names = [name for name in listed if name != SHORT]
+    if names and mode == "static":
+        raise SettingsError(
+            f"{said}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
+            f"only, or add {MODE.flag} live."
+        )
+    try:
+        found = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
+    except IndexCacheError as error:
+        raise type(error)(f"{said}: {error}") from error
+    if len(found) > MOST_GRAPHS:
+        raise SettingsError(
+            f"{said}: {len(found)} patterns, and each takes memory and time for every batch size. "
+            f"Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
+        )
+    return (*([SHORT] if SHORT in listed else []), *found)
 
 
 def _upstream_pattern(
