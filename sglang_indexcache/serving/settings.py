@@ -202,7 +202,7 @@ class Plan:
         """What every process of a server must agree on; where it was said may differ."""
         return (
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
-            f"{self.index_k_dtype}"
+            f"{self.index_k_dtype}, graphs {', '.join(self.graphs) or 'of one kind'}"
         )
 
     def kv_namespace(self, pattern: Pattern) -> str | None:
