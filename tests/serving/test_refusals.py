@@ -164,14 +164,14 @@ def test_graphs_that_nothing_would_replay(
     fields: dict[str, Any], given: dict[str, Any], reason: str
 ) -> None:
     asked = plan(graphs=("short",), **fields)
-    with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with {reason}"):
+    with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
         check(flags(**given), asked, 4)
     check(flags(), plan(graphs=("short",)), 4)
 
 
 def test_graphs_on_amd_gpus(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_rocm", lambda: True)
-    with pytest.raises(SettingsError, match="AMD GPUs, where SGLang captures a short graph itself"):
+    with pytest.raises(SettingsError, match="where SGLang captures a short graph itself"):
         check(flags(), plan(graphs=("short",)), 4)
 
 
