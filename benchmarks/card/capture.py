@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.card.claims import Report, need
+from benchmarks.card.claims import Report, expect, need
 from benchmarks.card.device import sglang_on
-from benchmarks.card.stage import KEYS, TOPK, Stage, runner_backend, stub_kernels
+from benchmarks.card.stage import (
+    KEYS,
+    TOLERANCE,
+    TOPK,
+    Stage,
+    runner_backend,
+    select,
+    stub_kernels,
+)
 
 ROWS = 6
 SPLIT = ((0, 2), (2, ROWS))
@@ -45,8 +53,6 @@ def layers(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Some layers on one batch."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    from benchmarks.card.stage import select
 
     batch = SimpleNamespace(tbo_parent_token_range=rows, forward_mode=ForwardMode.DECODE)
     for number in numbers:
@@ -104,6 +110,72 @@ def replays(case: tuple[str, int, int, int], report: Report) -> dict[str, Any]:
     return {"largest errors": errors}
 
 
+MIXES = (("FSSFSS", "FFSSSF"), ("FSSSSS",), ("FFFFFF", "FSSSSS", "FSFSFS"))
+"""Patterns of the rows of three batches, one after the other; the last one is repeated."""
+
+
+def mixed_replays(report: Report) -> dict[str, Any]:
+    """Capture live mode's graph of mixed batches once, replay it with other patterns each time.
+
+    Raises:
+        RefutedError: a row got what its own pattern does not say.
+    """
+    from sglang.srt.model_executor.runner.shape_key import ShapeKey
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
+        FullCudaGraphBackend,
+    )
+
+    from sglang_indexcache.pattern import Pattern
+    from sglang_indexcache.serving.cuda.graph_variants import MIXED, GraphVariants
+    from sglang_indexcache.serving.rows import RequestIds
+
+    key, errors = ShapeKey(ROWS, attention_variant=MIXED), {}
+    with stub_kernels(), sglang_on(report.dry) as device:
+        stage = Stage("FFFFFF", 0, 6, ROWS, report.device, 6, mode="live")
+        variants = GraphVariants(stage.whole.active, (), TOPK)
+        graphs = runner_backend(
+            FullCudaGraphBackend,
+            device,
+            device.Stream(),
+            _reuse_output_buffer=False,
+            _output_buffer=None,
+        )
+        stage.whole.index_buffer.begin(variants.rows(MIXED, ROWS, stage.hidden.device))
+        graphs.capture_one(key, lambda: mixed_forward(stage))
+        overwritten = overwrite_freed_memory(report.device)
+        for seed, texts in enumerate((*MIXES, MIXES[0])):
+            mine = [Pattern((texts * ROWS)[row]) for row in range(ROWS)]
+            asked: Any = [SimpleNamespace(rid="", indexcache_pattern=pattern) for pattern in mine]
+            batch: Any = SimpleNamespace(rids=RequestIds(asked))
+            expect(variants.select(batch) == MIXED, "another graph was chosen")
+            stage.fill(seed)
+            output = graphs.replay(key, None)
+            device.synchronize()
+            for row, pattern in enumerate(mine):
+                stage.pattern = pattern
+                got, wanted = output[row].double().cpu(), stage.expected()[row]
+                error = float((got - wanted).abs().max())
+                expect(error <= TOLERANCE, f"row {row} of {pattern} errs by {error:.3g}")
+                errors[f"batch {seed}, row {row}, {pattern}"] = error
+        del overwritten
+    return {"largest error": max(errors.values())}
+
+
+def mixed_forward(stage: Stage) -> torch.Tensor:
+    """As SGLang's model runs live mode: each layer's indexer, then its attention."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch = SimpleNamespace(tbo_parent_token_range=None, forward_mode=ForwardMode.DECODE)
+    hidden = stage.hidden.clone()
+    for number in stage.layers:
+        used = stage.whole.index_buffer.resolve(number, select(hidden, stage.keys[number]))
+        layer = SimpleNamespace(layer_id=number)
+        hidden = hidden + stage.whole.forward_decode(
+            hidden, None, None, layer, batch, topk_indices=used
+        )
+    return hidden
+
+
 def overwrite_freed_memory(device: str) -> list[torch.Tensor]:
     """Take what the warm-ups freed, and write indices there that nobody selected."""
     shapes = [(rows, TOPK) for rows in (ROWS, *(high - low for low, high in SPLIT))]
@@ -115,11 +187,15 @@ def overwrite_freed_memory(device: str) -> list[torch.Tensor]:
 
 
 def run(report: Report) -> None:
-    """One claim for each kind of start."""
-    for name, (kind, cases) in zip(report.claims, CASES.items(), strict=True):
+    """One claim for each kind of start, and one for rows that differ."""
+    *starts, mixed = report.claims
+    for name, (kind, cases) in zip(starts, CASES.items(), strict=True):
         assert name.endswith(kind)
         with report.claim(name) as evidence:
             need("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend")
             need("sglang_indexcache.serving.cuda.backend")
             for case in cases:
                 evidence[f"{case[0]}, layers {case[1]} to {case[2] - 1}"] = replays(case, report)
+    with report.claim(mixed) as evidence:
+        need("sglang_indexcache.serving.cuda.graph_variants")
+        evidence |= mixed_replays(report)

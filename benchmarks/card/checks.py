@@ -71,6 +71,7 @@ CHECKS = (
             "capture and replay: a stage that starts on F",
             "capture and replay: a stage that starts on S",
             "capture and replay: sub-batches that start on S",
+            "capture and replay: rows of several patterns",
         ),
         90,
         20,

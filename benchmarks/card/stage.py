@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -64,7 +64,14 @@ class Stage:
     """
 
     def __init__(
-        self, text: str, start: int, end: int, rows: int, device: str, first_overlapped: int
+        self,
+        text: str,
+        start: int,
+        end: int,
+        rows: int,
+        device: str,
+        first_overlapped: int,
+        mode: Literal["static", "live"] = "static",
     ) -> None:
         from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 
@@ -81,7 +88,7 @@ class Stage:
         plan = Plan(
             pattern=self.pattern,
             source="card",
-            mode="static",
+            mode=mode,
             own=Pattern.full(len(text)),
             layer_ids=tuple(range(len(text))),
             architecture="GlmMoeDsaForCausalLM",

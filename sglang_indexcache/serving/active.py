@@ -26,6 +26,7 @@ class Counters:
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
+        graphs: replays of decode graphs, by label, where there are several of a batch size.
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", and each with
             "_processor" for this thread's processor time). The CPU platform only: a GPU's kernels
             run behind the clock.
@@ -36,6 +37,7 @@ class Counters:
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
+    graphs: dict[str, int] = field(default_factory=dict)
     indexer_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
@@ -92,6 +94,10 @@ class ActivePattern:
         """``layer`` stored index keys without scoring any."""
         self.counters.key_writes[self.position(layer)] += 1
 
+    def count_graph(self, label: str) -> None:
+        """Note that a batch is about to replay the decode graph ``label``."""
+        self.counters.graphs[label] = self.counters.graphs.get(label, 0) + 1
+
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
         """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
         self.counters.indexer_seconds[phase] += wall
@@ -134,6 +140,7 @@ class ActivePattern:
             "indexer_selections": list(self.counters.selections),
             "index_reuses": list(self.counters.reuses),
             "index_key_writes": list(self.counters.key_writes),
+            "graph_replays": dict(self.counters.graphs),
             "indexer_seconds": dict(self.counters.indexer_seconds),
         }
 

@@ -326,10 +326,10 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     cfg = resolving_view(server_args)
     fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
     if plan.mode == "live":
-        # A captured graph would replay the pattern that it was captured with.
-        fields |= dict.fromkeys(
-            ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
-        )
+        # A captured graph replays the pattern that it was captured with.
+        fields["cuda_graph_backend_prefill"] = "disabled"
+        if not plan.graphs:
+            fields["cuda_graph_backend_decode"] = "disabled"
     declare_resolution(
         server_args,
         BACKEND_NAME,

@@ -7,8 +7,17 @@ from typing import Any
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.settings import ADAPTER, KERNELS, MODE, PATTERN, Plan
+from sglang_indexcache.serving.settings import (
+    ADAPTER,
+    GRAPHS,
+    KERNELS,
+    MODE,
+    PATTERN,
+    SHORT,
+    Plan,
+)
 
 
 def check(cfg: Any, plan: Plan, num_layers: int) -> None:
@@ -30,6 +39,8 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
         )
     if plan.mode == "live":
         _check_live(cfg, plan)
+    if plan.graphs:
+        _check_graphs(cfg, plan)
     _check_caches(cfg, plan)
     if cfg.enable_two_batch_overlap and cfg.enable_return_indexer_topk:
         raise SettingsError(
@@ -41,7 +52,8 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
-        for pattern in plan.policy.patterns:
+        captured = [Pattern(text) for text in plan.graphs if text != SHORT]
+        for pattern in (*plan.policy.patterns, *captured):
             pattern.check_stages(starts)
 
 
@@ -81,6 +93,31 @@ def _check_live(cfg: Any, plan: Plan) -> None:
         raise SettingsError(
             f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
         )
+
+
+def _check_graphs(cfg: Any, plan: Plan) -> None:
+    """Graphs beside SGLang's are for plain decode of whole batches on NVIDIA GPUs."""
+    from sglang.srt.platforms import current_platform
+
+    reasons = {
+        "the CPU platform, which captures none": platform_cpu.is_active(),
+        "AMD GPUs, where SGLang captures a short graph itself": current_platform.is_rocm(),
+        "decode graphs switched off": (
+            cfg.disable_cuda_graph
+            or cfg.disable_decode_cuda_graph
+            or cfg.cuda_graph_backend_decode == "disabled"
+        ),
+        "--speculative-algorithm, whose verification no short graph fits": (
+            cfg.speculative_algorithm is not None
+        ),
+        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
+        f"{ADAPTER.flag} in live mode, which exchanges weights that a graph has captured": (
+            bool(plan.adapter) and plan.mode == "live"
+        ),
+        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise SettingsError(f"{GRAPHS.flag} does not work with {found[0]}. Drop it.")
 
 
 def _check_caches(cfg: Any, plan: Plan) -> None:

@@ -83,6 +83,19 @@ class RequestIds(list[str]):
         self.patterns: list[Pattern] = [request.indexcache_pattern for request in requests]
 
 
+def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
+    """Live mode: the pattern of each of the batch's requests.
+
+    Raises:
+        StaleIndexError: it is not known of a batch with requests.
+    """
+    if not batch.rids:
+        return []
+    if not isinstance(batch.rids, RequestIds):
+        raise StaleIndexError("a batch came without the patterns of its requests")
+    return batch.rids.patterns
+
+
 def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
     """Which pattern each row of ``batch`` obeys.
 
@@ -92,11 +105,8 @@ def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
     Raises:
         StaleIndexError: it is not known of a batch with requests.
     """
-    if active.plan.mode == "static" or not batch.rids:
+    if active.plan.mode == "static" or not (patterns := patterns_of_requests(batch)):
         return RowPatterns.one(active.pattern)
-    if not isinstance(batch.rids, RequestIds):
-        raise StaleIndexError("a batch came without the patterns of its requests")
-    patterns = batch.rids.patterns
     if batch.forward_mode.is_decode():
         lengths = [1] * len(patterns)
     else:

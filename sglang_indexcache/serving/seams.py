@@ -54,6 +54,7 @@ _HOOKS = "sglang.srt.plugins.hook_registry"
 _LOADER = "sglang.srt.model_loader.loader"
 _PD = "sglang.srt.disaggregation.common.conn"
 _DEEPSEEK = "sglang.srt.models.deepseek_v2"
+_VARIANTS = "sglang.srt.layers.attention.graph_variants"
 _PLATFORM = "sglang.srt.platforms.interface"
 _MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 
@@ -130,6 +131,7 @@ LAUNCH_SEAMS = (
         "obeys indexer_types first",
         ("config", "layer_id"),
     ),
+    Seam("sglang.srt.configs.model_config", "get_dsa_index_topk", "the model's k", ("config",)),
     Seam(
         "sglang.srt.arg_groups.serving_hook",
         "handle_other_validations",
@@ -355,6 +357,32 @@ WORKER_SEAMS = (
         ("bootstrap_addr",),
     ),
     Seam(_CONTEXT, "get_model", "the resolved config in a worker"),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "create_attention_graph_variants",
+        "several decode graphs of a batch size",
+        ("hf_config",),
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner._resolve_attention_variant",
+        "asks before each replay which of them it is to be",
+        ("forward_batch",),
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner_utils.capture_mode",
+        "get_capture_attention_variant",
+        "which of them is captured",
+    ),
+    Seam(_VARIANTS, "DSA_DENSE", "the graph in which indexers only store keys"),
+    Seam(_VARIANTS, "DSA_SPARSE", "the graph of every batch"),
+    Seam(_VARIANTS, "DsaGraphVariants.select", "when SGLang takes the one or the other"),
+    Seam(
+        _INDEXER,
+        "Indexer._should_skip_logits_computation",
+        "an indexer asks which graph is captured",
+        ("forward_batch",),
+    ),
     Seam(_CONTEXT, "get_exec", "whether two batches overlap"),
     Seam(_CONTEXT, "get_parallel", "the pipeline's stages"),
     Seam(_CONTEXT, "get_disagg", "whether prefill and decode are apart"),

@@ -91,7 +91,22 @@ ADAPTER = Option(
     "indexers are. Refused with another checkpoint than the one it was trained on.",
     metavar="FOLDER",
 )
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER)
+GRAPHS = Option(
+    "indexcache_graphs",
+    "Decode CUDA graphs to capture besides the one that serves every batch, as a list with commas. "
+    "short: for batches whose requests all have at most index_topk tokens, where selecting is "
+    "selecting everything and indexers need not run; exact. In live mode, which captures no graph "
+    "without this option, also up to 4 patterns: a batch of one of them replays its graph, any "
+    "other a graph that runs every indexer. Each costs memory and time at the start for every "
+    "batch size. Not measured on a GPU yet.",
+    metavar="LIST",
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS)
+
+SHORT = "short"
+"""In the list of graphs: the one of batches in which nothing is left out."""
+MOST_GRAPHS = 4
+"""Patterns with a graph of their own."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,7 @@ class Plan:
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
+        graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
     """
 
     pattern: Pattern
@@ -183,6 +199,7 @@ class Plan:
     advice: str = ""
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
+    graphs: tuple[str, ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -206,6 +223,7 @@ class Plan:
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
             + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
+            + (f", graphs {', '.join(self.graphs)}" if self.graphs else "")
         )
 
     def kv_namespace(self, pattern: Pattern, *, adapted: bool = False) -> str | None:
@@ -265,6 +283,7 @@ class Plan:
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
+        data["graphs"] = tuple(data["graphs"])
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
@@ -330,6 +349,7 @@ def make_plan(
         advice="" if asked else _advice(checkpoint, library),
         quality=known,
         longer=policy.steps[1:],
+        graphs=_graphs(request, checkpoint, library, mode.value if mode else "static"),
     )
 
 
@@ -374,6 +394,32 @@ def _chosen_pattern(
     entry = resolved[0].entry if len(resolved) == 1 else None
     described = "; ".join(each.description for each in resolved)
     return policy, f"{said} ({described})", entry
+
+
+def _graphs(
+    request: Request, checkpoint: Checkpoint, library: Library, mode: str
+) -> tuple[str, ...]:
+    choice = request.get(GRAPHS)
+    if choice is None:
+        return ()
+    said = f"{choice.origin} {choice.value}"
+    listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
+    names = [name for name in listed if name != SHORT]
+    if names and mode == "static":
+        raise SettingsError(
+            f"{said}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
+            f"only, or add {MODE.flag} live."
+        )
+    try:
+        found = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
+    except IndexCacheError as error:
+        raise type(error)(f"{said}: {error}") from error
+    if len(found) > MOST_GRAPHS:
+        raise SettingsError(
+            f"{said}: {len(found)} patterns, and each takes memory and time for every batch size. "
+            f"Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
+        )
+    return (*([SHORT] if SHORT in listed else []), *found)
 
 
 def _upstream_pattern(

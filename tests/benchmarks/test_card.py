@@ -269,13 +269,26 @@ def test_sub_batches_that_read_the_wrong_rows(
 ) -> None:
     from sglang_indexcache.serving.index_buffer import IndexBuffer
 
-    original = IndexBuffer.adopt
-    monkeypatch.setattr(
-        IndexBuffer, "adopt", lambda buffer, layer, rows: original(buffer, layer, rows.flip(0))
-    )
+    original = IndexBuffer.inherit
+
+    def flipped(part: IndexBuffer, layer: int, whole: Any, rows: Any, before: int) -> None:
+        original(part, layer, whole, rows, before)
+        if part._indices is not None:
+            part._indices = part._indices.flip(0)
+
+    monkeypatch.setattr(IndexBuffer, "inherit", flipped)
     found = refuted(outcomes("capture", capsys))
     assert number("capture").claims[2] in found
     assert number("capture").claims[0] not in found
+
+
+def test_rows_that_take_what_the_capture_gave_them(
+    sglang: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
+
+    monkeypatch.setattr(GraphVariants, "_write_masks", lambda variants, patterns: None)
+    assert refuted(outcomes("capture", capsys)) == [number("capture").claims[3]]
 
 
 def test_a_prefill_that_replays_the_captured_indices(

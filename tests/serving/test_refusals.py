@@ -27,6 +27,9 @@ def flags(**given: Any) -> SimpleNamespace:
         "speculative_algorithm": None,
         "enable_prefill_cp": False,
         "cuda_graph_config": None,
+        "cuda_graph_backend_decode": None,
+        "disable_cuda_graph": False,
+        "disable_decode_cuda_graph": False,
         "enable_flexkv": False,
         "radix_cache_backend": None,
         "hicache_storage_backend": None,
@@ -56,6 +59,8 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
         ({"kernels": "triton"}, {}),
         ({}, {"pp_size": 4}),
+        ({"graphs": ("short",)}, {"pp_size": 4}),
+        (LIVE | {"graphs": ("short", "FSSS")}, {}),
     ],
     ids=str,
 )
@@ -142,3 +147,35 @@ def test_stage_starts_in_pattern_positions() -> None:
     assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
     assert stage_starts((3, 7, 11), 14, 14) == [0, 1, 2]
     assert stage_starts(range(6), 6, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "reason"),
+    [
+        ({}, {"disable_cuda_graph": True}, "switched off"),
+        ({}, {"disable_decode_cuda_graph": True}, "switched off"),
+        ({}, {"cuda_graph_backend_decode": "disabled"}, "switched off"),
+        ({}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm, whose verification"),
+        ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"architecture": "Glm5NextForCausalLM"}, {}, "a Glm5NextForCausalLM"),
+    ],
+)
+def test_graphs_that_nothing_would_replay(
+    fields: dict[str, Any], given: dict[str, Any], reason: str
+) -> None:
+    asked = plan(graphs=("short",), **fields)
+    with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
+        check(flags(**given), asked, 4)
+    check(flags(), plan(graphs=("short",)), 4)
+
+
+def test_graphs_on_amd_gpus(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "is_rocm", lambda: True)
+    with pytest.raises(SettingsError, match="where SGLang captures a short graph itself"):
+        check(flags(), plan(graphs=("short",)), 4)
+
+
+def test_a_declared_pattern_obeys_the_stages_too() -> None:
+    declared = plan("FSFS", mode="live", graphs=("FSSS",))
+    with pytest.raises(PatternError, match="S"):
+        check(flags(pp_size=2), declared, 4)

@@ -99,6 +99,27 @@ class HostBatch:
         return result
 
 
+def every_visible(
+    batch: HostBatch, rows: int, topk: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """The selection of rows that see at most k tokens: all of them, and no logits are needed.
+
+    Args:
+        batch: the geometry.
+        rows: T; those behind ``batch.num_rows`` select nothing.
+        topk: k.
+        device: of the result.
+
+    Returns:
+        ``[T, topk]`` int32 as of :func:`select_topk`. A row that sees more has its first k.
+    """
+    result = torch.full((rows, topk), PADDING, dtype=torch.int32, device=device)
+    columns = torch.arange(topk, dtype=torch.int32, device=device)
+    visible = batch.visible[:, None]
+    result[: batch.num_rows] = torch.where(columns < visible, columns, PADDING)
+    return result
+
+
 def select_topk(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -121,22 +142,13 @@ def select_topk(
     Returns:
         ``[T, topk]`` int32 positions within each row's own request, ascending, -1 padded.
     """
-    result = torch.full((q.shape[0], topk), PADDING, dtype=torch.int32, device=q.device)
-    _fill_all_visible(result, batch, topk)
+    result = every_visible(batch, q.shape[0], topk, q.device)
     single, several = _split_by_query_len(batch, topk)
     for requests in _decode_groups(batch, single, q.shape[1], logits_bytes):
         _select_single(result, q, weights, gather_keys, batch, requests, topk)
     for request in several:
         _select_several(result, q, weights, gather_keys, batch, request, topk, logits_bytes)
     return result
-
-
-def _fill_all_visible(result: torch.Tensor, batch: HostBatch, topk: int) -> None:
-    """Rows that see at most k tokens select them all: no logits needed."""
-    columns = torch.arange(topk, dtype=torch.int32, device=result.device)
-    visible = batch.visible[:, None]
-    everything = torch.where(columns < visible, columns, PADDING)
-    result[: batch.num_rows] = everything
 
 
 def _split_by_query_len(batch: HostBatch, topk: int) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
 from sglang_indexcache.kernels.contract import PADDING
-from sglang_indexcache.kernels.indexer.cpu import select_topk
+from sglang_indexcache.kernels.indexer.cpu import every_visible, select_topk
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def _store_and_select(
         backend.active.count_key_write(layer_id)
         return backend.index_buffer.shared(layer_id)
     backend.active.count_selection(layer_id)
+    if max(backend.batch.key_lens, default=0) <= indexer.index_topk:
+        everything = every_visible(backend.batch, x.shape[0], indexer.index_topk, x.device)
+        return backend.index_buffer.resolve(layer_id, everything)
     queries, scales = _queries(indexer, q_lora, positions, backend)
     selected = select_topk(
         queries,

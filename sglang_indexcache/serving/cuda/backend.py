@@ -8,24 +8,30 @@ between the sub-batches of two-batch overlap, across layers without DSA, and in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cuda import graph_variants
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.choice import choose
+from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.refusals import stage_starts
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_indexcache.kernels.contract import SparseMLA
+
+logger = logging.getLogger(__name__)
 
 
 def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
@@ -47,9 +55,11 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
     backend.kernels = _load_kernels(runner, active)
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)
-    if active.plan.mode == "live":
+    if active.plan.graphs:
+        backend.graphs = _more_graphs(runner, active)
+    if active.plan.graphs or active.plan.mode == "live":
         target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
-        around(target, _live_indexer_forward)
+        around(target, _indexer_forward)
     return backend
 
 
@@ -61,7 +71,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         index_buffer: the indices in flight.
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         kernels: which operations are ours.
+        graphs: the decode graphs, where there are several of a batch size.
     """
+
+    graphs: GraphVariants | None = None
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__(runner)
@@ -83,7 +96,14 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
-        self._begin(forward_batch)
+        label = get_capture_attention_variant() if in_capture else None
+        if self.graphs is not None and label is not None:
+            count, device = forward_batch.batch_size, forward_batch.seq_lens.device
+            self.index_buffer.begin(self.graphs.rows(label, count, device))
+        elif self.active.plan.mode == "live":  # a replay, which runs no layer's Python
+            self.active.count_forward()
+        else:
+            self._begin(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -185,6 +205,21 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         return backend
 
 
+def _more_graphs(runner: ModelRunner, active: ActivePattern) -> GraphVariants:
+    """The decode graphs of ``--indexcache-graphs``; SGLang will ask for them before it captures."""
+    layers, stages = active.plan.layer_ids, get_parallel().pp_size
+    config = runner.model_config.hf_config
+    starts = stage_starts(layers, layers[-1] + 1, stages)
+    variants = GraphVariants(active, starts, get_dsa_index_topk(config))
+    graph_variants.install(variants)
+    logger.info(
+        "IndexCache: %d decode graphs of each batch size: %s. SGLang says below what they take.",
+        len(variants.capture_labels),
+        ", ".join(variants.capture_labels),
+    )
+    return variants
+
+
 def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
     """What ``--indexcache-kernels`` asks for, on the GPU of this worker."""
     if active.plan.kernels == "engine":
@@ -218,7 +253,7 @@ def _check_overlap(backend: IndexCacheBackend) -> None:
         )
 
 
-def _live_indexer_forward(
+def _indexer_forward(
     original: Callable[..., torch.Tensor | None],
     indexer: Indexer,
     x: torch.Tensor,
@@ -229,7 +264,10 @@ def _live_indexer_forward(
     return_indices: bool = True,
     use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
-    """Live mode: every layer has an indexer, and where it is S for all rows only stores its key."""
+    """A layer that has an indexer and is S for all rows only stores its key.
+
+    There are such layers in live mode, and while the graph of short batches is captured.
+    """
     backend = kernels_cuda.current_backend()
     ours = getattr(backend, "index_buffer", None)
     arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
@@ -237,8 +275,8 @@ def _live_indexer_forward(
         return original(indexer, *arguments)
     if ours.is_full(layer_id):
         selected = original(indexer, *arguments)
-        if selected is None:
-            return None
+        if selected is None or backend.active.plan.mode == "static":
+            return selected
         backend.inherit(layer_id, forward_batch)
         used = ours.resolve(layer_id, selected)
         return used if used is selected else maybe_capture_indexer_topk(layer_id, used)

@@ -235,7 +235,7 @@ def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> 
     def original(self: Any, *args: Any) -> torch.Tensor:
         return SELECTED
 
-    return backend_cuda._live_indexer_forward(
+    return backend_cuda._indexer_forward(
         original, indexer, None, None, None, batch(), number, return_indices
     )  # type: ignore[arg-type]
 
@@ -277,7 +277,7 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
     indexer = FakeIndexer()
     for number in range(2):
         selected = torch.full((3, 2), number)
-        used = backend_cuda._live_indexer_forward(
+        used = backend_cuda._indexer_forward(
             lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
         )  # type: ignore[arg-type]
         live.forward_extend(1, 2, 3, layer(number), mixed, topk_indices=used)

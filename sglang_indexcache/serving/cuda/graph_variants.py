@@ -1,0 +1,147 @@
+"""Several decode graphs of one batch size: a captured graph replays the pattern it was made with.
+
+SGLang can hold more than one graph of a batch size, and then asks before each replay which one the
+batch wants (``attention/graph_variants.py``). Ours, by label:
+
+``dense``
+    Every request has at most index_topk tokens, so whatever selects, selects everything. The first
+    layer lists all tokens; the others share the list and at most store their keys. Exact.
+``sparse``
+    Static mode: the server's pattern, right for every batch.
+a pattern
+    Live mode: the batch's only pattern, declared at the start.
+``mixed``
+    Live mode, every other batch: all indexers run, and each row takes from a layer what its own
+    pattern says. Who takes what stands in a buffer that is written before each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.graph_variants import DSA_DENSE, DSA_SPARSE
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.rows import RowPatterns, patterns_of_requests
+from sglang_indexcache.serving.settings import SHORT
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+MIXED = "mixed"
+
+
+class GraphVariants:
+    """Which decode graphs are captured, and which of them a batch replays.
+
+    Args:
+        active: the server's pattern and mode, and which graphs were asked for.
+        starts: the pattern positions at which pipeline stages start.
+        index_topk: the model's k.
+    """
+
+    def __init__(self, active: ActivePattern, starts: Sequence[int], index_topk: int) -> None:
+        plan = active.plan
+        self._active = active
+        self._index_topk = index_topk
+        self._is_live = plan.mode == "live"
+        # A later stage of static mode gets its list from the one before, unless it starts on F.
+        always = {at for at in starts if self._is_live or plan.pattern.is_full(at)}
+        self._fewest = Pattern.from_layers(len(plan.pattern), {0} | always)
+        self._declared = {text: Pattern(text) for text in plan.graphs if text != SHORT}
+        self._masks: torch.Tensor | None = None
+        labels = [DSA_DENSE] if SHORT in plan.graphs else []
+        labels += [*self._declared, MIXED] if self._is_live else [DSA_SPARSE]
+        # For each batch size in this order; the one that needs the most memory comes last.
+        self.capture_labels = tuple(labels)
+
+    def select(self, forward_batch: ForwardBatch) -> str:
+        """The label of the graph that ``forward_batch`` replays.
+
+        SGLang asks just before the replay, on the replay's stream, so this is also where a mixed
+        batch's masks are written.
+
+        Raises:
+            StaleIndexError: live mode, and the batch's requests came without their patterns.
+        """
+        label = self._label(forward_batch)
+        self._active.count_graph(label)
+        return label
+
+    def _label(self, forward_batch: ForwardBatch) -> str:
+        if DSA_DENSE in self.capture_labels and self._is_short(forward_batch):
+            return DSA_DENSE
+        if not self._is_live:
+            return DSA_SPARSE
+        patterns = patterns_of_requests(forward_batch)
+        if len(set(patterns)) == 1 and (label := str(patterns[0])) in self._declared:
+            return label
+        self._write_masks(patterns)
+        return MIXED
+
+    def rows(self, label: str, count: int, device: torch.device) -> RowPatterns:
+        """The patterns that a forward obeys while the graph ``label`` is captured.
+
+        Args:
+            label: one of :attr:`capture_labels`.
+            count: rows of the graph. The largest is captured first.
+            device: of the forward.
+        """
+        if label == DSA_DENSE:
+            return RowPatterns.one(self._fewest)
+        if label == MIXED:
+            if self._masks is None:
+                shape = (len(self._fewest), count)
+                self._masks = torch.ones(shape, dtype=torch.bool, device=device)
+            return _MaskedRows(self._fewest, self._masks[:, :count])
+        return RowPatterns.one(self._declared.get(label, self._active.plan.pattern))
+
+    def _is_short(self, forward_batch: ForwardBatch) -> bool:
+        """Whether no request is longer than k; its token of this step is counted already."""
+        lengths = forward_batch.seq_lens_cpu  # kept on the host, so nothing waits for the GPU
+        return (
+            lengths is not None and lengths.numel() > 0 and int(lengths.max()) <= self._index_topk
+        )
+
+    def _write_masks(self, patterns: Sequence[Pattern]) -> None:
+        """Rows behind the requests pad the batch, and nobody reads what they attend to."""
+        if self._masks is None or not patterns:
+            return
+        masks = torch.stack([_full_layers(pattern) for pattern in patterns], dim=1)
+        self._masks[:, : len(patterns)].copy_(masks.to(self._masks.device, non_blocking=True))
+
+
+class _MaskedRows(RowPatterns):
+    """Rows of a graph that may each obey any pattern at a replay.
+
+    To the index buffer they are a mix of two extremes: each layer is F for some row, while another
+    row still shares what the last layer left that is F for all.
+    """
+
+    def __init__(self, fewest: Pattern, masks: torch.Tensor) -> None:
+        super().__init__((Pattern.full(len(fewest)), fewest))
+        object.__setattr__(self, "_masks", masks)
+
+    def full_rows(self, position: int) -> torch.Tensor:
+        """``[T]`` bool: a view of the buffer, which a replay reads as it is then."""
+        masks: torch.Tensor = self.__dict__["_masks"]
+        return masks[position]
+
+
+@lru_cache(maxsize=256)
+def _full_layers(pattern: Pattern) -> torch.Tensor:
+    """``[layers]`` bool."""
+    return torch.tensor([pattern.is_full(position) for position in range(len(pattern))])
+
+
+def install(variants: GraphVariants) -> None:
+    """Let the runner of this process's decode graphs capture and ask ``variants``."""
+    around(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.create_attention_graph_variants",
+        lambda _original, _hf_config: variants,
+    )
