@@ -137,12 +137,16 @@ def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
 
 
 def test_other_weights_have_other_kv(adapter: Adapter) -> None:
-    full = plan("FFFF")
+    """Static, and live where a request's pattern is the same and the indexers are not."""
+    full, other = Pattern("FFFF"), Pattern("FSFS")
     adapted = [plan("FFFF", adapter="a", adapter_digest=digest * 64) for digest in "ab"]
-    assert full.kv_namespace is None
-    assert len({p.kv_namespace for p in (full, *adapted)}) == 3
-    assert len({p.terms for p in (full, *adapted)}) == 3
-    assert plan("FSFS").kv_namespace != plan("FSFS", adapter="a").kv_namespace
+    assert plan("FFFF").kv_namespace(full) is None
+    apart = {p.kv_namespace(full, adapted=True) for p in adapted} | {None}
+    apart |= {p.kv_namespace(other, adapted=a) for p in adapted for a in (True, False)}
+    live = plan("FFFF", mode="live", adapter="a", adapter_digest="a" * 64)
+    apart |= {live.kv_namespace(full, adapted=a) for a in (True, False)}
+    assert len(apart) == 3 + 3 + 2
+    assert len({p.terms for p in (plan("FFFF"), *adapted)}) == 3
 
 
 # -- loading -----------------------------------------------------------------------------------

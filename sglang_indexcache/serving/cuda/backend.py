@@ -100,8 +100,9 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device
             self.index_buffer.begin(self.graphs.rows(label, count, device))
-        elif self.active.plan.mode == "live":  # a replay, which runs no layer's Python
-            self.active.count_forward()
+        elif self.graphs is not None and self.active.plan.mode == "live":
+            # A replay, which runs no layer's Python.
+            self.active.count_forward(self.graphs.patterns_in_batch)
         else:
             self._begin(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)

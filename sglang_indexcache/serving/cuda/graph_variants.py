@@ -54,6 +54,8 @@ class GraphVariants:
         always = {at for at in starts if self._is_live or plan.pattern.is_full(at)}
         self._fewest = Pattern.from_layers(len(plan.pattern), {0} | always)
         self._declared = {text: Pattern(text) for text in plan.graphs if text != SHORT}
+        self.patterns_in_batch = 1
+        """How many the batch had for which a graph was last selected."""
         self._masks: torch.Tensor | None = None
         labels = [DSA_DENSE] if SHORT in plan.graphs else []
         labels += [*self._declared, MIXED] if self._is_live else [DSA_SPARSE]
@@ -69,19 +71,21 @@ class GraphVariants:
         Raises:
             StaleIndexError: live mode, and the batch's requests came without their patterns.
         """
-        label = self._label(forward_batch)
+        patterns = patterns_of_requests(forward_batch) if self._is_live else []
+        self.patterns_in_batch = len(set(patterns)) or 1
+        label = self._label(forward_batch, patterns)
+        if label == MIXED:
+            self._write_masks(patterns)
         self._active.count_graph(label)
         return label
 
-    def _label(self, forward_batch: ForwardBatch) -> str:
+    def _label(self, forward_batch: ForwardBatch, patterns: Sequence[Pattern]) -> str:
         if DSA_DENSE in self.capture_labels and self._is_short(forward_batch):
             return DSA_DENSE
         if not self._is_live:
             return DSA_SPARSE
-        patterns = patterns_of_requests(forward_batch)
-        if len(set(patterns)) == 1 and (label := str(patterns[0])) in self._declared:
-            return label
-        self._write_masks(patterns)
+        if self.patterns_in_batch == 1 and patterns and str(patterns[0]) in self._declared:
+            return str(patterns[0])
         return MIXED
 
     def rows(self, label: str, count: int, device: torch.device) -> RowPatterns:
