@@ -361,8 +361,8 @@ WORKER_SEAMS = (
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
         "create_attention_graph_variants",
         "several decode graphs of a batch size",
-        ("hf_config",),
     ),
+    Seam(_VARIANTS, "create_attention_graph_variants", "what that is", ("hf_config",)),
     Seam(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
         "DecodeCudaGraphRunner._resolve_attention_variant",

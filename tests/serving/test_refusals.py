@@ -157,7 +157,7 @@ def test_stage_starts_in_pattern_positions() -> None:
         ({}, {"cuda_graph_backend_decode": "disabled"}, "switched off"),
         ({}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm, whose verification"),
         ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
-        ({"architecture": "Glm5NextForCausalLM"}, {}, "a Glm5NextForCausalLM"),
+        ({"architecture": "Glm5NextForConditionalGeneration"}, {}, "a Glm5Next"),
     ],
 )
 def test_graphs_that_nothing_would_replay(
