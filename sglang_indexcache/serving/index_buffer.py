@@ -89,7 +89,7 @@ class IndexBuffer:
                 raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
             self._take(layer, selected)
         elif selected is not None and self._comes_from_earlier_stage(layer):
-            self._sources, self._indices = self._sources_of(layer), selected
+            self.adopt(layer, selected)
         return self.shared(layer)
 
     def shared(self, layer: int) -> torch.Tensor:
