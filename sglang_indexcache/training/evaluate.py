@@ -16,10 +16,14 @@ from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
+from sglang_indexcache.training.data.files import FILES
 from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
 from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text
 from sglang_indexcache.training.model import DistilledModel, Losses
 from sglang_indexcache.training.sharing import Stage
+
+SCORED_BY_LOSS = (TEXT, FILES)
+"""Tasks without questions; what may be learned of them is scored."""
 
 DOCUMENTS = "documents.jsonl"
 _ATTEMPTS = 500
@@ -31,11 +35,12 @@ class Score:
     """One task's result.
 
     Attributes:
-        task: "text" or a retrieval task.
-        loss: nats per scored token: all tokens of text, the answers of a retrieval task.
+        task: "text", "files" or a retrieval task.
+        loss: nats per scored token: all tokens of text, what may be learned of files, the answers
+            of a retrieval task.
         accuracy: share of scored tokens whose most probable prediction is right.
         tokens: scored tokens.
-        per_row: accuracy (text: loss) of each row, for paired statistics.
+        per_row: accuracy (text, files: loss) of each row, for paired statistics.
     """
 
     task: str
@@ -179,22 +184,30 @@ def _batches(
 ) -> Iterator[Batch]:
     for start in range(0, rows, batch_rows):
         numbers = range(start, min(start + batch_rows, rows))
-        documents = [[document(mixture, task, length, seed, row)] for row in numbers]
+        documents = [_row(mixture, task, length, seed, row) for row in numbers]
         yield mixture.collate(documents, length)
+
+
+def _row(mixture: Mixture, task: str, length: int, seed: int, row: int) -> list[Document]:
+    """Evaluation row ``row``: a document, or a packed row of a user's files."""
+    if task == FILES:
+        return mixture.documents(FILES, length, random.Random(f"{seed}/{row}"))
+    return [document(mixture, task, length, seed, row)]
 
 
 def _score(model: DistilledModel, task: str, batches: Iterator[Batch], stage: Stage) -> Score:
     device = next(model.parameters()).device
+    by_loss = task in SCORED_BY_LOSS
     losses: list[torch.Tensor] = []
     hits: list[torch.Tensor] = []
     for batch in batches:
         here = batch.to(device)
         found: Losses = model(here.ids, here.labels, here.documents, here.positions, stage)
-        scored = here.labels[:, 1:] >= 0 if task == TEXT else here.answers[:, 1:]
+        scored = here.labels[:, 1:] >= 0 if by_loss else here.answers[:, 1:]
         for row, wanted in enumerate(scored):
             losses.append(found.token_nats[row, :-1][wanted])
             hits.append(found.token_hits[row, :-1][wanted].float())
-    rows = losses if task == TEXT else hits
+    rows = losses if by_loss else hits
     return Score(
         task=task,
         loss=float(torch.cat(losses).mean()),

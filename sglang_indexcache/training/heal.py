@@ -28,6 +28,7 @@ from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.provenance import checkpoint_digest, versions
 from sglang_indexcache.training.data.batches import Batch, collate
+from sglang_indexcache.training.data.files import FileRows, Row
 from sglang_indexcache.training.frozen import FrozenBody
 from sglang_indexcache.training.heal_run import Evaluation, HealRun, State
 from sglang_indexcache.training.local import LocalForward, LocalSharing
@@ -40,7 +41,6 @@ from sglang_indexcache.training.optimizer import (
     set_lr,
 )
 from sglang_indexcache.training.packing import Layout
-from sglang_indexcache.training.rows import FileRows, Row
 from sglang_indexcache.training.run_folder import Position
 from sglang_indexcache.training.sharing import Stage
 

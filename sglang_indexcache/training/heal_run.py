@@ -156,9 +156,8 @@ class HealRun:
             if not judged:
                 continue
             at = [e.total_step for e in judged]
-            loss.plot(
-                [s["total_step"] for s in steps], [s["loss"] for s in steps], color=color, alpha=0.3
-            )
+            taken, losses = [s["total_step"] for s in steps], [s["loss"] for s in steps]
+            loss.plot(taken, losses, color=color, alpha=0.3, label=f"{kind}, each step")
             loss.plot(
                 at, [e.held_out_loss for e in judged], "o-", color=color, label=f"{kind}, held out"
             )

@@ -72,13 +72,22 @@ class DataRecipe(_Part):
 
     Attributes:
         text_characters: of the standard library's sources, at most.
-        mixture: share of the rows by task: text, recall, needles, tracking.
+        mixture: share of the rows by task: text, recall, needles, tracking, files.
+        files: what "files" is: .jsonl, .parquet or text files, or folders of them. Conversations
+            are written by the chat template, and where answers are marked only those are learned.
         lengths: document lengths of the retrieval tasks, tokens.
     """
 
     text_characters: int = Field(default=4_000_000, ge=1)
     mixture: dict[str, float]
     lengths: list[int] = Field(min_length=1)
+    files: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _files_are_used(self) -> DataRecipe:
+        if bool(self.files) != ("files" in self.mixture):
+            raise ValueError("data.files and data.mixture.files (their share) belong together")
+        return self
 
 
 class StageRecipe(_Part):

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training.checkpoints import build, save_checkpoint
 from sglang_indexcache.training.data.batches import TEXT, Batch, Mixture
+from sglang_indexcache.training.data.files import FILES, FileRows
 from sglang_indexcache.training.data.retrieval import TaskWords
 from sglang_indexcache.training.data.text import Text
-from sglang_indexcache.training.evaluate import evaluate
+from sglang_indexcache.training.evaluate import SCORED_BY_LOSS, evaluate
 from sglang_indexcache.training.model import DistilledModel, Losses, next_tokens
 from sglang_indexcache.training.optimizer import lr_factor, make_optimizers, set_lr
 from sglang_indexcache.training.packing import IGNORED, PADDING
@@ -88,6 +90,7 @@ class Trainer:
         self.topk = self.model.sharing.topk
         self.words = TaskWords(self.tokenizer)
         self._texts: dict[int, Text] = {}
+        self._files: dict[tuple[tuple[str, ...], int], FileRows] = {}
         self.log = RunLog(folder, main, console or Console(), recipe.tensorboard)
 
     def run(self) -> Path:
@@ -238,7 +241,9 @@ class Trainer:
             stage.length,
             attention,
         )
-        values = {f"held_out_{s.task}": s.loss if s.task == TEXT else s.accuracy for s in scores}
+        values = {
+            f"held_out_{s.task}": s.loss if s.task in SCORED_BY_LOSS else s.accuracy for s in scores
+        }
         self.log.write(**self._where(number, done, stage), **values)
 
     def _mixture(self, stage: StageRecipe, held_out: bool) -> Mixture:
@@ -254,7 +259,21 @@ class Trainer:
             lengths=data.lengths,
             seed=self.recipe.seed,
             held_out=held_out,
+            files=self._file_rows(data, stage),
         )
+
+    def _file_rows(self, data: DataRecipe, stage: StageRecipe) -> FileRows | None:
+        """The rows of a user's files, read once for all stages of this length."""
+        if not data.files:
+            return None
+        key = tuple(data.files), stage.length
+        if key not in self._files:
+            most = max(s.steps * s.rows for s in self.recipe.stages)
+            marker = Marker(self.tokenizer, str(self.recipe.model.checkpoint or "the new model"))
+            self._files[key] = FileRows.read(
+                data.files, marker, stage.length, most, self.recipe.eval_rows
+            )
+        return self._files[key]
 
     def _export(self) -> Path:
         target = self.folder / "checkpoint"
@@ -278,7 +297,7 @@ def _check_lengths(recipe: Recipe) -> None:
     """Refuse data that would only fail after weights are made, or after hours."""
     for number, stage in enumerate(recipe.stages):
         data = stage.data or recipe.data
-        if min(data.lengths) > stage.length and set(data.mixture) - {TEXT}:
+        if min(data.lengths) > stage.length and set(data.mixture) - {TEXT, FILES}:
             raise TrainingError(
                 f"stages.{number} has rows of {stage.length} tokens, but no entry of its "
                 f"data.lengths ({data.lengths}) fits"

@@ -9,7 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.cli import app
+from tests.training.checkpoints import checkpoint
 from tests.training.data.test_retrieval import solve
 from tests.training.recipes import tiny, write
 
@@ -65,6 +67,18 @@ def test_the_first_stages_only(runner: CliRunner, tmp_path: Path) -> None:
     refused = runner.invoke(app, [*arguments, "9"])
     assert refused.exit_code == 1
     assert f"the recipe has 1 to {len(stages)}" in refused.output
+
+
+def test_heal(runner: CliRunner, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "base")
+    heal = ["train", "heal", str(tmp_path / "base"), "--data", "machine", "-o"]
+    heal += [str(tmp_path / "adapter"), "--dense-steps", "1", "--held-out", "1"]
+    done = runner.invoke(app, [*heal, "--pattern", "FSSF", "--context", "24", "--rows", "1"])
+    assert done.exit_code == 0, done.output
+    assert str(Adapter.read(tmp_path / "adapter").pattern) == "FSSF"
+    refused = runner.invoke(app, [*heal, "--pattern", "FSS"])
+    assert refused.exit_code == 1
+    assert refused.output.startswith("indexcache: error: ")
 
 
 def test_errors_are_one_line(runner: CliRunner, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from sglang_indexcache.errors import CheckpointError, PatternError
@@ -85,6 +87,43 @@ def test_gradients_equal_those_of_the_whole_model(
     assert mine.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how much memory the largest tensor took."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+@pytest.mark.parametrize("training", [True, False])
+def test_no_tensor_grows_faster_than_the_length(
+    tmp_path: Path, stage: Stage, training: bool
+) -> None:
+    checkpoint(tmp_path)
+    body = body_of(tmp_path)
+    sharing: Any = body.indexers[0].sharing
+    sharing.block = 32
+    largest = []
+    for length in (256, 512):
+        run = sharing.begin(stage, Layout(torch.zeros(1, length, dtype=torch.int64)), 1.0)
+        sharing.resume(run)
+        hidden, rotation = body.start(tokens(1, length), torch.arange(length)[None])
+        layers = [body.layer(number) for number in range(LAYERS)]
+        with Largest() as seen, torch.set_grad_enabled(training):
+            for layer in layers:
+                hidden = layer(hidden, rotation)
+        largest.append(seen.bytes)
+        assert len(run.captured) == (0 if training else LAYERS)
+    assert largest[1] <= 2 * largest[0]
+    assert largest[1] < 512**2  # a quarter of what a float32 matrix of 512 x 512 takes
 
 
 @families

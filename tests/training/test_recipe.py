@@ -10,7 +10,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, TrainingError
 from sglang_indexcache.library import LIBRARY_VARIABLE, Library
 from sglang_indexcache.training.recipe import load_recipe, shipped_recipes
-from tests.training.recipes import tiny_recipe, write
+from tests.training.recipes import tiny, tiny_recipe, write
 
 
 @pytest.mark.parametrize("name", ["tiny-dsa", "sharing"])
@@ -92,6 +92,7 @@ def test_overrides_replace_fields(tmp_path: Path) -> None:
         ({"sede": 1}, "sede"),
         ({"clip": 0}, "clip"),
         ({"stages": [{"kind": "warm", "steps": 1, "rows": 1, "length": 8}]}, "stages.0.kind"),
+        ({"data": {**tiny()["data"], "files": ["x"]}}, "belong together"),
         ({"model": {"preset": "gpt"}}, "glm-5, deepseek-v3.2"),
         ({"model": {"checkpoint": "x", "fields": {"hidden_size": 8}}}, "not both"),
         ({"model": {"dtype": "bfloat16"}}, "give model.checkpoint"),

@@ -190,6 +190,18 @@ def test_half_a_log_line_does_not_stop_a_resume(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
+def test_a_users_files_are_trained_on(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": f"what is {i}? " * 3, "response": f"it is {i}"} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {**tiny()["data"], "mixture": {"files": 1.0}, "files": [str(path)]}
+    stages = [{**stage, "steps": 1} for stage in tiny()["stages"]]
+    Trainer(tiny_recipe(data=data, stages=stages), tmp_path / "run", Console(quiet=True)).run()
+    lines = read_metrics(tmp_path / "run")
+    assert sum("held_out_files" in line for line in lines) == len(stages)
+    assert all(line["lm"] > 0 for line in lines if "lm" in line)
+
+
 def test_data_that_cannot_fit_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     stages = [{**tiny()["stages"][0], "length": 16}]
     with pytest.raises(TrainingError, match=r"stages.0 has rows of 16 tokens"):

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.training.data.files import FILES, FileRows
 from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords
 from sglang_indexcache.training.data.text import Text, window
 from sglang_indexcache.training.packing import IGNORED, PADDING
@@ -52,10 +53,11 @@ class Mixture:
         tokenizer: with end-of-sequence and padding tokens.
         text: source text.
         words: of the retrieval tasks.
-        weights: share of the rows by task name ("text" or a name in ``TASKS``).
+        weights: share of the rows by task name ("text", "files" or a name in ``TASKS``).
         lengths: document lengths to choose from in a retrieval row, tokens.
         seed: of everything drawn.
         held_out: draw text from the held-out files.
+        files: rows of a user's files, of the length that batches are asked for.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -65,11 +67,13 @@ class Mixture:
     lengths: Sequence[int]
     seed: int
     held_out: bool = False
+    files: FileRows | None = None
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.weights) - {TEXT, *TASKS}):
+        known = [TEXT, *TASKS, *([FILES] if self.files is not None else [])]
+        if unknown := sorted(set(self.weights) - set(known)):
             raise TrainingError(
-                f"data.mixture names {', '.join(unknown)}; there are {', '.join([TEXT, *TASKS])}"
+                f"data.mixture names {', '.join(unknown)}; there are {', '.join(known)}"
             )
 
     def batch(self, step: int, rows: Sequence[int], length: int) -> Batch:
@@ -84,6 +88,8 @@ class Mixture:
 
     def documents(self, task: str, length: int, draw: random.Random) -> list[Document]:
         """As many documents of one task as fill ``length`` tokens."""
+        if task == FILES and self.files is not None:
+            return [piece.document() for piece in draw.choice(self.files.part(self.held_out))]
         source = self.text.part(self.held_out)
         if task == TEXT:
             ids = window(source, length, draw)

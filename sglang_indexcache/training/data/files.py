@@ -38,6 +38,9 @@ class Piece:
         return Document(self.ids.tolist(), learn, answers)
 
 
+FILES = "files"
+"""Their name in a mixture."""
+
 Row = tuple[Piece, ...]
 
 
@@ -121,6 +124,10 @@ class FileRows:
                 "Give more text, or shorter rows."
             )
         return found
+
+    def part(self, held_out: bool) -> tuple[Row, ...]:
+        """The held-out rows or those to train on."""
+        return self.held_out if held_out else self.train
 
     def drawn(self, number: int) -> Row:
         """The training row of this number: every row once, in an order of its own, then again."""

@@ -1,0 +1,114 @@
+"""Peak memory of one step of healing, by the length of its row.
+
+    python -m benchmarks.heal_memory [--lengths 8192 32768 131072]
+
+A model of two layers (one F, one S) and tiny width, made at random; one row of one document, in
+the dense warm-up and in the sparse stage: forward, losses, gradients. Each measurement is a
+process of its own, as a process's peak memory never falls. MiB are above what the process had
+before the step, model included. Writes results/heal_memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.provenance import machine
+from sglang_indexcache.training.frozen import FrozenBody
+from sglang_indexcache.training.local import LocalSharing
+from sglang_indexcache.training.packing import Layout
+from sglang_indexcache.training.sharing import Stage
+
+RESULT = Path(__file__).parent / "results" / "heal_memory.json"
+PATTERN, TOPK, BLOCK = Pattern("FS"), 64, 256
+FIELDS: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": len(PATTERN),
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": len(PATTERN),
+    "index_n_heads": 1,
+    "index_head_dim": 16,
+    "index_topk": TOPK,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+def step(folder: Path, length: int, stage: Stage) -> float:
+    """MiB that a step takes at its peak."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sharing = LocalSharing(PATTERN, TOPK, block=BLOCK)
+    body = FrozenBody(folder, PATTERN, sharing, torch.float32, [torch.device("cpu")])
+    ids = torch.randint(0, FIELDS["vocab_size"], (1, length))
+    before = peak_mib()
+    run = sharing.begin(stage, Layout(torch.zeros_like(ids)), length)
+    sharing.resume(run)
+    hidden, rotation = body.start(ids, torch.arange(length)[None])
+    for number in range(len(PATTERN)):
+        hidden = body.layer(number)(hidden, rotation)
+    assert all(p.grad is not None for p in body.indexer_tensors().values())
+    return peak_mib() - before
+
+
+def peak_mib() -> float:
+    """The process's peak memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_a_process(folder: Path, length: int, stage: Stage) -> float:
+    """:func:`step`, in a process of its own."""
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(step, (folder, length, stage))
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    rows = []
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        torch.manual_seed(0)
+        GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**FIELDS)).save_pretrained(folder)
+        for length in arguments.lengths:
+            row: dict[str, Any] = {"length": length}
+            for name, stage in (("dense", Stage.WARMUP), ("sparse", Stage.SPARSE)):
+                row[f"{name}_mib"] = in_a_process(folder, length, stage)
+            row["square_mib"] = length**2 * 4 / 2**20
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            result = {
+                "what": "peak memory of one step of healing, one row, float32, CPU",
+                "machine": machine() | {"threads": 1},
+                "pattern": str(PATTERN),
+                "fields": FIELDS,
+                "block": BLOCK,
+                "square_mib": "what one float32 matrix of length x length would take",
+                "rows": rows,
+            }
+            write_json(arguments.output, result)
+
+
+if __name__ == "__main__":
+    main()
