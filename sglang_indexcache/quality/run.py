@@ -19,6 +19,7 @@ from sglang_indexcache.quality.journal import EvaluationJournal, Record
 from sglang_indexcache.quality.outcomes import Cell
 from sglang_indexcache.quality.plan import Material
 from sglang_indexcache.quality.scoring import Scored, score
+from sglang_indexcache.quality.tasks import Context
 from sglang_indexcache.quality.verdict import Kind, seeing_cells
 
 PAUSES = (1.0, 5.0, 25.0)
@@ -51,9 +52,9 @@ class Run:
     tell: Callable[[str], None] = print
     on_block: Callable[[], None] = _nothing
     on_rate: Callable[[int, float], None] = _nothing
-    _measured: set[int] = field(default_factory=set)
-    _decided: set[str] = field(default_factory=set)
-    _seen: set[Cell] = field(default_factory=set)
+    _measured: set[int] = field(default_factory=set, init=False)
+    _decided: set[str] = field(default_factory=set, init=False)
+    _seen: set[Cell] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._recorded, self._start = self.journal.recorded, self.journal.evaluation()
@@ -117,7 +118,7 @@ class Run:
         if any(row.arm == bad for row in rows):
             self._seen |= seeing_cells(rows, bad, reference, evaluation.design.alpha)[0]
 
-    def _context(self, planned: Planned, context: object, turns: Sequence[Turn]) -> None:
+    def _context(self, planned: Planned, context: Context, turns: Sequence[Turn]) -> None:
         """Ask what is not recorded yet."""
         left = [
             turn
@@ -144,12 +145,12 @@ class Run:
             self.on_rate(planned.length, computed / seconds)
 
     def _patiently(
-        self, planned: Planned, context: object, turns: Sequence[Turn]
+        self, planned: Planned, context: Context, turns: Sequence[Turn]
     ) -> list[Scored] | None:
         """What was answered; None if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
-                return self.serving.ask(self.ask, context, turns)  # type: ignore[arg-type]
+                return self.serving.ask(self.ask, context, turns)
             except ServerUnavailableError as error:
                 failure = error
             if pause is not None:

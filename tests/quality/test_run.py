@@ -103,27 +103,25 @@ def test_decided_patterns_are_asked_no_more(tmp_path: Path) -> None:
 
 
 def test_a_server_for_each_arm(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        fakes = {arm.name: Fake(mode="static", pattern=arm.pattern) for arm in ARMS}
-        with (
-            serving(fakes["full"]) as a,
-            serving(fakes["half"]) as b,
-            serving(fakes["few"]) as c,
-            serving(fakes["worst"]) as d,
-        ):
-            urls = dict(zip(fakes, (a, b, c, d), strict=True))
-            found = evaluate(tmp_path, urls)
-            assert found.finished
-            assert found.pattern_verified
-            with pytest.raises(QualityError, match=r"few.*is FSSS.*runs FFFF.*--indexcache-p"):
-                evaluate(tmp_path / "b", {**urls, "few": a})
-            with pytest.raises(QualityError, match="no server is given for few"):
-                evaluate(tmp_path / "b", {name: u for name, u in urls.items() if name != "few"})
-            fakes["few"].info = {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}
-            differing = r"full and few differ.*dtype \('bfloat16' and 'float16'\); kv_cache_dtype"
-            with pytest.raises(QualityError, match=differing):
-                evaluate(tmp_path / "b", urls)
-        patch.undo()
+    fakes = {arm.name: Fake(mode="static", pattern=arm.pattern) for arm in ARMS}
+    with (
+        serving(fakes["full"]) as a,
+        serving(fakes["half"]) as b,
+        serving(fakes["few"]) as c,
+        serving(fakes["worst"]) as d,
+    ):
+        urls = dict(zip(fakes, (a, b, c, d), strict=True))
+        found = evaluate(tmp_path, urls)
+        assert found.finished
+        assert found.pattern_verified
+        with pytest.raises(QualityError, match=r"few.*is FSSS.*runs FFFF.*--indexcache-p"):
+            evaluate(tmp_path / "b", {**urls, "few": a})
+        with pytest.raises(QualityError, match="no server is given for few"):
+            evaluate(tmp_path / "b", {name: u for name, u in urls.items() if name != "few"})
+        fakes["few"].info = {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}
+        differing = r"full and few differ.*dtype \('bfloat16' and 'float16'\); kv_cache_dtype"
+        with pytest.raises(QualityError, match=differing):
+            evaluate(tmp_path / "b", urls)
 
 
 REFUSED = {
