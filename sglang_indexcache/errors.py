@@ -21,6 +21,10 @@ class SettingsError(IndexCacheError):
     """Flags, environment and config that contradict each other."""
 
 
+class DataError(IndexCacheError):
+    """Files of documents that cannot be read, or turned into tokens."""
+
+
 class SearchError(IndexCacheError):
     """A pattern search that cannot start or go on: data, targets, constraints or journal."""
 

@@ -15,13 +15,11 @@ from itertools import islice
 
 import numpy as np
 
+from sglang_indexcache.data.documents import Conversation, Document, read_documents
+from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.documents import Conversation, Document, read_documents
-from sglang_indexcache.search.marking import Marked, Marker
-from sglang_indexcache.search.objective import Mask, Objective, Score
+from sglang_indexcache.search.objective import Objective, Score
 
-HELD_OUT_SHARE = 4
-"""One sequence in so many is never searched on."""
 FIRST_LOOK = 100
 """Documents that are looked at to see whether the data marks answers."""
 
@@ -148,12 +146,13 @@ def prepare(
     A sequence is a whole document of at most ``context`` tokens. Longer text is cut into
     consecutive windows, a longer conversation after the last response that fits; a longer document
     with answers is left out, because an answer would lose its evidence. Whether a sequence is held
-    out says a digest of its tokens (see :func:`is_held_out`). Of each part the first that have at
-    least half of ``context`` are taken, the longest of the others only if the source ends before
-    there are enough, and shuffled. So neither part changes between runs or machines.
+    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`). Of each
+    part the first that have at least half of ``context`` are taken, the longest of the others only
+    if the source ends before there are enough, and shuffled. So neither part changes between runs
+    or machines.
 
     Args:
-        source: as for :func:`~sglang_indexcache.search.documents.read_documents`.
+        source: as for :func:`~sglang_indexcache.data.documents.read_documents`.
         marker: gives the tokens.
         context: most tokens of a sequence, at least 2.
         batches: calibration batches.
@@ -193,15 +192,6 @@ def prepare(
         )
 
     return Split(made(False, source), made(True, f"{source} (held out)"))
-
-
-def is_held_out(sequence: Sequence[int]) -> bool:
-    """Whether this ``[length]`` sequence belongs to the held-out part: one in four does.
-
-    Its own tokens say it, so no command can mix the two, whatever its batch counts and its seed.
-    """
-    digest = hashlib.sha256(",".join(map(str, sequence)).encode()).digest()
-    return digest[0] % HELD_OUT_SHARE == 0
 
 
 def _default_score(source: str) -> Score:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
-from sglang_indexcache.search.objective import Mask
 from sglang_indexcache.support.stats import half_width
 
 CONFIDENCE = 0.95

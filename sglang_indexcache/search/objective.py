@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
-
-Mask = NDArray[np.bool_]
 
 
 class Score(StrEnum):

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.data.documents import MACHINE
+from sglang_indexcache.data.marking import Marker, Mask
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library, ModelInfo
 from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration, prepare
-from sglang_indexcache.search.documents import MACHINE
 from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
 from sglang_indexcache.search.evaluators.pool import Engine, ServerPool
 from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.marking import Marker
-from sglang_indexcache.search.objective import Mask, Score
+from sglang_indexcache.search.objective import Score
 from sglang_indexcache.support.provenance import checkpoint_digest
 
 DEFAULT_CONTEXT = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import CheckpointError
 
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
+_WHOLE_BYTES, _SAMPLE_BYTES = 16 << 20, 4 << 10
 _PACKAGES = ("sglang", "torch", "transformers")
 _ROOT = Path(__file__).parents[2]
 _CPUINFO = Path("/proc/cpuinfo")
@@ -24,11 +25,15 @@ _CPUINFO = Path("/proc/cpuinfo")
 def checkpoint_digest(folder: Path) -> str:
     """SHA-256 that tells checkpoints apart without reading hundreds of gigabytes.
 
-    Covers config.json and of each .safetensors file its name, its size and 16 evenly spaced
-    blocks of 1 MiB (all of a smaller file).
+    Covers config.json and of each .safetensors file its name, its size, its header (every
+    tensor's name, dtype, shape and place) and the 4 KiB in the middle of every tensor; all of a
+    file of at most 16 MiB. So it tells trained weights from others of the same shapes, whichever
+    tensors were trained. It misses a change within one tensor of a larger file that spares those
+    4 KiB, such as a few edited rows; and the same weights in other files count as others.
 
     Raises:
-        CheckpointError: the folder has no config.json or no .safetensors file.
+        CheckpointError: the folder has no config.json or no .safetensors file, or one of these
+            is damaged.
     """
     config, weights = folder / "config.json", sorted(folder.glob("*.safetensors"))
     if not config.exists() or not weights:
@@ -46,12 +51,25 @@ def checkpoint_digest(folder: Path) -> str:
 
 def _blocks(path: Path, size: int) -> Iterable[bytes]:
     with path.open("rb") as file:
-        if size <= _SAMPLES * _SAMPLE_BYTES:
+        if size <= _WHOLE_BYTES:
             yield file.read()
             return
-        for number in range(_SAMPLES):
-            file.seek(number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            yield file.read(_SAMPLE_BYTES)
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, size))
+        yield header
+        for start, end in _tensor_bytes(path, header):
+            file.seek(8 + length + max(start, (start + end - _SAMPLE_BYTES) // 2))
+            yield file.read(min(_SAMPLE_BYTES, end - start))
+
+
+def _tensor_bytes(path: Path, header: bytes) -> list[tuple[int, int]]:
+    """Where each tensor starts and ends behind a safetensors header, in that order."""
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        return sorted(tuple(tensor["data_offsets"]) for tensor in tensors.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file; download it again") from error
 
 
 def versions() -> dict[str, str]:

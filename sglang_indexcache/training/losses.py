@@ -157,6 +157,36 @@ def multi_layer_loss(
     return torch.stack(terms).mean()
 
 
+@torch.no_grad()
+def captured_mass(
+    target: AttentionInputs, layout: Layout, selected: torch.Tensor, block: int = DEFAULT_BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much of a layer's attention to all visible keys goes to the selected ones.
+
+    Only queries that see more keys than they may select are counted: the others select all.
+
+    Args:
+        target: the attention, averaged over its heads.
+        layout: who sees whom.
+        selected: ``[B, T, k]`` top-k indices padded with -1.
+        block: queries per block.
+
+    Returns:
+        The mass summed over those queries, and how many they are; scalars.
+    """
+    mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
+    queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
+    with torch.autocast(target.keys.device.type, enabled=False):
+        for rows in layout.blocks(block):
+            keys = _VisibleKeys(layout, rows, None)
+            chosen = layout.attended(rows, selected)
+            choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
+            found = keys.distribution(target).masked_fill_(~chosen, 0.0).sum(-1)
+            mass += (found * choosing).sum()
+            queries += choosing.sum()
+    return mass, queries
+
+
 def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
     """KL(p || softmax(scores)) over ``support``, per query.
 

@@ -84,7 +84,7 @@ class DistilledModel(nn.Module):
         self.model = model
         self.pattern = pattern
         self.sharing = Sharing(pattern, model.config.index_topk, cross_layer, block)
-        _install(model, pattern, self.sharing)
+        install(model, pattern, self.sharing)
 
     def forward(
         self,
@@ -196,7 +196,7 @@ def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
     pattern.check_checkpoint(Checkpoint.from_config(config).own)
 
 
-def _install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
+def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
     """Put our indexers and our attention in their places."""
     interleaved = TRAINABLE[model.config.model_type].interleaved
     AttentionInterface.register(ATTENTION, _attention)

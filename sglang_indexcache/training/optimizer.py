@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ def make_optimizers(
     muon = [p for n, p in body if stage.optimizer == "muon" and _hidden_matrix(n, p)]
     chosen = {id(p) for p in muon}
     rest = [p for _, p in body if id(p) not in chosen]
-    groups = _adamw_groups(rest, stage.lr, weight_decay)
-    groups += _adamw_groups(indexer, stage.indexer_lr, weight_decay)
+    groups = adamw_groups(rest, stage.lr, weight_decay)
+    groups += adamw_groups(indexer, stage.indexer_lr, weight_decay)
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
         optimizers.append(torch.optim.AdamW(groups, betas=BETAS))
@@ -44,19 +44,25 @@ def make_optimizers(
                 adjust_lr_fn="match_rms_adamw",
             )
         )
+    remember_peaks(optimizers)
+    return optimizers
+
+
+def remember_peaks(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Note every group's learning rate as its ``peak_lr``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
-    return optimizers
 
 
 def _hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name
 
 
-def _adamw_groups(
+def adamw_groups(
     parameters: list[nn.Parameter], lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
+    """Groups for AdamW: matrices decay, vectors do not."""
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
     groups = [
@@ -66,7 +72,23 @@ def _adamw_groups(
     return [group for group in groups if group["params"]]
 
 
-def lr_factor(step: int, stage: StageRecipe) -> float:
+class Schedule(Protocol):
+    """What a learning rate follows; see :class:`StageRecipe`."""
+
+    @property
+    def steps(self) -> int:
+        """Of all."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Of the linear rise."""
+
+    @property
+    def final_lr(self) -> float:
+        """Share of the peak that the cosine falls to."""
+
+
+def lr_factor(step: int, stage: Schedule) -> float:
     """Share of the peak learning rate at ``step``, counted from 0: a rise, then a cosine."""
     if step < stage.warmup_steps:
         return (step + 1) / stage.warmup_steps

@@ -119,12 +119,17 @@ class RunLog:
         kept = [line for line in lines if (line["stage"], line["step"]) <= (stage, step)]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
+    def record(self, **values: Any) -> None:
+        """Add one line to the file; must have ``stage`` and ``step``."""
+        if self.enabled:
+            with self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+
     def write(self, **values: Any) -> None:
-        """Add one line; must have ``stage`` and ``step``. Lists of numbers are for the file."""
+        """As :meth:`record`, and tell people; lists of numbers are for the file."""
         if not self.enabled:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        self.record(**values)
         short = {name: value for name, value in values.items() if not isinstance(value, list)}
         self.console.print("  ".join(f"{k} {_short(v)}" for k, v in short.items()), highlight=False)
         if self._writer is not None:

@@ -32,7 +32,7 @@ def check_trainable_dtypes(folder: Path) -> None:
     Raises:
         TrainingError: quantised weights.
     """
-    for name, (path, kind) in _stored(folder).items():
+    for name, (path, kind) in stored(folder).items():
         if name.endswith("weight") and kind not in DTYPES:
             raise TrainingError(
                 f"{path} holds {name} as {kind}, which cannot be trained. Dequantise the "
@@ -52,7 +52,7 @@ def take_over(
         left_out: names of ``base``'s tensors that it lacks on purpose.
         dtype: of tensors that ``base`` lacks; None changes no dtype at all.
     """
-    theirs, ours = _stored(base), _stored(folder)
+    theirs, ours = stored(base), stored(folder)
     if dtype is not None:
         kinds = {name: DTYPES[kind] for name, (_, kind) in theirs.items() if kind in DTYPES}
         for path in {path for path, _ in ours.values()}:
@@ -91,7 +91,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _stored(folder: Path) -> dict[str, tuple[Path, str]]:
+def stored(folder: Path) -> dict[str, tuple[Path, str]]:
     """Every tensor's file, and its dtype as safetensors writes it; no tensor is read."""
     found = {}
     for path in _files(folder):

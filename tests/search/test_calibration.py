@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_indexcache.data.marking import Marker, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.calibration import Calibration, Split, is_held_out, prepare
-from sglang_indexcache.search.marking import Marker
+from sglang_indexcache.search.calibration import Calibration, Split, prepare
 from sglang_indexcache.search.objective import Score
-from tests.search.letters import Letters, letters, text_of
+from tests.data.letters import Letters, letters, text_of
 
 SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.objective import Mask
 
 Floats = NDArray[np.float64]
 

@@ -98,24 +98,35 @@ class Mixture:
 
     def collate(self, rows: Sequence[Sequence[Document]], length: int) -> Batch:
         """Pad packed rows to ``length`` tokens."""
-        shape = (len(rows), length)
-        batch = Batch(
-            ids=torch.full(shape, self.tokenizer.pad_token_id),
-            labels=torch.full(shape, IGNORED),
-            documents=torch.full(shape, PADDING),
-            positions=torch.zeros(shape, dtype=torch.int64),
-            answers=torch.zeros(shape, dtype=torch.bool),
-        )
-        for row, documents in enumerate(rows):
-            at = 0
-            for number, document in enumerate(documents):
-                here = (row, slice(at, at + len(document)))
-                batch.ids[here] = torch.tensor(document.ids)
-                learn = torch.tensor(document.learn)
-                learn[0] = False  # nothing comes before it
-                batch.labels[here] = batch.ids[here].where(learn, torch.tensor(IGNORED))
-                batch.documents[here] = number
-                batch.positions[here] = torch.arange(len(document))
-                batch.answers[here] = torch.tensor(document.answer)
-                at += len(document)
-        return batch
+        return collate(rows, length, self.tokenizer.pad_token_id)
+
+
+def collate(rows: Sequence[Sequence[Document]], length: int, padding: int) -> Batch:
+    """Pad packed rows to ``length`` tokens.
+
+    Args:
+        rows: the documents of each.
+        length: tokens.
+        padding: the token id that fills a row up.
+    """
+    shape = (len(rows), length)
+    batch = Batch(
+        ids=torch.full(shape, padding),
+        labels=torch.full(shape, IGNORED),
+        documents=torch.full(shape, PADDING),
+        positions=torch.zeros(shape, dtype=torch.int64),
+        answers=torch.zeros(shape, dtype=torch.bool),
+    )
+    for row, documents in enumerate(rows):
+        at = 0
+        for number, document in enumerate(documents):
+            here = (row, slice(at, at + len(document)))
+            batch.ids[here] = torch.tensor(document.ids)
+            learn = torch.tensor(document.learn)
+            learn[0] = False  # nothing comes before it
+            batch.labels[here] = batch.ids[here].where(learn, torch.tensor(IGNORED))
+            batch.documents[here] = number
+            batch.positions[here] = torch.arange(len(document))
+            batch.answers[here] = torch.tensor(document.answer)
+            at += len(document)
+    return batch

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.documents import Conversation, Document, Span, Text
-from sglang_indexcache.search.objective import Mask
+from sglang_indexcache.data.documents import Conversation, Document, Span, Text
+from sglang_indexcache.errors import DataError
+
+Mask = NDArray[np.bool_]
+
+HELD_OUT_SHARE = 4
+"""One sequence in so many is never searched on, and never trained on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +41,15 @@ class Marked:
         return Marked(self.ids[start:end], self.answers[start:end])
 
 
+def is_held_out(sequence: Sequence[int]) -> bool:
+    """Whether this ``[length]`` sequence belongs to the held-out part: one in four does.
+
+    Its own tokens say it, so no command can mix the two, whatever its batch counts and its seed.
+    """
+    digest = hashlib.sha256(",".join(map(str, sequence)).encode()).digest()
+    return digest[0] % HELD_OUT_SHARE == 0
+
+
 class Marker:
     """Turns documents into tokens.
 
@@ -55,7 +70,7 @@ class Marker:
         """All of a document; of a conversation, up to its last response.
 
         Raises:
-            SearchError: a template, or a tokenizer, that cannot tell where the answers are.
+            DataError: a template, or a tokenizer, that cannot tell where the answers are.
         """
         if isinstance(document, Text):
             return self._encode(document.text, document.answers)
@@ -79,7 +94,7 @@ class Marker:
             ids = self._tokenizer(text, **options)["input_ids"]
             return Marked(tuple(ids), np.zeros(len(ids), dtype=bool))
         if not self._tokenizer.is_fast:
-            raise SearchError(
+            raise DataError(
                 f"the tokenizer of {self._name} cannot say which characters a token holds, so "
                 "answers cannot be found: it needs a tokenizer.json. Or count other tokens "
                 "(--score late)."
@@ -104,11 +119,11 @@ class Marker:
             if response < last:
                 try:
                     spans += self._span(conversation, text, response)
-                except SearchError:  # a template that refuses a conversation so short
+                except DataError:  # a template that refuses a conversation so short
                     continue
         said_last = self._span(conversation, text, last)
         if not said_last:
-            raise SearchError(
+            raise DataError(
                 f"{conversation.where}: the chat template of {self._name} writes the messages "
                 "before the last response differently once that is there, so its tokens cannot be "
                 "told from theirs. Give a template that keeps them, or write text with answers."
@@ -144,7 +159,7 @@ class Marker:
     def _render(self, conversation: Conversation, count: int, *, ask: bool = False) -> str:
         """The first ``count`` messages by the template; ``ask`` adds what makes a model answer."""
         if not self._tokenizer.chat_template:
-            raise SearchError(
+            raise DataError(
                 f"{conversation.where} has chat messages, and the tokenizer of {self._name} has no "
                 "chat template. Give it one (chat_template.jinja), or write the data as text with "
                 "answers."
@@ -157,7 +172,7 @@ class Marker:
                 add_generation_prompt=ask,
             )
         except Exception as error:  # a template is a program, and raises what it likes
-            raise SearchError(
+            raise DataError(
                 f"{conversation.where}: the chat template of {self._name} refuses the first "
                 f"{count} messages: {error}"
             ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_indexcache.search.marking import Marker
+from sglang_indexcache.data.marking import Marker
 
 
 class Letters:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search import documents
-from sglang_indexcache.search.documents import Conversation, Text, read_documents
+from sglang_indexcache.data import documents
+from sglang_indexcache.data.documents import Conversation, Text, read_documents
+from sglang_indexcache.errors import DataError
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -103,10 +103,10 @@ def test_the_machines_own_text() -> None:
 )
 def test_bad_data(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SearchError, match=message):
+    with pytest.raises(DataError, match=message):
         list(read_documents(str(tmp_path / name)))
 
 
 def test_no_data(tmp_path: Path) -> None:
-    with pytest.raises(SearchError, match="there is no calibration data at"):
+    with pytest.raises(DataError, match="there is no data at"):
         next(read_documents(str(tmp_path / "missing")))

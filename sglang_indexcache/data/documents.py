@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.errors import DataError
 from sglang_indexcache.support.text import machine_text
 
 MACHINE = "machine"
@@ -81,7 +81,7 @@ def read_documents(source: str) -> Iterator[Document]:
         source: a .jsonl, .parquet or text file, a folder of them, or :data:`MACHINE`.
 
     Raises:
-        SearchError: nothing to read, or a row that nobody understands.
+        DataError: nothing to read, or a row that nobody understands.
     """
     found = False
     for document in _read_source(source):
@@ -89,7 +89,7 @@ def read_documents(source: str) -> Iterator[Document]:
             found = True
             yield document
     if not found:
-        raise SearchError(f"{source} contains no text")
+        raise DataError(f"{source} contains no text")
 
 
 def _read_source(source: str) -> Iterator[Document]:
@@ -99,8 +99,8 @@ def _read_source(source: str) -> Iterator[Document]:
         return
     path = Path(source)
     if not path.exists():
-        raise SearchError(
-            f"there is no calibration data at {source}. Give a .jsonl, .parquet or text file, a "
+        raise DataError(
+            f"there is no data at {source}. Give a .jsonl, .parquet or text file, a "
             f"folder of them, or {MACHINE!r} for this machine's Python sources."
         )
     for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
@@ -117,7 +117,7 @@ def _read_file(path: Path) -> Iterator[Document]:
         else:
             yield from _read_text(path)
     except OSError as error:
-        raise SearchError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read_text(path: Path) -> Iterator[Text]:
@@ -139,11 +139,11 @@ def _read_lines(path: Path) -> Iterator[Document]:
                 except UnicodeDecodeError as error:
                     raise _not_utf8(where, error) from error
                 except json.JSONDecodeError as error:
-                    raise SearchError(f"{where} is not JSON: {error}") from error
+                    raise DataError(f"{where} is not JSON: {error}") from error
 
 
-def _not_utf8(where: str, error: UnicodeDecodeError) -> SearchError:
-    return SearchError(
+def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(
         f"{where} is not UTF-8 (it holds the byte {error.object[error.start]:#04x}). Convert it "
         "first, for example with iconv."
     )
@@ -154,7 +154,7 @@ def _read_parquet(path: Path) -> Iterator[Document]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise SearchError(f"reading {path} needs pyarrow: pip install pyarrow") from error
+        raise DataError(f"reading {path} needs pyarrow: pip install pyarrow") from error
     number = 0
     try:
         for part in ParquetFile(path).iter_batches(batch_size=_ROWS):
@@ -162,7 +162,7 @@ def _read_parquet(path: Path) -> Iterator[Document]:
                 number += 1
                 yield _document(row, f"{path}, row {number}")
     except ArrowException as error:
-        raise SearchError(f"{path} is not a parquet file: {error}") from error
+        raise DataError(f"{path} is not a parquet file: {error}") from error
 
 
 def _document(row: Any, where: str) -> Document:
@@ -181,7 +181,7 @@ def _document(row: Any, where: str) -> Document:
     for name in _TEXT_FIELDS:
         if isinstance(fields.get(name), str):
             return Text(fields[name], where, _answers(fields, fields[name], where))
-    raise SearchError(
+    raise DataError(
         f"{where} has no text: expected a string, messages, a prompt with a response, or one of "
         f"{', '.join(_TEXT_FIELDS)}"
     )
@@ -194,7 +194,7 @@ def _conversation(fields: Mapping[str, Any], where: str) -> Conversation:
         or not messages
         or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     ):
-        raise SearchError(f"{where} has messages that are not a list of objects with a role")
+        raise DataError(f"{where} has messages that are not a list of objects with a role")
     # Parquet writes what a message lacks as null, which is not what templates expect.
     said = tuple({k: v for k, v in m.items() if v is not None} for m in messages)
     return Conversation(said, where, fields.get("tools"))
@@ -209,7 +209,7 @@ def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ..
     except (TypeError, ValueError):
         spans = ((0, 0),)
     if not all(0 <= start < stop <= len(text) for start, stop in spans):
-        raise SearchError(
+        raise DataError(
             f"{where}: answers is a list of [start, end] pairs, each the answer's first character "
             f"in the text and the one after its last (the text has {len(text)})"
         )

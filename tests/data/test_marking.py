@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.documents import Conversation, Text
-from sglang_indexcache.search.marking import Marked, Marker
+from sglang_indexcache.data.documents import Conversation, Text
+from sglang_indexcache.data.marking import Marked, Marker
+from sglang_indexcache.errors import DataError
 from sglang_indexcache.support.text import make_tokenizer
 from tests.cli.test_search import TINY
 
@@ -183,7 +183,7 @@ def test_is_cut_after_the_last_response_that_fits() -> None:
     ],
 )
 def test_templates_that_will_not_do(template: str | None, message: str) -> None:
-    with pytest.raises(SearchError, match=message):
+    with pytest.raises(DataError, match=message):
         marker(template=template).marked(chat("a", "b"))
 
 
@@ -191,5 +191,5 @@ def test_a_tokenizer_without_offsets() -> None:
     class Slow:
         is_fast, added_tokens_decoder = False, {}
 
-    with pytest.raises(SearchError, match=r"of test cannot say .* needs a tokenizer.json"):
+    with pytest.raises(DataError, match=r"of test cannot say .* needs a tokenizer.json"):
         Marker(Slow(), "test").marked(Text("ab", "here", ((1, 2),)))
