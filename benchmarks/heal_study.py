@@ -402,6 +402,7 @@ def _panel(
             some = [x for x in lines if x["name"] == pattern and x["way"] in (way, *start)]
             if not some:
                 continue
+            shown = way if any(x["way"] == way for x in some) else FREE
             axis.errorbar(
                 [line["steps"] * cost.get(line["way"], 1.0) for line in some],
                 [metric.scale * line[name]["over_all_f"] for line in some],
@@ -410,7 +411,7 @@ def _panel(
                 color=f"C{number}",
                 markersize=10 if way == TRAINED else 4,
                 capsize=2,
-                label=f"{pattern}, {way}",
+                label=f"{pattern}, {shown}",
             )
     axis.set_xscale("symlog", linthresh=10)
     axis.grid(alpha=0.3)
