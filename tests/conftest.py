@@ -34,7 +34,11 @@ NEEDS = {
         "serving/test_settings.py",
     ),
     # It is for Linux only.
-    "triton": ("kernels/test_triton.py", "kernels/test_triton_compiles.py"),
+    "triton": (
+        "kernels/test_triton.py",
+        "kernels/test_triton_compiles.py",
+        "training/test_losses_triton.py",
+    ),
 }
 
 

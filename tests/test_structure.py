@@ -44,9 +44,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "training": (
         BASE | {"adapter", "data", "support"},
-        SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy"},
+        SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
-    "training.losses": ({"errors", "training.packing"}, {"torch"}),
+    "training.losses": (
+        {"errors", "training.packing", "training.losses_triton"},
+        {"torch", "triton"},
+    ),
     "quality": (
         BASE | {"client", "support"},
         SMALL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +17,18 @@ from sglang_indexcache.cli.common import (
     PatternOption,
     SeedOption,
     group,
+    out,
 )
 
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
+
+
+class Weights(str, Enum):
+    """What a frozen parameter is held in."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
 
 RowsOption = Annotated[int, typer.Option(help="How many documents there are of each task.")]
 
@@ -53,6 +63,69 @@ def run(
     overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     loaded = load_recipe(recipe, overrides)
     Trainer(loaded if stages is None else loaded.first(stages), output).run()
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[
+        str, typer.Option(help="The checkpoint's folder, or 30b, glm-5 or deepseek-v3.2.")
+    ],
+    pattern: PatternOption = "1/4",
+    million_tokens: Annotated[
+        float, typer.Option(help="Train on so many million tokens, with either.")
+    ] = 100.0,
+    context: ContextOption = "32Ki",
+    gpus: Annotated[int, typer.Option(help="How many GPUs share the model.")] = 8,
+    gpu: Annotated[str, typer.Option(help="Their peak rates: h100, h200 or b200.")] = "h200",
+    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU, GB.")] = 141.0,
+    mfu: Annotated[float, typer.Option(help="Share of the peak rates that is reached.")] = 0.3,
+    float32_tflops: Annotated[
+        float, typer.Option(help="Peak rate of float32 products (the loss), TFLOP/s.")
+    ] = 67.0,
+    weights: Annotated[
+        Weights, typer.Option(help="How heal holds the frozen weights.")
+    ] = Weights.BF16,
+    dense_share: Annotated[
+        float, typer.Option(help="Part of heal's tokens in its dense warm-up.")
+    ] = 0.25,
+) -> None:
+    """Memory, GPU-hours and GPUs of heal and of full training: arithmetic, not measured."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from sglang_indexcache.bench.roofline import find_gpu
+    from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
+    from sglang_indexcache.library import Library
+    from sglang_indexcache.support.lengths import parse_length
+    from sglang_indexcache.training.plan import LEFT_OUT, TITLE, Assumptions, plan
+
+    shape = shape_of(model)
+    chosen = Library.default().resolve(pattern, checkpoint_of(shape)).pattern
+    assumed = Assumptions(
+        gpus=gpus,
+        gpu_memory=gpu_memory,
+        million_tokens=million_tokens,
+        length=parse_length(context),
+        mfu=mfu,
+        bf16_tflops=find_gpu(gpu).bf16 / 1e12,
+        float32_tflops=float32_tflops,
+        weight_bytes=1.0 if weights is Weights.FP8 else 2.0,
+        dense_share=dense_share,
+    )
+    found = plan(shape, chosen, assumed)
+    out.print(f"{TITLE}: {shape.name}, {chosen.summary()}", highlight=False)
+    out.print(", ".join(f"{name} {value:g}" for name, value in vars(assumed).items()))
+    table = Table(box=SIMPLE, show_header=False)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for heading, lines in found.sections.items():
+        table.add_row(heading, style="bold")
+        for line in lines:
+            table.add_row(line.formula.meaning, line.shown, line.formula.text)
+    out.print(table)
+    for sentence in (*found.verdicts(assumed), LEFT_OUT):
+        out.print(sentence, highlight=False)
 
 
 @app.command("convert")

@@ -41,6 +41,7 @@ class Score:
         accuracy: share of scored tokens whose most probable prediction is right.
         tokens: scored tokens.
         per_row: accuracy (text, files: loss) of each row, for paired statistics.
+        loss_per_row: loss of each row.
     """
 
     task: str
@@ -48,6 +49,7 @@ class Score:
     accuracy: float
     tokens: int
     per_row: tuple[float, ...]
+    loss_per_row: tuple[float, ...]
 
 
 @torch.no_grad()
@@ -214,4 +216,5 @@ def _score(model: DistilledModel, task: str, batches: Iterator[Batch], stage: St
         accuracy=float(torch.cat(hits).mean()),
         tokens=sum(len(row) for row in losses),
         per_row=tuple(float(row.mean()) for row in rows),
+        loss_per_row=tuple(float(row.mean()) for row in losses),
     )

@@ -132,6 +132,7 @@ def distillation_loss(
     layout: Layout,
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
+    triton: bool = False,
 ) -> torch.Tensor:
     """Sum over queries of KL(mean of the targets' p || q): L_avg, or one term of L_multi.
 
@@ -144,15 +145,21 @@ def distillation_loss(
         selected: ``[B, T, k]`` top-k indices padded with -1, each at most once in a row, for the
             sparse form; None for the warm-up form.
         block: queries per block.
+        triton: compute the sparse form by :mod:`~sglang_indexcache.training.losses_triton`, always
+            gathered. The warm-up form has no other implementation.
 
     Returns:
         A scalar. Divide by ``layout.counted.sum()`` for the mean over queries.
 
     Raises:
-        TrainingError: shapes that do not fit together, or no target.
+        TrainingError: shapes that do not fit together, or no target; for Triton also float64, or
+            tensors on a CPU.
     """
     _check(index, targets, layout, selected)
-    job = _Job(tuple(targets), layout, selected, block)
+    triton = triton and selected is not None
+    if triton:
+        _check_triton(index, targets)
+    job = _Job(tuple(targets), layout, selected, block, triton)
     loss: torch.Tensor = _Blockwise.apply(index.queries, index.keys, index.weights, job)
     return loss
 
@@ -163,13 +170,16 @@ def multi_layer_loss(
     layout: Layout,
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
+    triton: bool = False,
 ) -> torch.Tensor:
     """L_multi: the mean over the served layers of each layer's own KL (paper, multi-distill).
 
     The arguments are those of :func:`distillation_loss`. A trainer need not call it: a served
     layer can add its own term, divided by the group's size, with q alone handed down.
     """
-    terms = [distillation_loss(index, [target], layout, selected, block) for target in targets]
+    terms = [
+        distillation_loss(index, [target], layout, selected, block, triton) for target in targets
+    ]
     return torch.stack(terms).mean()
 
 
@@ -344,6 +354,7 @@ class _Job:
     layout: Layout
     selected: torch.Tensor | None
     block: int
+    triton: bool
 
     def keys(self, rows: slice) -> _Keys:
         """What the queries ``rows`` are scored with."""
@@ -354,6 +365,8 @@ class _Job:
 
     def add(self, index: IndexInputs, rows: slice, gradient: IndexInputs | None) -> torch.Tensor:
         """The loss of the queries ``rows``; its gradient goes into ``gradient`` if wanted."""
+        if self.triton and self.selected is not None:
+            return self._add_by_triton(index, rows, gradient, self.selected)
         keys = self.keys(rows)
         scores, hits, taken = keys.scores(index)
         p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
@@ -368,6 +381,30 @@ class _Job:
             queries = _at_least_float32(index.queries[:, rows])
             keys.to_keys(on_dots, queries, gradient.keys)
         return (_divergence(p, log_q) * counted).sum()
+
+    def _add_by_triton(
+        self,
+        index: IndexInputs,
+        rows: slice,
+        gradient: IndexInputs | None,
+        selected: torch.Tensor,
+    ) -> torch.Tensor:
+        """As :meth:`add`, over the selected keys."""
+        from sglang_indexcache.training import losses_triton
+
+        keys = _SelectedKeys(self.layout, rows, selected)
+        places = keys.places.masked_fill(~keys.allowed, -1).int()
+        p = torch.zeros(places.shape, device=places.device)
+        for target in self.targets:
+            queries = target.queries[:, :, rows]
+            losses_triton.add_attention(p, queries, target.keys, places, target.scale)
+        p /= len(self.targets)
+        parts = (index.queries[:, rows], index.keys, index.weights[:, rows])
+        into = None
+        if gradient is not None:
+            into = (gradient.queries[:, rows], gradient.keys, gradient.weights[:, rows])
+        counted = self.layout.counted[:, rows]
+        return losses_triton.divergence(*parts, p, places, counted, into).sum()
 
 
 class _Blockwise(torch.autograd.Function):
@@ -430,6 +467,14 @@ def _check(
         _check_shapes(shapes, (batch, length))
     if selected is not None:
         _check_shapes({"selected": selected.shape[:2]}, (batch, length))
+
+
+def _check_triton(index: IndexInputs, targets: Sequence[AttentionInputs]) -> None:
+    from sglang_indexcache.training import losses_triton
+
+    losses_triton.check({f"index {name}": tensor for name, tensor in vars(index).items()})
+    for target in targets:
+        losses_triton.check({"attention queries": target.queries, "attention keys": target.keys})
 
 
 def _check_shapes(shapes: dict[str, torch.Size], wanted: tuple[int, int]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.library import Library
 from sglang_indexcache.support.stats import half_width
@@ -16,6 +18,8 @@ from sglang_indexcache.training.evaluate import Score, evaluate
 from sglang_indexcache.training.model import DistilledModel
 from sglang_indexcache.training.sharing import Stage
 
+EVERY_TASK = (TEXT, *TASKS)
+
 
 class Scorer:
     """A loaded checkpoint under one pattern, to be scored as often as wanted.
@@ -24,18 +28,28 @@ class Scorer:
         checkpoint: folder, as the trainer writes it.
         pattern: in any form that the pattern library resolves.
         text_characters: of the machine's text.
+        adapter: whose indexers take the places of the checkpoint's.
 
     Raises:
-        CheckpointError: not such a checkpoint.
+        CheckpointError: not such a checkpoint, or an adapter of another.
         PatternError, LibraryError: not a pattern, or one that needs an indexer that the
-            checkpoint lacks.
+            checkpoint lacks, or one that the adapter was not trained for.
     """
 
     def __init__(
-        self, checkpoint: Path, pattern: str = "full", text_characters: int = TEXT_CHARACTERS
+        self,
+        checkpoint: Path,
+        pattern: str = "full",
+        text_characters: int = TEXT_CHARACTERS,
+        adapter: Adapter | None = None,
     ) -> None:
         self.pattern = Library.default().resolve(pattern, Checkpoint.read(checkpoint)).pattern
+        if adapter is not None:
+            adapter.check(checkpoint, self.pattern)
         model, self._tokenizer = load(checkpoint)
+        if adapter is not None:
+            # Its file was checked to hold every tensor of these indexers and nothing else.
+            model.load_state_dict(adapter.tensors(), strict=False)
         self._text = Text.of_machine(self._tokenizer, text_characters)
         self._words = TaskWords(self._tokenizer)
         self.unigram_loss = unigram_loss(
@@ -45,15 +59,21 @@ class Scorer:
         self._topk = self._model.sharing.topk
 
     def scores(
-        self, length: int = 512, rows: int = 32, topk: int | None = None, dense: bool = False
+        self,
+        length: int = 512,
+        rows: int = 32,
+        topk: int | None = None,
+        dense: bool = False,
+        tasks: Sequence[str] = EVERY_TASK,
     ) -> dict[str, Any]:
-        """Score every task.
+        """Score held-out documents.
 
         Args:
             length: tokens of each document.
             rows: documents of each task.
             topk: replaces index_topk.
             dense: attend to every visible key.
+            tasks: of :data:`EVERY_TASK`.
 
         Returns:
             The set-up, the unigram loss of the held-out text, and each task's :class:`Score` with
@@ -65,7 +85,7 @@ class Scorer:
         )
         self._model.sharing.topk = topk or self._topk
         stage = Stage.DENSE if dense else Stage.SPARSE
-        scores = evaluate(self._model, mixture, [TEXT, *TASKS], rows, length, stage)
+        scores = evaluate(self._model, mixture, list(tasks), rows, length, stage)
         return {
             "pattern": str(self.pattern),
             "length": length,
@@ -98,6 +118,7 @@ def _summary(score: Score, length: int, names: int) -> dict[str, Any]:
         "tokens": score.tokens,
         "per_document_95": interval(score.per_row),
         "per_row": list(score.per_row),
+        "loss_per_row": list(score.loss_per_row),
     }
 
 

@@ -89,3 +89,20 @@ def test_errors_are_one_line(runner: CliRunner, tmp_path: Path) -> None:
     done = runner.invoke(app, convert)
     assert done.exit_code == 1
     assert "is not a checkpoint" in done.output
+
+
+def test_plan_shows_its_arithmetic(runner: CliRunner) -> None:
+    arguments = ["train", "plan", "--model", "glm-5", "--weights", "fp8", "--gpus", "8"]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "Arithmetic, not measured: glm-5" in done.output
+    assert "mfu 0.3" in done.output
+    assert "22 of 78 layers" in done.output
+    said = " ".join(done.output.split())
+    assert "2 * vocab * hidden" in said
+    assert "Heal fits: 135 GB a GPU, 8 GPUs have 141 GB each." in said
+    assert "Full training does not fit" in said
+    refused = runner.invoke(app, [*arguments, "--mfu", "2"])
+    assert refused.exit_code == 1
+    assert "mfu is 2.0; it is a share, at most 1" in refused.output
+    assert runner.invoke(app, ["train", "plan", "--model", "none"]).exit_code == 1

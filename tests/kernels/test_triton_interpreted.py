@@ -15,7 +15,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
-@pytest.mark.parametrize("selection", [["test_grid.py", "-k", "triton"], ["test_triton.py"]])
+@pytest.mark.parametrize(
+    "selection",
+    [
+        ["test_grid.py", "-k", "triton"],
+        ["test_triton.py"],
+        ["../training/test_losses_triton.py"],
+    ],
+)
 def test_in_a_process_of_its_own(selection: list[str]) -> None:
     file, *options = selection
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]

@@ -94,11 +94,25 @@ def test_conversion_adds_indexers_and_changes_nothing(moe: Path, dsa: Path) -> N
 def warmed_up(dsa: Path, folder: Path, **changes: Any) -> Path:
     recipe = tiny_recipe(
         pattern="FSF",
-        stages=[{**tiny()["stages"][1], "steps": 2, "indexer_lr": 0.1}],
         eval_rows=1,
-        **{"model": {"checkpoint": dsa}, "dtype": None, **changes},
+        **{
+            "model": {"checkpoint": dsa},
+            "dtype": None,
+            "stages": [{**tiny()["stages"][1], "steps": 2, "indexer_lr": 0.1}],
+            **changes,
+        },
     )
     return Trainer(recipe, folder, Console(quiet=True)).run()
+
+
+def test_training_leaves_router_biases_alone(dsa: Path, tmp_path: Path) -> None:
+    """They are buffers of the balancing that pretraining did, no parameters of a loss."""
+    stage = {**tiny()["stages"][2], "steps": 2, "lr": 0.1}
+    before, after = stored(dsa), stored(warmed_up(dsa, tmp_path / "run", stages=[stage]))
+    gates = {name for name in after if ".mlp.gate." in name and f"layers.{LAYERS}." not in name}
+    biases = {name for name in gates if name.endswith(BIAS)}
+    assert len(biases) == LAYERS - 1
+    assert all(same_bits(before[name], after[name]) == (name in biases) for name in gates)
 
 
 def test_warm_up_changes_the_indexers_that_stay_and_nothing_else(dsa: Path, tmp_path: Path) -> None:

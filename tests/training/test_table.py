@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.training_aware import evaluated, main, mean_and_interval, rows, summarise, with_mean
+from benchmarks.training_aware import (
+    evaluated,
+    main,
+    mean_and_interval,
+    rows,
+    scores_of,
+    summarise,
+    with_mean,
+)
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.training.trainer import Trainer
 from tests.training.recipes import tiny, tiny_recipe, write
@@ -36,6 +44,14 @@ def test_the_whole_table(tmp_path: Path) -> None:
     assert [line["name"] for line in found["rows"]] == [row.name for row in rows("FFSS", "FSSS")]
     assert all(len(line["seeds"]) == 2 for line in found["rows"])
     assert (tmp_path / "out.png").stat().st_size > 0
+    for line in found["rows"]:
+        for seed, documents in zip(line["seeds"], found["documents"][line["name"]], strict=True):
+            assert {task: len(values) for task, values in documents.items()} == {
+                "text": 2,
+                "recall": 2,
+                "needles": 2,
+            }
+            assert sum(documents["recall"]) / 2 == pytest.approx(seed["recall"])
     assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
     text = (tmp_path / "out.md").read_text()
     assert text.count("\n") == 2 + 9 + 1
@@ -61,6 +77,10 @@ def test_the_whole_table(tmp_path: Path) -> None:
 def test_retrieval_is_the_mean_of_what_was_learned() -> None:
     scores = {"text_loss": 3.0, "recall": 0.9, "needles": 0.5, "tracking": 0.1}
     assert with_mean(scores) == {**scores, "retrieval": pytest.approx(0.7)}
+    documents = {"text": [2.0, 4.0], "recall": [0.8, 1.0], "needles": [0.5, 0.5]}
+    assert scores_of(documents) == pytest.approx(
+        {"text_loss": 3.0, "recall": 0.9, "needles": 0.5, "retrieval": 0.7}
+    )
 
 
 def test_interval_by_hand() -> None:
