@@ -161,7 +161,7 @@ def test_the_gate_s_sizes_are_those_of_the_kernel() -> None:
     header = (Path(building.source_folder()) / "indexer" / "gate.h").read_text()
     values = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
     names = ("kListCapacity", "kFirstCheck", "kCheckKeys", "kCheckPart", "kMantissaBits")
-    assert gate_counts.SIZES == tuple(int(values[name]) for name in names)
+    assert tuple(int(values[name]) for name in names) == gate_counts.SIZES
 
 
 def test_the_gate_keeps_the_largest() -> None:
