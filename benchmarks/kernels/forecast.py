@@ -78,19 +78,20 @@ ENGINE_RANGE = {"optimistic": 1.15, "central": 1.0, "pessimistic": 0.85}
 class GateClocks:
     """Clocks of the gate's steps, all math warps, during which the tensor cores idle.
 
-    From a cycle model on the pieces of ``select_kernel<32, 8>`` as nvcc 13.0 compiled it, by hand:
-    unlike the hot loops they are not found anew. Change them with gate.h.
+    From a cycle model on the pieces of the kernel with eight math warps as nvcc 13.0 compiled it,
+    by hand: unlike the hot loops they are not found anew. Sixteen warps do the same work in no more
+    time. What the present kernel does otherwise (``rounds``, ``counts``, ``collect``) is counted:
+    instructions, pipes and latencies as ``machine.py`` has them. Change them with gate.h.
     """
 
-    drain: float = 850  # both warpgroups stop for a check, and start again
+    drain: float = 850  # the warpgroups stop for a check, and start again
     bins: float = 134  # a row's 64 bins a lane, summed
-    shuffles: float = 205 + 178 + 60
-    walk: float = 56  # one bin of the owner lane's walk
-    count: float = 100  # a row, after the others
+    rounds: float = 3 * 250  # 5 exchanges, a vote and 2 exchanges each
+    counts: float = 60
     keep: float = 1280  # a compaction: 1024 entries
     pass_of_cut: float = 552  # one of 3.5 radix passes in global memory: 1024 entries
     find_bin: float = 1014  # behind each of them
-    copy: float = 127  # 1024 entries to shared memory
+    collect: float = 300  # 1024 entries to shared memory: 4096 in a load's 600 and 500 of issue
     pass_of_finish: float = 372
     find_bin_at_end: float = 787
     window: float = 1140  # bits of 131072 positions: zero, scan
@@ -102,11 +103,8 @@ class GateClocks:
 
 GATE = GateClocks()
 RADIX_PASSES = 3.5
-WALK_STEPS = {"optimistic": 13, "central": 20, "pessimistic": 45}
-"""Bins until the k-th's: depends on the scale of the logits, 0 to 63."""
 LOGIT_MEAN = {"optimistic": 0.0, "central": 0.0, "pessimistic": 10.0}
 """Of unit normal logits: the benchmark draws zero-mean ones; sums of positive scores are not."""
-CHECK_PAGES = gate_counts.CHECK_KEYS // PAGE_TOKENS
 
 # -- attention -----------------------------------------------------------------------------------
 
@@ -191,20 +189,19 @@ def prefill_parts(loop: Modelled, heads: int, context: int, mood: Mood) -> dict[
     visible = context - ROWS / 2
     pages = visible / PAGE_TOKENS
     counts = gate_counts.average(context, LOGIT_MEAN[mood])
-    check = GATE.drain + rows * (GATE.bins + GATE.count) + GATE.shuffles
-    check += GATE.walk * WALK_STEPS[mood]
+    find = rows * GATE.bins + GATE.rounds
     full = (gate_counts.CAPACITY - gate_counts.CHECK_KEYS) / 1024
     cut = RADIX_PASSES * (full * GATE.pass_of_cut + GATE.find_bin)
     left, windows = counts.left / 1024, 1 + visible // 131_072
-    finish = GATE.row + left * GATE.copy
+    finish = GATE.row + counts.listed / 1024 * GATE.collect
     finish += RADIX_PASSES * (left * GATE.pass_of_finish + GATE.find_bin_at_end)
     finish += windows * (GATE.window + left * GATE.bits)
     finish += left * (GATE.write_positions if mood == "optimistic" else GATE.write_slots)
     return {
         "products": pages / 2 * clocks(loop, mood) * SILICON[mood],
-        "check": max(pages / CHECK_PAGES - 1, 0) * check,
+        "check": counts.checks * (GATE.drain + find + GATE.counts),
         "keep": rows * (counts.keeps * (full + 1) * GATE.keep + counts.cuts * cut),
-        "finish": rows * finish,
+        "finish": find + rows * finish,
     }
 
 
@@ -410,7 +407,6 @@ def record(
         "assumptions": {
             "ghz": GHZ,
             "silicon": SILICON,
-            "gate_walk_steps": WALK_STEPS,
             "logit_mean": LOGIT_MEAN,
             "union_of_three_lists": OVERLAP,
             "memory_part": MEMORY_PART,

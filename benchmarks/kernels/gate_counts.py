@@ -12,8 +12,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-CAPACITY, CHECK_KEYS, BITS = 8192, 2048, 11
-"""``kListCapacity``, ``kCheckKeys``, ``kGateBits`` of csrc/indexer/gate.h; a test compares them."""
+SIZES = CAPACITY, FIRST_CHECK, CHECK_KEYS, CHECK_PART, MANTISSA_BITS = 16384, 4096, 2048, 8, 4
+"""``kListCapacity``, ``kFirstCheck``, ``kCheckKeys``, ``kCheckPart``, ``kMantissaBits`` of
+csrc/indexer/gate.h; a test compares them."""
 
 
 @dataclass(frozen=True)
@@ -22,45 +23,61 @@ class Counts:
 
     Attributes:
         offered: entries that passed the floor.
+        checks: times that the floor was raised, the end aside.
         keeps: compactions of the list.
         cuts: exact selections from the list.
-        left: entries at the end.
+        listed: entries at the end.
+        left: those of them that reach the last floor.
     """
 
     offered: float
+    checks: float
     keeps: float
     cuts: float
+    listed: float
     left: float
 
 
 def count(logits: NDArray[np.float32], k: int) -> Counts:
     """Run the gate over one row, in the order of the array (positions break no ties here)."""
     keys = _order_keys(logits)
-    floor, offered, keeps, cuts = np.uint32(0), 0, 0, 0
+    floor, offered, checks, keeps, cuts = np.uint32(0), 0, 0, 0, 0
     kept = np.empty(0, np.uint32)
-    histogram = np.zeros(1 << BITS, np.int64)
-    for start in range(0, len(keys), CHECK_KEYS):
-        if start:
-            reach = np.cumsum(histogram[::-1])[::-1] >= k
-            if reach.any():
-                edge = np.uint32(int(np.nonzero(reach)[0][-1]) << (32 - BITS))
-                floor = max(floor, edge)
-            if len(kept) > CAPACITY - CHECK_KEYS:
-                kept, keeps = kept[kept >= floor], keeps + 1
-            if len(kept) > CAPACITY - CHECK_KEYS:
-                floor = max(floor, np.partition(kept, len(kept) - k)[len(kept) - k])
-                kept, keeps, cuts = kept[kept >= floor], keeps + 1, cuts + 1
-        page = keys[start : start + CHECK_KEYS]
+    histogram = np.zeros(1 << (9 + MANTISSA_BITS), np.int64)
+
+    def raised() -> np.uint32:
+        reach = np.cumsum(histogram[::-1])[::-1] >= k
+        edge = int(np.nonzero(reach)[0][-1]) << _SHIFT if reach.any() else 0
+        return max(floor, np.uint32(edge))
+
+    start, keys_until_check = 0, FIRST_CHECK
+    while True:
+        page = keys[start : start + keys_until_check]
+        start += len(page)
         page = page[page >= floor]
         offered += len(page)
         kept = np.concatenate([kept, page])
-        np.add.at(histogram, page >> (32 - BITS), 1)
-    return Counts(offered, keeps, cuts, len(kept))
+        np.add.at(histogram, page >> _SHIFT, 1)
+        floor = raised()
+        if start == len(keys):
+            break
+        checks += 1
+        if len(kept) > CAPACITY - CHECK_KEYS:
+            kept, keeps = kept[kept >= floor], keeps + 1
+            if len(kept) > CAPACITY - CHECK_KEYS:
+                floor = max(floor, np.partition(kept, len(kept) - k)[len(kept) - k])
+                above = kept[kept > floor]  # and of those that equal it what makes it k
+                kept = np.concatenate([above, np.full(k - len(above), floor)])
+                keeps, cuts = keeps + 1, cuts + 1
+        room = CAPACITY - min(len(kept), CAPACITY - CHECK_KEYS)
+        keys_until_check = min(room, max(CHECK_KEYS, start // CHECK_PART)) // 64 * 64
+    left = int((kept >= floor).sum())
+    return Counts(offered, checks, keeps, cuts, len(kept), left)
 
 
 @cache
 def average(context: int, mean: float, k: int = 2048, rows: int = 6) -> Counts:
-    """Over rows of normal(mean, 1) logits, each scaled by 1 to 2: bins are octaves of values."""
+    """Over rows of normal(mean, 1) logits, each scaled by 1 to 2: bins are parts of octaves."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(rows):
@@ -69,6 +86,9 @@ def average(context: int, mean: float, k: int = 2048, rows: int = 6) -> Counts:
     return Counts(
         *(float(np.mean([getattr(one, name) for one in found])) for name in Counts.__annotations__)
     )
+
+
+_SHIFT = 32 - 9 - MANTISSA_BITS
 
 
 def _order_keys(values: NDArray[np.float32]) -> NDArray[np.uint32]:

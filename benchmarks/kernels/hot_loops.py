@@ -54,21 +54,18 @@ class HotLoop:
     loads: tuple[float, ...] = (LOAD_CLOCKS,)
 
 
-def _indexer(kernel: str, tile: str, warps: int, unit: str) -> HotLoop:
+def _indexer(kernel: str, tile: str, warps: int, unit: str, threads: int = 384) -> HotLoop:
     shared = f"sizeof(indexer::{tile}) + kSwizzlePeriod"
-    return HotLoop("indexer", kernel, {"QGMMA": 4}, warps, unit, 384, shared)
+    return HotLoop("indexer", kernel, {"QGMMA": 4}, warps, unit, threads, shared)
 
 
-_SELECT = "SelectShared<indexer::Tile<{}>>"
+_SELECT = "SelectShared<indexer::SelectTile<{}>>"
+_SELECT_UNIT = "2 pages of 64 keys x 256 columns, in halves"
 _RING = "Ring<indexer::Tile<{}>>"
 _ATTEND = "sparse_mla::kSharedBytes"
 HOT_LOOPS: dict[str, HotLoop] = {
-    "select_32": _indexer(
-        "select_kernel<32, 8>", _SELECT.format("32, 8"), 2, "2 pages of 64 keys x 256 columns"
-    ),
-    "select_64": _indexer(
-        "select_kernel<64, 4>", _SELECT.format("64, 4"), 2, "2 pages of 64 keys x 256 columns"
-    ),
+    "select_32": _indexer("select_kernel<32, 8>", _SELECT.format("32, 8"), 4, _SELECT_UNIT, 640),
+    "select_64": _indexer("select_kernel<64, 4>", _SELECT.format("64, 4"), 4, _SELECT_UNIT, 640),
     "logits_32": _indexer(
         "logits_kernel<32, 1>", _RING.format("32, 1"), 4, "4 pages of 64 keys x 32 columns"
     ),

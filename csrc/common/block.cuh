@@ -6,46 +6,50 @@
 
 namespace indexcache {
 
-// One warp's share of find_from_top. Lane l owns a run of bins; it reads them rotated by l, so that
-// the warp touches 32 banks. All lanes return the same.
+// This thread's index. Addresses that follow from it are made where they are used: kept over the
+// whole of a persistent kernel, they would take the registers of its inner loop.
+__device__ __forceinline__ unsigned own_thread() { return fresh(threadIdx.x); }
+
+// One warp's share of find_from_top: the lanes split the bins into runs, and the run that holds the
+// wanted item again, down to one bin. A lane reads its run rotated by its number, so that the warp
+// touches 32 banks. All lanes return the same.
 template <int kBins>
-__device__ __forceinline__ Bin warp_find_from_top(const int* hist, int wanted) {
-  constexpr int kRun = kBins / 32;
-  static_assert(kBins % 32 == 0 && (kRun & (kRun - 1)) == 0);
-  const int lane = threadIdx.x % 32;
-  const int* run = hist + lane * kRun;
+__device__ __forceinline__ Bin warp_find_from_top(const int* hist, int wanted, int first = 0,
+                                                  int above = 0) {
+  constexpr int kLanes = smaller(kBins, 32);
+  constexpr int kRun = kBins / kLanes;
+  static_assert((kBins & (kBins - 1)) == 0);
+  const int lane = own_thread() % 32;
+  const int* run = hist + first + lane * kRun;
   int sum = 0;
+  if (lane < kLanes) {
 #pragma unroll 8
-  for (int j = 0; j < kRun; ++j) sum += run[(j + lane) & (kRun - 1)];
+    for (int j = 0; j < kRun; ++j) sum += run[(j + lane) & (kRun - 1)];
+  }
   int from_here = sum;  // items in this lane's bins and in all higher ones
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
+  for (int d = 1; d < kLanes; d *= 2) {
     const int other = __shfl_down_sync(~0u, from_here, d);
     if (lane + d < 32) from_here += other;
   }
-  int above = from_here - sum;
-  const bool mine = above < wanted && from_here >= wanted;
-  int index = -1;
-  int count = 0;
-  if (mine) {
-    for (int j = kRun - 1; j >= 0; --j) {
-      count = run[j];
-      index = lane * kRun + j;
-      if (above + count >= wanted) break;
-      above += count;
-    }
+  // The highest lane that reaches it; they all stay with what is above its run.
+  const uint32_t reached = __ballot_sync(~0u, above + from_here >= wanted);
+  if (reached == 0) return {-1, 0, 0};
+  const int owner = 31 - __clz(reached);
+  above += __shfl_sync(~0u, from_here - sum, owner);
+  first += owner * kRun;
+  if constexpr (kRun > 1) {
+    return warp_find_from_top<kRun>(hist, wanted, first, above);
+  } else {
+    return {first, above, __shfl_sync(~0u, sum, owner)};
   }
-  const uint32_t owner = __ballot_sync(~0u, mine);
-  const int source = owner ? __ffs(owner) - 1 : 0;
-  return {__shfl_sync(~0u, index, source), __shfl_sync(~0u, above, source),
-          __shfl_sync(~0u, count, source)};
 }
 
 // Increment a counter for every thread that arrives here together: one atomic for all of them.
 __device__ __forceinline__ int warp_next(int* counter) {
   const uint32_t together = __activemask();
   const int leader = __ffs(together) - 1;
-  const int lane = threadIdx.x % 32;
+  const int lane = own_thread() % 32;
   int first = 0;
   if (lane == leader) first = atomicAdd(counter, __popc(together));
   return __shfl_sync(together, first, leader) + __popc(together & ((1u << lane) - 1));
@@ -69,15 +73,14 @@ class DeviceBlock {
 
   template <class F>
   __device__ __forceinline__ void each(int n, F f) {
-    for (int i = threadIdx.x; i < n; i += kThreads) f(i);
+    for (int i = own_thread(); i < n; i += kThreads) f(i);
     sync();
   }
 
   // each() over values in global memory, with several loads in flight before the first use.
   template <class F>
   __device__ __forceinline__ void each_value(const float* row, int n, F f) {
-    constexpr int kInFlight = 8;
-    for (int base = threadIdx.x; base < n; base += kThreads * kInFlight) {
+    for (int base = own_thread(); base < n; base += kThreads * kInFlight) {
       float values[kInFlight];
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
@@ -95,7 +98,7 @@ class DeviceBlock {
 
   __device__ __forceinline__ void add(int* address, int value) { atomicAdd(address, value); }
 
-  __device__ __forceinline__ int take(int* counter) { return atomicAdd(counter, 1); }
+  __device__ __forceinline__ int take(int* counter, int n) { return atomicAdd(counter, n); }
 
   __device__ __forceinline__ int next(int* counter) { return warp_next(counter); }
 
@@ -109,9 +112,9 @@ class DeviceBlock {
 
   template <int kBins>
   __device__ __forceinline__ Bin find_from_top(const int* hist, int wanted) {
-    if (threadIdx.x < 32) {
+    if (own_thread() < 32) {
       const Bin bin = warp_find_from_top<kBins>(hist, wanted);
-      if (threadIdx.x == 0) scratch_.bin = bin;
+      if (own_thread() == 0) scratch_.bin = bin;
     }
     sync();
     return scratch_.bin;
@@ -119,9 +122,9 @@ class DeviceBlock {
 
   template <int kBins, class F>
   __device__ __forceinline__ void find_in_rows(int rows, const int* hists, int wanted, F f) {
-    for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+    for (int row = own_thread() / 32; row < rows; row += kThreads / 32) {
       const Bin bin = warp_find_from_top<kBins>(hists + row * kBins, wanted);
-      if (threadIdx.x % 32 == 0) f(row, bin);
+      if (own_thread() % 32 == 0) f(row, bin);
     }
     sync();
   }
@@ -129,21 +132,26 @@ class DeviceBlock {
   // In place: a chunk is read before any of it is overwritten, and what one chunk writes lies below
   // what the next one reads.
   __device__ __forceinline__ int keep(Entry* list, int n, Entry bound, int* counter) {
-    constexpr int kEach = 4;
     sync();  // everybody has read what is replaced here
-    if (threadIdx.x == 0) *counter = 0;
-    for (int base = 0; base < n; base += kThreads * kEach) {
-      Entry own[kEach];
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const int i = base + j * kThreads + int(threadIdx.x);
-        own[j] = i < n ? list[i] : 0;  // 0 is below every entry
-      }
+    if (own_thread() == 0) *counter = 0;
+    for (int base = 0; base < n; base += kThreads * kInFlight) {
+      Entry own[kInFlight];
+      read(own, list, n, base);
       sync();
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        if (own[j] != 0 && own[j] >= bound) list[warp_next(counter)] = own[j];
-      }
+      place(own, bound, list, n, counter);
+    }
+    sync();
+    return *counter;  // to be changed after another barrier only
+  }
+
+  __device__ __forceinline__ int collect(const Entry* list, int n, Entry bound, Entry* out,
+                                         int room, int* counter) {
+    if (own_thread() == 0) *counter = 0;
+    sync();
+    for (int base = 0; base < n; base += kThreads * kInFlight) {
+      Entry own[kInFlight];
+      read(own, list, n, base);
+      place(own, bound, out, room, counter);
     }
     sync();
     return *counter;  // to be changed after another barrier only
@@ -152,7 +160,7 @@ class DeviceBlock {
   // Every thread scans a run of its own; an odd run length keeps the lanes on different banks.
   __device__ __forceinline__ int exclusive_scan(int* data, int n) {
     const int run = ceil_div(n, kThreads) | 1;
-    const int begin = smaller(int(threadIdx.x) * run, n);
+    const int begin = smaller(int(own_thread()) * run, n);
     const int end = smaller(begin + run, n);
     int sum = 0;
     for (int i = begin; i < end; ++i) sum += data[i];
@@ -167,10 +175,44 @@ class DeviceBlock {
   }
 
  private:
+  static constexpr int kInFlight = 8;
+
+  // A chunk of a list, several loads at once; 0, which is below every entry, beyond its end.
+  __device__ __forceinline__ static void read(Entry (&own)[kInFlight], const Entry* list, int n,
+                                              int base) {
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int i = base + j * kThreads + int(own_thread());
+      own[j] = i < n ? list[i] : 0;
+    }
+  }
+
+  // The entries >= bound, behind those that `counter` counts; a warp counts them at once.
+  __device__ __forceinline__ static void place(const Entry (&own)[kInFlight], Entry bound,
+                                               Entry* out, int room, int* counter) {
+    const int lane = own_thread() % 32;
+    uint32_t masks[kInFlight];
+    int found = 0;
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      masks[j] = __ballot_sync(~0u, own[j] != 0 && own[j] >= bound);
+      found += __popc(masks[j]);
+    }
+    int next = 0;
+    if (lane == 0 && found > 0) next = atomicAdd(counter, found);
+    next = __shfl_sync(~0u, next, 0);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int at = next + __popc(masks[j] & ((1u << lane) - 1));
+      if ((masks[j] >> lane & 1) && at < room) out[at] = own[j];
+      next += __popc(masks[j]);
+    }
+  }
+
   // The sum of `value` over the threads before this one; leaves the whole sum in scratch_.total.
   __device__ __forceinline__ int exclusive_sum(int value) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int lane = own_thread() % 32;
+    const int warp = own_thread() / 32;
     int inclusive = value;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -179,7 +221,7 @@ class DeviceBlock {
     }
     if (lane == 31) scratch_.warp_sums[warp] = inclusive;
     sync();
-    if (threadIdx.x == 0) {
+    if (own_thread() == 0) {
       int total = 0;
       for (int w = 0; w < kThreads / 32; ++w) {
         const int own = scratch_.warp_sums[w];

@@ -15,6 +15,16 @@ namespace indexcache {
 
 using Entry = uint64_t;
 
+IC_HD float float_of_bits(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
 IC_HD uint32_t float_bits(float value) {
 #ifdef __CUDA_ARCH__
   return __float_as_uint(value);
@@ -28,7 +38,12 @@ IC_HD uint32_t float_bits(float value) {
 // Unsigned integers in the order of the floats; -0.0 and +0.0 are one value.
 IC_HD uint32_t order_key(float value) {
   const uint32_t bits = float_bits(value + 0.0f);  // turns -0.0 into +0.0
-  return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
+  return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
+}
+
+// The float of a key.
+IC_HD float float_of_key(uint32_t key) {
+  return float_of_bits((key & 0x80000000u) ? key ^ 0x80000000u : ~key);
 }
 
 IC_HD Entry make_entry(uint32_t key, int position) {

@@ -47,12 +47,12 @@ IC_HD constexpr uint64_t advance(uint64_t desc, int bytes) { return desc + uint6
 
 // Register i of thread t (0 to 127) of a warpgroup holds row accumulator_row, column
 // accumulator_column of the 64 x N tile.
-IC_HD constexpr int accumulator_row(int thread, int i) {
-  return (thread / 32) * 16 + (thread % 32) / 4 + ((i >> 1) & 1) * 8;
+IC_HD constexpr int accumulator_row(unsigned thread, int i) {
+  return int((thread / 32) * 16 + (thread % 32) / 4) + ((i >> 1) & 1) * 8;
 }
 
-IC_HD constexpr int accumulator_column(int thread, int i) {
-  return (i >> 2) * 8 + (thread % 4) * 2 + (i & 1);
+IC_HD constexpr int accumulator_column(unsigned thread, int i) {
+  return (i >> 2) * 8 + int(thread % 4) * 2 + (i & 1);
 }
 
 }  // namespace indexcache

@@ -13,12 +13,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+template <class T>
+__device__ __forceinline__ T uniform(T value);
+
 // Dynamic shared memory from its first multiple of 1024 bytes, the period of the 128-byte swizzle;
 // launch with 1024 bytes more.
 template <class Shared>
 __device__ __forceinline__ Shared& dynamic_shared() {
   extern __shared__ unsigned char raw[];
-  const uint32_t misplaced = shared_address(raw) % 1024;
+  // The same in all lanes, and not computed anew at each use: the compiler cannot see through it.
+  const uint32_t misplaced = uniform(shared_address(raw) % 1024);
   return *reinterpret_cast<Shared*>(raw + (misplaced ? 1024 - misplaced : 0));
 }
 
@@ -134,6 +138,21 @@ __device__ __forceinline__ void raise_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The same value, but what follows from it is computed after this point, each time: a loop whose
+// registers are all taken does better to compute than to keep.
+template <class T>
+__device__ __forceinline__ T fresh(T value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// A value that is the same in all lanes: the compiler then knows it, and has other registers for it.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
 }
 
 // -- clusters ------------------------------------------------------------------------------------

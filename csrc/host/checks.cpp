@@ -112,39 +112,50 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
 
   const int pages = ceil_div(n, kPageTokens);
   const int step = indexer::page_step(pages);
-  const int pages_a_check = indexer::kCheckKeys / kPageTokens;
   int fullest = 0;
   bool overflowed = false;
   *entries = 0;
-  for (int done = 0; done < pages; done += pages_a_check) {
-    if (done > 0) indexer::check(block, gate, lists.data(), hists.data(), k);
-    const int stop = smaller(done + pages_a_check, pages);
+  int keys = indexer::kFirstCheck;
+  for (int done = 0; done < pages;) {
+    const int stop = smaller(done + keys / kPageTokens, pages);
     const int before = gate.counts[0];
-    constexpr int kTogether = 4;  // entries that one thread offers at once
+    constexpr int kTogether = 4;  // logits that one thread offers at once
     block.each((stop - done) * kPageTokens / kTogether, [&](int i) {
-      int rows[kTogether];
-      Entry entries[kTogether];
-      bool seen[kTogether];
+      float logits[kTogether];
+      int positions[kTogether];
+      bool passes[kTogether];
       for (int j = 0; j < kTogether; ++j) {
         const int key = i * kTogether + j;
         const int page = indexer::spread_page(done + key / kPageTokens, step, pages);
-        const int position = page * kPageTokens + key % kPageTokens;
-        rows[j] = 0;
-        seen[j] = position < n;
-        entries[j] = make_entry(seen[j] ? order_key(row[position]) : ~0u, position);
+        positions[j] = page * kPageTokens + key % kPageTokens;
+        logits[j] = positions[j] < n ? row[positions[j]] : 0.0f;
+        passes[j] = positions[j] < n && indexer::reaches(logits[j], gate.floors[0]);
       }
       overflowed |= gate.counts[0] > indexer::kListCapacity - kTogether;
-      if (!overflowed) indexer::offer(block, gate, lists.data(), hists.data(), rows, entries, seen);
+      if (overflowed) return;
+      indexer::offer(block, &gate.counts[0], lists.data(), 0, hists.data(), logits, positions, passes);
     });
     fullest = larger(fullest, gate.counts[0]);
     *entries += gate.counts[0] - before;
+    done = stop;
+    if (done < pages) {
+      keys = indexer::check(block, gate, lists.data(), hists.data(), k, done * kPageTokens);
+    }
   }
   if (overflowed) return -1;
+  indexer::raise_floors(block, gate, hists.data(), k);
+  std::vector<Entry> list(indexer::kListCapacity);
+  int collected;
+  const int left = block.collect(lists.data(), gate.counts[0], indexer::floor_entry(gate.floors[0]),
+                                 list.data(), indexer::kListCapacity, &collected);
   const auto scratch = std::make_unique<AscendingScratch>();
-  write_topk(block, lists.data(), gate.counts[0], k, n, gate.digit_hist, *scratch, out,
-             kPositions);
+  write_topk(block, list.data(), left, k, n, gate.digit_hist, *scratch, out, kPositions);
   return fullest;
 }
+
+int check_gate_bin(float value) { return indexer::gate_bin(value); }
+float check_gate_edge(int bin) { return indexer::gate_edge(bin); }
+float check_float_of_key(uint32_t key) { return float_of_key(key); }
 
 // -- schedule ----------------------------------------------------------------------------------
 
@@ -232,7 +243,10 @@ int check_tile_row(int first_row, int rows, int first_head, int heads, int m, in
 int check_constant(const char* name) {
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("gate.list_capacity")) return indexer::kListCapacity;
+  if (is("gate.first_check")) return indexer::kFirstCheck;
   if (is("gate.check_keys")) return indexer::kCheckKeys;
+  if (is("gate.check_part")) return indexer::kCheckPart;
+  if (is("gate.bins")) return indexer::kGateBins;
   if (is("indexer.max_pages")) return indexer::kMaxPages;
   if (is("topk.list_capacity")) return topk::kListCapacity;
   if (is("mla.rows")) return sparse_mla::kRows;

@@ -29,7 +29,7 @@ class SerialBlock {
 
   void sync() {}
 
-  int take(int* counter) { return (*counter)++; }
+  int take(int* counter, int n) { return std::exchange(*counter, *counter + n); }
 
   int next(int* counter) { return (*counter)++; }
 
@@ -64,6 +64,16 @@ class SerialBlock {
       if (list[i] >= bound) list[(*counter)++] = list[i];
     }
     std::shuffle(list, list + *counter, random_);
+    return *counter;
+  }
+
+  int collect(const Entry* list, int n, Entry bound, Entry* out, int room, int* counter) {
+    *counter = 0;
+    each(n, [&](int i) {
+      if (list[i] < bound) return;
+      if (*counter < room) out[*counter] = list[i];
+      ++*counter;
+    });
     return *counter;
   }
 

@@ -34,7 +34,7 @@ void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutp
   const int tiles = ceil_div(operands.inputs.rows, rows_per_tile);
   const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
   launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, split_count(tiles, output.width, place)),
-         kThreads, sizeof(Ring<T>) + kSwizzlePeriod, 1, place.stream(), queries_map<T>(operands),
+         T::kThreads, sizeof(Ring<T>) + kSwizzlePeriod, 1, place.stream(), queries_map<T>(operands),
          keys_map(operands), params);
 }
 
@@ -51,12 +51,12 @@ void run_logits(const Operands& operands, int rows_per_tile, const LogitsOutput&
 template <int kHeads>
 void run_select(const Operands& operands, const SelectOutput& output, const Place& place) {
   constexpr int kRows = select_rows(kHeads);
-  using T = Tile<kHeads, kRows>;
+  using T = SelectTile<kHeads, kRows>;
   constexpr size_t kShared = sizeof(SelectShared<T>) + kSwizzlePeriod;
   static_assert(kShared <= 227 * 1024, "shared memory of a block");
   const SelectParams params = {operands.inputs, output.k, output.data, output.lists,
                                output.as_slots};
-  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), kThreads, kShared, 1, place.stream(),
+  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), T::kThreads, kShared, 1, place.stream(),
          queries_map<T>(operands), keys_map(operands), params);
 }
 

@@ -31,7 +31,8 @@ __device__ __forceinline__ void for_each_share(const LogitsParams& params, Visit
 }
 
 template <int kHeads, int kRows>
-__global__ void __launch_bounds__(kThreads, Tile<kHeads, kRows>::kColumns <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(Tile<kHeads, kRows>::kThreads,
+                                  Tile<kHeads, kRows>::kColumns <= 64 ? 2 : 1)
     logits_kernel(const __grid_constant__ CUtensorMap queries,
                   const __grid_constant__ CUtensorMap keys, const LogitsParams params) {
   using T = Tile<kHeads, kRows>;
@@ -40,10 +41,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kHeads, kRows>::kColumns <= 64 
   const int first_row = blockIdx.x * params.rows_per_tile;
   init_ring(ring);
 
-  if (threadIdx.x >= kMathThreads) {
-    if constexpr (T::kWide) lower_registers<kLoadRegisters>();
-    if (threadIdx.x < kMathThreads + 32) {
-      if (threadIdx.x == kMathThreads) load_queries(ring, &queries, first_row, 0);
+  if (threadIdx.x >= T::kMathThreads) {
+    if constexpr (T::kWide) lower_registers<T::kLoadRegisters>();
+    if (threadIdx.x < T::kMathThreads + 32) {
+      if (threadIdx.x == T::kMathThreads) load_queries(ring, &queries, first_row, 0);
       __syncwarp();
       int n = 0;
       for_each_share(params, [&](const Segment& segment, int count, int split, int splits) {
@@ -53,24 +54,24 @@ __global__ void __launch_bounds__(kThreads, Tile<kHeads, kRows>::kColumns <= 64 
       });
     }
   } else {
-    if constexpr (T::kWide) raise_registers<kMathRegisters>();
-    const int group = threadIdx.x / 128;
+    if constexpr (T::kWide) raise_registers<T::kMathRegisters>();
+    const int group = own_page<T>();
     float weights[T::kWeights];
     load_weights<T>(weights, inputs, first_row);
     mbarrier_wait(&ring.queries_full, 0);
+    const int key = own_key<T>();
+    const int row = first_row + own_row<T>();
     int n = 0;
-    for_each_share(params, [&](const Segment& segment, int count, int split, int splits) {
-      int limits[T::Share::kOwned];
-      load_limits<T>(limits, inputs, first_row, segment);
-      for (int i = (group - n) & 1; i < count; i += kMathGroups) {
-        const int start = (split + i * splits) * kPageTokens;
+    for_each_share(params, [&](const Segment& segment, int count, int, int) {
+      const int limit = T::Share::owns(threadIdx.x) ? limit_of(inputs, row, segment) : 0;
+      for (int i = (group - n) & 1; i < count; i += kPagesAtOnce) {
         float logits[T::Share::kOwned];
-        score_page(logits, ring, weights, n + i);
+        int positions[T::Share::kOwned];
+        score_page(logits, positions, ring, weights, 0, key, n + i);
 #pragma unroll
         for (int slot = 0; slot < T::Share::kOwned; ++slot) {
-          const int position = start + key_of_slot<T>(slot);
-          if (position < limits[slot]) {
-            params.out[(first_row + row_of_slot<T>(slot)) * params.stride + position] = logits[slot];
+          if (positions[slot] < limit) {
+            params.out[row * params.stride + positions[slot]] = logits[slot];
           }
         }
       }

@@ -1,10 +1,11 @@
-// What both indexer kernels share: keys stream through a ring of pages in shared memory, and two
-// warpgroups multiply them, every second page each, with a tile of queries that stays.
+// What both indexer kernels share: keys stream through a ring of pages in shared memory, and math
+// warpgroups multiply them, two pages at a time, with a tile of queries that stays.
 //
-//   block = 2 math warpgroups (each 64 keys x kColumns a step) + 1 warpgroup of which one warp loads
-//   A = a page of keys [64, 128], B = the tile's queries [kRows * kHeads, 128], both e4m3, K-major
+//   block = 2 * kParts math warpgroups + 1 warpgroup of which one warp loads
+//   A = a page of keys [64, 128], B = a part of the tile's queries, both e4m3, K-major
 //
-// One warpgroup's epilogue runs while the other's product occupies the tensor cores.
+// One warpgroup's epilogue runs while another's product occupies the tensor cores. Four of them hide
+// it better than two with twice the columns each, and leave a scheduler more warps to choose from.
 #pragma once
 
 #include "common/block.cuh"
@@ -17,29 +18,40 @@
 
 namespace indexcache::indexer {
 
-constexpr int kMathGroups = 2;
-constexpr int kMathThreads = kMathGroups * 128;
-constexpr int kMathWarps = kMathThreads / 32;
-constexpr int kThreads = kMathThreads + 128;
+constexpr int kPagesAtOnce = 2;
+constexpr int kKeysApart = 8;  // a thread's two keys of a page (layout.h)
 constexpr int kMathBarrier = 1;
-constexpr int kStages = 6;
+constexpr int kStages = 8;
+static_assert((kStages & (kStages - 1)) == 0, "stage and phase are bits of a page's number");
 
-// Registers after the roles part, where a math thread needs more than an even share.
-constexpr int kMathRegisters = 232;
-constexpr int kLoadRegisters = 40;
-
-template <int kHeads_, int kRows_>
+// kRows query rows, in kParts parts of a warpgroup's width.
+template <int kHeads_, int kRows_, int kParts_ = 1>
 struct Tile {
   static constexpr int kHeads = kHeads_;
   static constexpr int kRows = kRows_;
+  static constexpr int kParts = kParts_;
   static constexpr int kColumns = kHeads * kRows;
   static constexpr int kQueryBytes = kColumns * kIndexDim;
-  static constexpr int kAccumulators = kColumns / 2;
-  static constexpr int kWeights = kColumns / 4;
-  static constexpr int kValues = 2 * kRows;
+
+  // A part.
+  static constexpr int kPartRows = kRows / kParts;
+  static constexpr int kPartColumns = kHeads * kPartRows;
+  static constexpr int kAccumulators = kPartColumns / 2;
+  static constexpr int kWeights = kPartColumns / 4;
+  static constexpr int kValues = 2 * kPartRows;
   using Share = QuadShare<kValues>;
-  static constexpr bool kWide = kAccumulators + kWeights > 128;
-  static_assert(kHeads % 8 == 0 && kColumns <= 256);
+  static_assert(Share::kOwned <= 2, "a lane's logits are of one row");
+  static_assert(kHeads % 8 == 0 && kColumns <= 256 && kRows % kParts == 0);
+
+  static constexpr int kMathGroups = kPagesAtOnce * kParts;
+  static constexpr int kMathThreads = kMathGroups * 128;
+  static constexpr int kMathWarps = kMathThreads / 32;
+  static constexpr int kThreads = kMathThreads + 128;
+
+  // Registers after the roles part, where a math thread needs more than an even share.
+  static constexpr int kMathRegisters = kParts == 1 ? 232 : 112;
+  static constexpr int kLoadRegisters = kParts == 1 ? 40 : 32;
+  static constexpr bool kWide = kAccumulators + kWeights > (kParts == 1 ? 128 : 64);
 };
 
 template <class T>
@@ -47,6 +59,7 @@ struct Ring {
   alignas(kSwizzlePeriod) unsigned char queries[T::kQueryBytes];
   alignas(kSwizzlePeriod) unsigned char keys[kStages][kKeyBytes];
   alignas(16) float scales[kStages][kPageTokens];
+  int starts[kStages];  // positions of the pages' first tokens
   uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t queries_full;
@@ -58,17 +71,17 @@ __device__ __forceinline__ void init_ring(Ring<T>& ring) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&ring.full[stage], 1);
-      mbarrier_init(&ring.empty[stage], kMathWarps / kMathGroups);
+      mbarrier_init(&ring.empty[stage], T::kMathWarps / kPagesAtOnce);
     }
     mbarrier_init(&ring.queries_full, 1);
-    mbarrier_init(&ring.queries_empty, kMathWarps);
+    mbarrier_init(&ring.queries_empty, T::kMathWarps);
     fence_barrier_init();
   }
   __syncthreads();
 }
 
-__device__ __forceinline__ int ring_stage(int n) { return n % kStages; }
-__device__ __forceinline__ int ring_parity(int n) { return (n / kStages) & 1; }
+__device__ __forceinline__ unsigned ring_stage(unsigned n) { return n % kStages; }
+__device__ __forceinline__ unsigned ring_parity(unsigned n) { return n / kStages & 1; }
 
 // -- the loading warp --------------------------------------------------------------------------
 
@@ -89,13 +102,16 @@ __device__ __forceinline__ void load_pages(Ring<T>& ring, const CUtensorMap* key
                                            PageAt page_at) {
   const int lane = threadIdx.x % 32;
   for (int base = 0; base < count; base += 32) {
-    const int own = base + lane < count ? inputs.table.page(request, page_at(base + lane)) : 0;
+    const int index = base + lane < count ? page_at(base + lane) : 0;
+    const int own = base + lane < count ? inputs.table.page(request, index) : 0;
     const int here = smaller(32, count - base);
     for (int j = 0; j < here; ++j) {
       const int page = __shfl_sync(~0u, own, j);
+      const int start = __shfl_sync(~0u, index, j) * kPageTokens;
       if (lane == 0) {
         const int stage = ring_stage(n + base + j);
         mbarrier_wait(&ring.empty[stage], ring_parity(n + base + j) ^ 1);
+        ring.starts[stage] = start;
         mbarrier_arrive_expect(&ring.full[stage], kPageBytes);
         tma_load_3d(ring.keys[stage], keys, &ring.full[stage], 0, 0, page);
         bulk_load(ring.scales[stage], inputs.pages + int64_t(page) * kPageBytes + kKeyBytes,
@@ -108,7 +124,21 @@ __device__ __forceinline__ void load_pages(Ring<T>& ring, const CUtensorMap* key
 
 // -- the math warpgroups -------------------------------------------------------------------------
 
+// The page of each pair that this warpgroup multiplies, and the part of the columns.
+__device__ __forceinline__ int own_group() { return uniform(int(threadIdx.x) / 128); }
+
+template <class T>
+__device__ __forceinline__ int own_page() {
+  return own_group() / T::kParts;
+}
+
+template <class T>
+__device__ __forceinline__ int own_part() {
+  return own_group() % T::kParts;
+}
+
 // The gates of the columns that this thread's accumulators hold, in their order; 0 beyond the rows.
+// `row` is the first of the part.
 template <class T>
 __device__ __forceinline__ void load_weights(float (&weights)[T::kWeights], const Inputs& inputs,
                                              int row) {
@@ -136,64 +166,64 @@ __device__ __forceinline__ void exchange(float* values, int bit) {
   }
 }
 
-// The key of a page that logit `slot` of this lane's share belongs to.
+// This lane's share of a page's logits: `kOwned` keys, 8 apart, of one row of the part. The first
+// key, and the row.
 template <class T>
-__device__ __forceinline__ int key_of_slot(int slot) {
-  return accumulator_row(threadIdx.x % 128, 0) + 8 * (T::Share::value(threadIdx.x, slot) & 1);
+__device__ __forceinline__ int own_key() {
+  return accumulator_row(threadIdx.x % 128, 0) + kKeysApart * T::Share::key(threadIdx.x);
 }
 
-// The row of the tile that it belongs to.
 template <class T>
-__device__ __forceinline__ int row_of_slot(int slot) {
-  return T::Share::value(threadIdx.x, slot) / 2;
+__device__ __forceinline__ int own_row() {
+  return T::Share::row(threadIdx.x);
 }
 
-// The tokens that each logit of this lane's share may reach; 0 for rows outside the segment, and in
-// lanes whose share another lane owns.
-template <class T>
-__device__ __forceinline__ void load_limits(int (&limits)[T::Share::kOwned], const Inputs& inputs,
-                                            int tile_row, const Segment& segment) {
-#pragma unroll
-  for (int slot = 0; slot < T::Share::kOwned; ++slot) {
-    const int row = tile_row + row_of_slot<T>(slot);
-    const bool inside =
-        row >= segment.first && row < segment.end && T::Share::owns(threadIdx.x);
-    limits[slot] = inside ? inputs.visible[row] : 0;
-  }
+// The tokens that a row may reach; 0 outside the segment.
+__device__ __forceinline__ int limit_of(const Inputs& inputs, int row, const Segment& segment) {
+  return row >= segment.first && row < segment.end ? inputs.visible[row] : 0;
 }
 
-// One page through the ring, number `n`: this lane's share of its logits.
+// One page through the ring, number `n`: this lane's share of its logits, and their positions; its
+// first key is `own`.
 template <class T>
-__device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned], Ring<T>& ring,
-                                           const float (&weights)[T::kWeights], int n) {
-  const int stage = ring_stage(n);
-  const uint64_t keys = k_major_descriptor(shared_address(ring.keys[stage]));
-  const uint64_t queries = k_major_descriptor(shared_address(ring.queries));
+__device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned],
+                                           int (&positions)[T::Share::kOwned], Ring<T>& ring,
+                                           const float (&weights)[T::kWeights], int part, int own,
+                                           int n) {
+  const unsigned stage = ring_stage(n);
+  const uint64_t keys = advance(k_major_descriptor(shared_address(ring.keys)), stage * kKeyBytes);
+  const uint64_t queries = advance(k_major_descriptor(shared_address(ring.queries)),
+                                   fresh(part) * (T::kPartColumns * kIndexDim));
   float registers[T::kAccumulators];
 
   mbarrier_wait(&ring.full[stage], ring_parity(n));
   wgmma_fence();
 #pragma unroll
   for (int byte = 0; byte < kIndexDim; byte += 32) {
-    Fp8Wgmma<T::kColumns>::step(registers, advance(keys, byte), advance(queries, byte), byte > 0);
+    Fp8Wgmma<T::kPartColumns>::step(registers, advance(keys, byte), advance(queries, byte),
+                                    byte > 0);
   }
   wgmma_commit();
-
-  const int key = accumulator_row(threadIdx.x % 128, 0);
-  const float scales[2] = {ring.scales[stage][key], ring.scales[stage][key + 8]};
   wgmma_wait(registers);
+
+  // What else the stage holds is read now, when accumulators make room for it, and not before.
+  const int start = ring.starts[stage];
+  float scales[T::Share::kOwned];
+#pragma unroll
+  for (int slot = 0; slot < T::Share::kOwned; ++slot) {
+    const int key = own + slot * kKeysApart;
+    scales[slot] = ring.scales[stage][key];
+    positions[slot] = start + key;
+  }
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[stage]);
 
   float values[T::kValues];
-  sum_own_heads<T::kHeads, T::kRows>(registers, weights, values);
+  sum_own_heads<T::kHeads, T::kPartRows>(registers, weights, values);
   exchange<T::kValues>(values, 1);
   exchange<T::kValues / 2>(values, 2);
 #pragma unroll
-  for (int slot = 0; slot < T::Share::kOwned; ++slot) {
-    const bool second = T::Share::value(threadIdx.x, slot) & 1;
-    logits[slot] = values[slot] * (second ? scales[1] : scales[0]);
-  }
+  for (int slot = 0; slot < T::Share::kOwned; ++slot) logits[slot] = values[slot] * scales[slot];
 }
 
 }  // namespace indexcache::indexer

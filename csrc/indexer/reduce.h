@@ -57,6 +57,10 @@ struct QuadShare {
     return (lane & 1) * (kValues / 2) + ((lane >> 1) & 1) * (kValues / 4) + slot;
   }
 
+  // Where they are at most two, they are of one query row, and of the lane's keys from this one on.
+  IC_HD static int row(int lane) { return value(lane, 0) / 2; }
+  IC_HD static int key(int lane) { return value(lane, 0) & 1; }
+
   // With two values only, two lanes end with the same one.
   IC_HD static bool owns(int lane) { return kValues >= 4 || (lane & 2) == 0; }
 };

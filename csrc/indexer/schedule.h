@@ -22,6 +22,7 @@ IC_HD Segment segment_at(const Requests& requests, int row, int tile_end) {
 IC_HD int pages_of(const Segment& segment, const int* visible, int trivial) {
   if (segment.request < 0) return 0;
   int most = 0;
+#pragma unroll 1  // loads in flight would take more registers than the loading warp has
   for (int row = segment.first; row < segment.end; ++row) {
     if (visible[row] > trivial) most = larger(most, visible[row]);
   }

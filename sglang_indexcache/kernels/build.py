@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels.compilers import Version, dotted, version_said
 from sglang_indexcache.support.files import shipped
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
@@ -54,6 +55,11 @@ class BuiltKernels:
     path: Path
     log: Path
     fresh: bool
+
+    @property
+    def compiler(self) -> Version:
+        """Version of the nvcc that made it."""
+        return _version_in_name(self.path.parent)
 
 
 def source_folder() -> Path:
@@ -93,8 +99,8 @@ def find_nvcc() -> Path:
 
 
 @cache
-def nvcc_version() -> tuple[int, int]:
-    """Release of the compiler, for example ``(13, 0)``.
+def nvcc_version() -> Version:
+    """The compiler's full version, for example ``(13, 0, 88)``.
 
     Raises:
         KernelError: there is no nvcc, it does not run, or it is too old.
@@ -104,10 +110,9 @@ def nvcc_version() -> tuple[int, int]:
         words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise KernelError(f"{nvcc} does not run: {error}") from error
-    found = re.search(r"release (\d+)\.(\d+)", words.stdout)
-    if found is None:
+    version = version_said(words.stdout)
+    if version is None:
         raise KernelError(f"{nvcc} --version names no release: {words.stdout.strip()!r}")
-    version = int(found[1]), int(found[2])
     if version < OLDEST_NVCC:
         raise KernelError(
             f"{nvcc} is CUDA {version[0]}.{version[1]}; the kernels need "
@@ -139,7 +144,7 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
     found = cached(folder)
     if found is not None:
         return found
-    target = cache_folder() / f"{_stem(folder)}{_dotted(nvcc_version())}"
+    target = cache_folder() / f"{_stem(folder)}{dotted(nvcc_version())}"
     _make_writable(target.parent)
     with FileLock(f"{target}.lock"):
         found = cached(folder)
@@ -165,7 +170,7 @@ def cached(folder: str) -> BuiltKernels | None:
     """
     stem = _stem(folder)
     try:
-        builds = [cache_folder() / f"{stem}{_dotted(nvcc_version())}"]
+        builds = [cache_folder() / f"{stem}{dotted(nvcc_version())}"]
     except KernelError:
         builds = sorted(cache_folder().glob(f"{stem}*"), key=_version_in_name, reverse=True)
     libraries = (_library(path, folder, fresh=False) for path in builds)
@@ -195,11 +200,7 @@ def _stem(folder: str) -> str:
     return f"{folder}-{_fingerprint(folder)}-cuda"
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _version_in_name(path: Path) -> tuple[int, ...]:
+def _version_in_name(path: Path) -> Version:
     return tuple(map(int, re.findall(r"\d+", path.name.rpartition("-cuda")[2])))
 
 

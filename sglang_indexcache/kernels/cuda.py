@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels import compilers
 from sglang_indexcache.kernels.build import ARCHITECTURE, FOLDERS, cached, nvcc_version
 
 CAPABILITY = (9, 0)
@@ -31,6 +32,16 @@ def unavailable() -> str | None:
     except (ImportError, KernelError) as error:
         return str(error)
     return None
+
+
+def doubt() -> str | None:
+    """Why the kernels, though they can be built or loaded here, may not be a default, or None."""
+    try:
+        built = [cached(folder) for folder in FOLDERS]
+        versions = {one.compiler if one else nvcc_version() for one in built}
+    except KernelError:
+        return None  # they cannot be built: :func:`unavailable` says why
+    return next(filter(None, (compilers.doubt("nvcc", one) for one in sorted(versions))), None)
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -94,18 +95,24 @@ class Implementation:
         limits: where it can run.
         missing: why it cannot be built or imported here, or None.
         is_reference: the truth that the others are compared with, not meant to serve.
+        distrust: why the compiler behind it may not make a default for Hopper, or None.
     """
 
     name: str
     limits: Limits
     missing: Callable[[], str | None]
     is_reference: bool = False
+    distrust: Callable[[], str | None] = lambda: None
 
     def obstacle(self, op: OpName, machine: Machine) -> str | None:
         """Why it cannot run ``op`` on ``machine``, or None."""
         if find_spec(self._module(op)) is None:
             return "not written"
         return self.limits.obstacle(machine) or self.missing()
+
+    def doubt(self, machine: Machine) -> str | None:
+        """Why nothing takes it by default on ``machine``, where it could run; or None."""
+        return self.distrust() if machine.capability == (9, 0) else None
 
     def load(self, op: OpName) -> Callable[..., Any]:
         """The function that implements ``op``, compiled: a first call may be a graph's capture.
@@ -155,9 +162,29 @@ def _missing_triton() -> str | None:
     return None
 
 
+@cache
+def _distrust_cuda() -> str | None:
+    from sglang_indexcache.kernels.cuda import doubt
+
+    return doubt()
+
+
+@cache
+def _distrust_triton() -> str | None:
+    from triton import knobs
+
+    from sglang_indexcache.kernels.compilers import doubt, version_said
+
+    path = knobs.nvidia.ptxas.path
+    words = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return doubt("Triton's ptxas", version_said(words) or ())
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation("cuda", Limits((9, 0), exactly=True), _missing_cuda),
-    Implementation("triton", Limits((8, 0), interpreted=True), _missing_triton),
+    Implementation("cuda", Limits((9, 0), exactly=True), _missing_cuda, distrust=_distrust_cuda),
+    Implementation(
+        "triton", Limits((8, 0), interpreted=True), _missing_triton, distrust=_distrust_triton
+    ),
     Implementation("reference", Limits(), lambda: None, is_reference=True),
 )
 """Best first."""

@@ -30,6 +30,7 @@ def host() -> ctypes.CDLL:
     library = ctypes.CDLL(str(target))
     library.check_swizzle128.restype = c_uint32
     library.check_order_key.restype = c_uint32
+    library.check_gate_edge.restype = c_float
     for name in ("check_k_major", "check_mn_major", "check_advance"):
         getattr(library, name).restype = c_uint64
     return library
@@ -63,6 +64,14 @@ def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
 
 def order_key(value: float) -> int:
     return int(host().check_order_key(c_float(value)))
+
+
+def gate_bin(value: float) -> int:
+    return int(host().check_gate_bin(c_float(value)))
+
+
+def gate_edge(index: int) -> float:
+    return float(host().check_gate_edge(c_int(index)))
 
 
 def k_major(address: int) -> int:

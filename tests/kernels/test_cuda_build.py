@@ -24,8 +24,9 @@ from sglang_indexcache.kernels.indexer.cuda import select_rows
 LOGITS = [(heads, rows) for heads in (32, 64) for rows in (1, 2, 4)] + [(8, 4), (16, 4)]
 SELECT = [(heads, select_rows(heads)) for heads in INDEXER_HEADS]
 INDEXER = {f"logits_kernel<{heads}, {rows}>": heads * rows for heads, rows in LOGITS} | {
-    f"select_kernel<{heads}, {rows}>": heads * rows for heads, rows in SELECT
+    f"select_kernel<{heads}, {rows}>": heads * rows // 2 for heads, rows in SELECT
 }
+"""Every kernel, and the columns that one of its warpgroups multiplies."""
 KERNELS = {
     "topk": {"topk_kernel"},
     "indexer": set(INDEXER),
@@ -115,7 +116,8 @@ def test_indexer_uses_fp8_wgmma_and_tma(
     assert count(code, "UTMALDG.2D") >= 1, "queries"
     assert count(code, "UTMALDG.3D") >= 1, "keys from their pages"
     assert count(code, "UBLKCP") >= 1, "scales"
-    wide = columns == 256
+    # 96 or 192 registers of accumulators and weights; a thread has 96 of 640, 168 of 384.
+    wide = columns == (128 if kernel.startswith("select") else 256)
     assert (count(code, "USETMAXREG") == 2) == wide, "registers move to the math warpgroups"
 
 
@@ -181,13 +183,27 @@ def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str,
         others = [line for line in inside if "GMMA" not in line]
         assert not [line for line in others if registers(line) & busy]
         together = [i for i in range(fence) if re.search(r"WARPSYNC\.ALL|BAR\.SYNC", lines[i])]
-        assert not [line for line in lines[together[-1] : fence] if re.search(r"BRA|BSYNC", line)]
+        between = lines[together[-1] : fence]
+        apart = [i for i, line in enumerate(between) if re.search(r"BRA|BSYNC", line)]
+        assert all(same_in_all_lanes(between, i) for i in apart)
+
+
+def same_in_all_lanes(lines: list[str], branch: int) -> bool:
+    """Whether a branch hangs on a barrier's phase or on what uniform registers hold: ptxas proves
+    such ones not to split a warp, and then makes nothing even of an explicit bar.warp.sync.
+    """
+    predicate = re.match(r"@!?(P\d) BRA", lines[branch])
+    if predicate is None:
+        return False
+    sets = re.compile(rf"(ISETP|PLOP3|SYNCS\.PHASECHK)\S* {predicate[1]}, ")
+    maker = next((line for line in reversed(lines[:branch]) if sets.search(line)), "")
+    return "PHASECHK" in maker or re.search(r"\bU[RP]\d+", maker) is not None
 
 
 @needs_nvcc
 @pytest.mark.parametrize("kernel", ["select_kernel<32, 8>", "select_kernel<64, 4>"])
 def test_indexer_roles_stay_within_their_registers(kernel: str, code: dict[str, Code]) -> None:
-    assert most_registers(code[kernel]) == {0x28: True, 0xE8: True}
+    assert most_registers(code[kernel]) == {0x20: True, 0x70: True}
 
 
 @needs_nvcc
@@ -234,7 +250,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
     chosen = torch.zeros(4, 16, dtype=ints)
     q, pages = torch.zeros(4, 32, 128, dtype=data), torch.zeros(3, 8448, dtype=data)
     weights = torch.zeros(4, 32, dtype=floats)
-    lists = torch.zeros(1, 8, 8192, dtype=torch.int64)
+    lists = torch.zeros(1, 8, 16384, dtype=torch.int64)
     topk, indexer, mla = (cuda.library(folder) for folder in FOLDERS)
     queries = torch.zeros(4, 20, 576, dtype=torch.bfloat16)
     cache, slots = torch.zeros(9, 656, dtype=data), torch.zeros(4, 16, dtype=ints)

@@ -121,6 +121,23 @@ def test_the_gate_lists_few_entries_even_of_a_sorted_row() -> None:
     assert entries < 2 * expected
 
 
+def test_bins_order_as_the_floats_do() -> None:
+    """No float is below its bin's edge, and none of a higher bin below that of a lower one."""
+    values = [make_row(kind, 3000, np.random.default_rng(4)) for kind in KINDS]
+    edges = [0.0, 1e-45, 2.0**-41, 2.0**-40, 2.0**23, 2.0**24, 3e38, np.inf]
+    signed = np.float32([*edges, *(-edge for edge in edges)])
+    row = np.sort(np.concatenate([*values, signed, np.nextafter(signed, np.float32(0))]) + 0.0)
+    bins = np.array([cuda_host.gate_bin(float(value)) for value in row])
+    floors = np.array([cuda_host.gate_edge(int(each)) for each in bins])
+    assert (np.diff(bins) >= 0).all()
+    assert (floors <= row).all()
+    assert bins.min() >= 0
+    assert bins.max() < cuda_host.constant("gate.bins")
+    ordinary = (abs(row) > 2.0**-39) & (abs(row) < 2.0**23)
+    assert (row - floors)[ordinary].max() > 0
+    assert (abs(row - floors) <= abs(row) / 8)[ordinary].all(), "16 bins an octave"
+
+
 def test_nan_ends_in_bounds() -> None:
     row = make_row("normal", 20000, np.random.default_rng(2))
     row[::7] = np.nan

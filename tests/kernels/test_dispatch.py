@@ -27,7 +27,10 @@ BLACKWELL = dispatch.Machine("NVIDIA B200", (10, 0))
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be imported and compiled here is another test's business."""
-    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    there = tuple(
+        replace(one, missing=lambda: None, distrust=lambda: None)
+        for one in dispatch.IMPLEMENTATIONS
+    )
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
 
 

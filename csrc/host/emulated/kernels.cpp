@@ -37,26 +37,26 @@ CUtensorMap keys_map(const void* pages, int count) {
                      {128, 64, 1}});
 }
 
-template <class F>
+// Call f(null pointer to T) for the T of a list that has these heads and rows.
+template <class... Tiles, class F>
 bool with_tile(int heads, int rows, F f) {
-#define IC_CASE(h, r)                             \
-  if (heads == h && rows == r) {                  \
-    f(static_cast<indexer::Tile<h, r>*>(nullptr)); \
-    return true;                                  \
-  }
-  IC_CASE(8, 4)
-  IC_CASE(16, 4)
-  IC_CASE(32, 1)
-  IC_CASE(32, 2)
-  IC_CASE(32, 4)
-  IC_CASE(64, 1)
-  IC_CASE(64, 2)
-  IC_CASE(64, 4)
-  IC_CASE(8, 8)
-  IC_CASE(16, 8)
-  IC_CASE(32, 8)
-#undef IC_CASE
-  return false;
+  return ((heads == Tiles::kHeads && rows == Tiles::kRows &&
+           (f(static_cast<Tiles*>(nullptr)), true)) ||
+          ...);
+}
+
+template <class F>
+bool with_logits_tile(int heads, int rows, F f) {
+  using namespace indexer;
+  return with_tile<Tile<8, 4>, Tile<16, 4>, Tile<32, 1>, Tile<32, 2>, Tile<32, 4>, Tile<64, 1>,
+                   Tile<64, 2>, Tile<64, 4>>(heads, rows, f);
+}
+
+template <class F>
+bool with_select_tile(int heads, int rows, F f) {
+  using namespace indexer;
+  return with_tile<SelectTile<8, 8>, SelectTile<16, 8>, SelectTile<32, 8>, SelectTile<64, 4>>(
+      heads, rows, f);
 }
 
 }  // namespace
@@ -90,13 +90,13 @@ static indexer::Inputs inputs_of(const IndexerCall& call) {
 const char* emulate_logits(const IndexerCall* call, int heads, int tile_rows, int rows_per_tile,
                            int splits, float* out, int64_t stride) {
   std::string failure = "no such kernel";
-  with_tile(heads, tile_rows, [&](auto* tile) {
+  with_logits_tile(heads, tile_rows, [&](auto* tile) {
     using T = std::remove_pointer_t<decltype(tile)>;
     const indexer::LogitsParams params = {inputs_of(*call), rows_per_tile, out, stride};
     const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
     const CUtensorMap keys = keys_map(call->pages, call->page_count);
     failure = simt::launch(dim3(ceil_div(call->rows, rows_per_tile), splits, 1), 1,
-                           indexer::kThreads, sizeof(indexer::Ring<T>) + 1024, call->seed, [&] {
+                           T::kThreads, sizeof(indexer::Ring<T>) + 1024, call->seed, [&] {
                              indexer::logits_kernel<T::kHeads, T::kRows>(queries, keys, params);
                            });
   });
@@ -106,13 +106,13 @@ const char* emulate_logits(const IndexerCall* call, int heads, int tile_rows, in
 const char* emulate_select(const IndexerCall* call, int heads, int tile_rows, int k, int blocks,
                            bool as_slots, int* out) {
   std::string failure = "no such kernel";
-  with_tile(heads, tile_rows, [&](auto* tile) {
+  with_select_tile(heads, tile_rows, [&](auto* tile) {
     using T = std::remove_pointer_t<decltype(tile)>;
     std::vector<Entry> lists(size_t(blocks) * T::kRows * indexer::kListCapacity, ~Entry(0));
     const indexer::SelectParams params = {inputs_of(*call), k, out, lists.data(), as_slots};
     const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
     const CUtensorMap keys = keys_map(call->pages, call->page_count);
-    failure = simt::launch(dim3(blocks, 1, 1), 1, indexer::kThreads,
+    failure = simt::launch(dim3(blocks, 1, 1), 1, T::kThreads,
                            sizeof(indexer::SelectShared<T>) + 1024, call->seed, [&] {
                              indexer::select_kernel<T::kHeads, T::kRows>(queries, keys, params);
                            });

@@ -335,6 +335,7 @@ T __shfl_down_sync(uint32_t mask, T value, int d) {
 }
 
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(uint32_t bits) { return __builtin_ffs(int(bits)); }
 
 inline int atomicAdd(int* address, int value) {

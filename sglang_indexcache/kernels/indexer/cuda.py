@@ -18,7 +18,7 @@ from sglang_indexcache.kernels.cuda import (
     require_hopper,
 )
 
-LIST_CAPACITY = 8192
+LIST_CAPACITY = 16384
 """``kListCapacity`` of csrc/indexer/gate.h."""
 
 

@@ -89,13 +89,14 @@ def _automatic(
     op: OpName, machine: dispatch.Machine, obstacle: str | None
 ) -> tuple[dispatch.Implementation | None, str]:
     """The best of ours that is meant to serve."""
-    best = dispatch.running(op, machine)[0]
+    trusted = (one for one in dispatch.running(op, machine) if one.doubt(machine) is None)
+    best = next(trusted)  # the reference at the least
     if obstacle or not best.is_reference:
         name, record = dispatch.MEASURED.get((op, machine.capability), ("", ""))
         why = f"measured: benchmarks/results/{record}" if name == best.name else "opted in"
         return (None, obstacle) if obstacle else (best, why)
     ours = (one for one in dispatch.IMPLEMENTATIONS if not one.is_reference)
-    reasons = [f"{one.name}: {one.obstacle(op, machine)}" for one in ours]
+    reasons = [f"{one.name}: {one.obstacle(op, machine) or one.doubt(machine)}" for one in ours]
     return None, f"none of ours can run on {machine.name}: {', '.join(reasons)}"
 
 

@@ -26,7 +26,10 @@ BLACKWELL = Machine("NVIDIA B200", (10, 0))
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    there = tuple(
+        replace(one, missing=lambda: None, distrust=lambda: None)
+        for one in dispatch.IMPLEMENTATIONS
+    )
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
 
 
@@ -107,6 +110,17 @@ def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(dispatch.MEASURED, ("select", (9, 0)), ("triton", "kernels/h100.json"))
     expected = every("cuda") | dict.fromkeys(SELECTIONS, "triton")
     assert names("auto", server(), glm5(), HOPPER) == expected
+
+
+def test_auto_leaves_what_a_bad_compiler_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name it is still to be had."""
+    bad = tuple(
+        replace(one, distrust=lambda: "it miscompiles") if one.name == "cuda" else one
+        for one in dispatch.IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", bad)
+    assert names("auto", server(), glm5(), HOPPER) == every("triton")
+    assert names("cuda", server(), glm5(), HOPPER) == every("cuda")
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton", "reference"])

@@ -163,6 +163,16 @@ void raise_registers() {}
 template <int>
 void lower_registers() {}
 
+template <class T>
+T fresh(T value) {
+  return value;
+}
+
+template <class T>
+T uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
+}
+
 // -- clusters ----------------------------------------------------------------------------------
 
 inline uint32_t cluster_rank() { return simt::block().rank; }
