@@ -103,6 +103,10 @@ class IndexBuffer:
         assert self._indices is not None, "some layer wrote them"
         return self._indices
 
+    def adopt(self, layer: int, indices: torch.Tensor) -> None:
+        """Take over what an earlier pipeline stage selected for ``layer``."""
+        self._sources, self._indices = self._sources_of(layer), indices
+
     def inherit(self, layer: int, whole: IndexBuffer, rows: tuple[int, int], before: int) -> None:
         """Take over what the whole batch selected of which this is a part, if ``layer`` needs it.
 
