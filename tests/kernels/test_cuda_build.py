@@ -6,7 +6,7 @@ These are checks of the compiler's output. They say nothing about a run: none ha
 import os
 import re
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -149,22 +149,28 @@ def accumulators(line: str) -> set[int]:
     return set(range(int(found[2]), int(found[2]) + int(found[1]) // 2)) if found else set()
 
 
+def flow(code: Code) -> list[list[int]]:
+    """For each instruction the indices of those that may run right after it."""
+    at = {address: index for index, (address, _) in enumerate(code)}
+    found: list[list[int]] = []
+    for index, (_, line) in enumerate(code):
+        jump = re.search(r"\b(?:BRA|CALL|BSSY)\S*\s.*?(0x[0-9a-f]+)$", line)
+        goes = [] if jump is None else [at[int(jump[1], 16)]]
+        ends = re.match(r"BRA 0x|EXIT|RET", line) or index + 1 == len(code)
+        found.append(goes if ends else [*goes, index + 1])
+    return found
+
+
 def reachable(code: Code, start: int) -> set[int]:
     """Indices of the instructions that can run after the one at index ``start``."""
-    at = {address: index for index, (address, _) in enumerate(code)}
+    following = flow(code)
     seen: set[int] = set()
-    todo = [start + 1]
+    todo = list(following[start])
     while todo:
         here = todo.pop()
-        if here in seen or here >= len(code):
-            continue
-        seen.add(here)
-        line = code[here][1]
-        jump = re.search(r"\b(?:BRA|CALL|BSSY)\S*\s.*?(0x[0-9a-f]+)$", line)
-        if jump:
-            todo.append(at[int(jump[1], 16)])
-        if not re.match(r"BRA 0x|EXIT|RET", line):
-            todo.append(here + 1)
+        if here not in seen:
+            seen.add(here)
+            todo += following[here]
     return seen
 
 
@@ -182,22 +188,56 @@ def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str,
         assert len(busy) >= 16
         others = [line for line in inside if "GMMA" not in line]
         assert not [line for line in others if registers(line) & busy]
-        together = [i for i in range(fence) if re.search(r"WARPSYNC\.ALL|BAR\.SYNC", lines[i])]
-        between = lines[together[-1] : fence]
-        apart = [i for i, line in enumerate(between) if re.search(r"BRA|BSYNC", line)]
-        assert all(same_in_all_lanes(between, i) for i in apart)
+        assert lanes_are_together(code[kernel], fence)
 
 
-def same_in_all_lanes(lines: list[str], branch: int) -> bool:
-    """Whether a branch hangs on a barrier's phase or on what uniform registers hold: ptxas proves
-    such ones not to split a warp, and then makes nothing even of an explicit bar.warp.sync.
+def before(code: Code, fence: int) -> set[int]:
+    """Indices of what may run between a warp's last synchronisation and ``fence``, on any path."""
+    comes_from = defaultdict(set)
+    for index, following in enumerate(flow(code)):
+        for each in following:
+            comes_from[each].add(index)
+    found: set[int] = set()
+    todo = list(comes_from[fence])
+    while todo:
+        here = todo.pop()
+        if here not in found and not re.search(r"WARPSYNC\.ALL|BAR\.SYNC", code[here][1]):
+            found.add(here)
+            todo += comes_from[here]
+    return found
+
+
+def lanes_are_together(code: Code, fence: int) -> bool:
+    """Whether nothing parts a warp's lanes between their last synchronisation and ``fence``.
+
+    ptxas opens a region by BSSY before a branch that may part them and closes it by BSYNC. A branch
+    outside such a region is one that it has proved to go the same way in all lanes, and then it
+    makes nothing even of an explicit bar.warp.sync.
     """
-    predicate = re.match(r"@!?(P\d) BRA", lines[branch])
-    if predicate is None:
+    region = sorted(before(code, fence))
+    lines = {index: code[index][1] for index in region}
+    if 0 in region or any(re.search(r"BREAK|BRA\.DIV|COLLECTIVE", x) for x in lines.values()):
         return False
-    sets = re.compile(rf"(ISETP|PLOP3|SYNCS\.PHASECHK)\S* {predicate[1]}, ")
-    maker = next((line for line in reversed(lines[:branch]) if sets.search(line)), "")
-    return "PHASECHK" in maker or re.search(r"\bU[RP]\d+", maker) is not None
+    branches = [index for index, line in lines.items() if "BRA" in line]
+    opened = [re.search(r"BSSY (B\d+)", lines[i]) for i in region if any(b > i for b in branches)]
+    closed = [re.search(r"BSYNC (B\d+)", line) for line in lines.values()]
+    return {found[1] for found in opened if found} <= {found[1] for found in closed if found}
+
+
+def test_a_warp_that_was_not_synchronised_is_noticed() -> None:
+    """A loop whose lanes may part, with and without what brings them together again."""
+
+    def loop(*body: str) -> Code:
+        lines = ["BAR.SYNC 0x0", "NOP", *body, "WARPGROUP.ARRIVE", "@P1 BRA 0x10", "EXIT"]
+        return [(16 * i, line) for i, line in enumerate(lines)]
+
+    parts = ("BSSY B0, 0x50", "@P0 BRA 0x50", "NOP")
+    assert lanes_are_together(loop(), 2)
+    assert lanes_are_together(loop(*parts, "BSYNC B0"), 6)
+    assert not lanes_are_together(loop(*parts, "NOP"), 6)
+    assert lanes_are_together(loop(*parts, "NOP", "WARPSYNC.ALL"), 7)
+    assert not lanes_are_together(loop("BRA.DIV UR5, 0x30"), 3)
+    assert not lanes_are_together([(0, "NOP"), (16, "WARPGROUP.ARRIVE"), (32, "EXIT")], 1)
 
 
 @needs_nvcc
