@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -101,7 +102,7 @@ def page(evaluation: Evaluation, summary: Summary, pictures: Mapping[str, Path])
     )
     environment.filters |= {
         "points": lambda value: "" if value is None else f"{100 * value:+.1f}",
-        "nats": lambda value: f"{value:+.3f}",
+        "nats": lambda value: f"{value:+.3f}" if math.isfinite(value) else "unknown",
         "bound": lambda value: f"{100 * value:+.1f}" if abs(value) <= 1 else "unknown",
         "length": lambda value: format_length(value) if value else "",
     }

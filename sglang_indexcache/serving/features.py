@@ -46,7 +46,7 @@ FEATURES = (
             lambda cfg: cfg.attn_dp_size > 1),
     Feature("pipeline parallelism", "--pp-size", "yes",
             "patterns with F at every stage start", TESTED, lambda cfg: cfg.pp_size > 1),
-    Feature("CUDA graphs", "", "yes", "switched off", CONTRACT,
+    Feature("CUDA graphs", "", "yes", "decode, with --indexcache-graphs", CONTRACT,
             lambda cfg: cfg.device == "cuda"),
     Feature("two-batch overlap", "--enable-two-batch-overlap",
             "yes, with --pp-size F at every stage start", "the same", CONTRACT,
