@@ -365,7 +365,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     card = dispatch.Machine("NVIDIA H100", (9, 0))
     monkeypatch.setattr(dispatch.Machine, "here", classmethod(lambda cls: card))
-    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    there = tuple(
+        replace(one, missing=lambda: None, distrust=lambda: None)
+        for one in dispatch.IMPLEMENTATIONS
+    )
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
     monkeypatch.setattr(platform_cpu, "check_plan", lambda *_: None)
 
