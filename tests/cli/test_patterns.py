@@ -184,7 +184,7 @@ def test_make_model_rejects_nonsense(tmp_path: Path) -> None:
 
 
 def test_show_says_what_is_known_of_a_patterns_quality(tmp_path: Path) -> None:
-    path = tmp_path / "tiny-dsa-1of4.yaml"
+    path = tmp_path / "tiny-dsa-1of8.yaml"
     path.write_bytes((shipped("patterns") / path.name).read_bytes())
     model = shipped_checkpoint()
     show = ("patterns", "show", str(path))
