@@ -67,6 +67,21 @@ def layers(
     return hidden, previous
 
 
+def decode_graphs(device: Any) -> Any:
+    """SGLang's keeper of decode graphs, without a runner."""
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
+        FullCudaGraphBackend,
+    )
+
+    return runner_backend(
+        FullCudaGraphBackend,
+        device,
+        device.Stream(),
+        _reuse_output_buffer=False,
+        _output_buffer=None,
+    )
+
+
 def replays(case: tuple[str, int, int, int], report: Report) -> dict[str, Any]:
     """Capture a stage once, replay it with three batches.
 
@@ -74,9 +89,6 @@ def replays(case: tuple[str, int, int, int], report: Report) -> dict[str, Any]:
         RefutedError: an eager pass or a replay is not what the pattern says.
     """
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
-    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
-        FullCudaGraphBackend,
-    )
 
     text, start, end, first = case
     key = ShapeKey(ROWS)
@@ -84,13 +96,7 @@ def replays(case: tuple[str, int, int, int], report: Report) -> dict[str, Any]:
     with stub_kernels(), sglang_on(report.dry) as device:
         stage = Stage(text, start, end, ROWS, report.device, first)
         backends = (stage.whole, *stage.parts)
-        graphs = runner_backend(
-            FullCudaGraphBackend,
-            device,
-            device.Stream(),
-            _reuse_output_buffer=False,
-            _output_buffer=None,
-        )
+        graphs = decode_graphs(device)
         stage.fill(0)
         for backend in backends:
             backend.init_forward_metadata(None)
@@ -121,9 +127,6 @@ def mixed_replays(report: Report) -> dict[str, Any]:
         RefutedError: a row got what its own pattern does not say.
     """
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
-    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
-        FullCudaGraphBackend,
-    )
 
     from sglang_indexcache.pattern import Pattern
     from sglang_indexcache.serving.cuda.graph_variants import MIXED, GraphVariants
@@ -133,13 +136,7 @@ def mixed_replays(report: Report) -> dict[str, Any]:
     with stub_kernels(), sglang_on(report.dry) as device:
         stage = Stage("FFFFFF", 0, 6, ROWS, report.device, 6, mode="live")
         variants = GraphVariants(stage.whole.active, (), TOPK)
-        graphs = runner_backend(
-            FullCudaGraphBackend,
-            device,
-            device.Stream(),
-            _reuse_output_buffer=False,
-            _output_buffer=None,
-        )
+        graphs = decode_graphs(device)
         stage.whole.index_buffer.begin(variants.rows(MIXED, ROWS, stage.hidden.device))
         graphs.capture_one(key, lambda: mixed_forward(stage))
         overwritten = overwrite_freed_memory(report.device)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import QualityError
@@ -36,6 +35,7 @@ from sglang_indexcache.quality.run import Run
 from sglang_indexcache.quality.scoring import score
 from sglang_indexcache.support.interrupts import sigterm_interrupts
 from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.progress import progress_at_most
 from sglang_indexcache.support.provenance import checkpoint_digest, commit, versions
 
 CONTROL = "first-layer-only"
@@ -190,7 +190,7 @@ def _under_way(
     agree: Callable[[str], None],
 ) -> Evaluation:
     """Ask, and show how far it came."""
-    with _progress(console) as progress:
+    with progress_at_most(console) as progress:
         task = progress.add_task("asking", total=len(run.journal.evaluation().planned))
 
         def on_block() -> None:
@@ -243,17 +243,6 @@ def _hours(whole: Cost) -> str:
 def _ask_for_hours(whole: Cost, agree: Callable[[str], None]) -> None:
     if whole.hours is not None and whole.hours > ASKS_ABOVE_HOURS:
         agree(f"This takes {_hours(whole)}. Go on?")
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("left at most"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)
 
 
 def _label(value: str) -> str:

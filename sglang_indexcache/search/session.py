@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sglang_indexcache.search.constraints import Constraints
@@ -19,6 +18,7 @@ from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Targets
 from sglang_indexcache.support.interrupts import sigterm_interrupts
+from sglang_indexcache.support.progress import progress_at_most
 
 
 def run_search(
@@ -57,7 +57,7 @@ def run_search(
             console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")
         console.print(_budget(search), highlight=False)
         try:
-            with _progress(console) as progress:
+            with progress_at_most(console) as progress:
                 task = progress.add_task("measuring the start", total=total)
                 ledger.on_measured = lambda known: progress.update(
                     task, completed=known.known_tokens - known.ahead_tokens
@@ -76,17 +76,6 @@ def run_search(
     _show_result(search, setup.objective, console)
     console.print(f"everything is in {output}")
     return search
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("left at most"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)
 
 
 def _budget(search: Search) -> str:
