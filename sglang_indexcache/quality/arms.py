@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 from sglang_indexcache.quality.evaluation import Arm
-from sglang_indexcache.quality.scoring import PATTERN_OF_REQUEST, Engine, Voice
+from sglang_indexcache.quality.scoring import Engine, Voice
 from sglang_indexcache.quality.tasks import Context
 
 BLOCK = 8

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 from sglang_indexcache.quality.evaluation import Answer, Planned
 from sglang_indexcache.quality.tasks import Context, Question
 
@@ -29,9 +30,6 @@ _DIGITS = 6
 """Decimals of log-probabilities, so that a journal gives back what was compared."""
 _LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
 """A call may take ten minutes, and a second more for every 1,000 tokens."""
-
-PATTERN_OF_REQUEST = "indexcache_pattern"
-"""Where a request names its pattern in ``custom_params``, and an answer in ``meta_info``."""
 
 Top = list[tuple[int, float]]
 """The likeliest ids at a place with their log-probabilities in nats, best first."""
