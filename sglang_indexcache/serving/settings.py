@@ -184,6 +184,7 @@ class Plan:
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
+        shape: config fields by which the library knows the model.
     """
 
     pattern: Pattern
@@ -200,6 +201,7 @@ class Plan:
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
     graphs: tuple[str, ...] = ()
+    shape: tuple[tuple[str, Any], ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -284,11 +286,12 @@ class Plan:
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
         data["graphs"] = tuple(data["graphs"])
+        data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint as the plan knows it, enough to check another pattern against it."""
-        return Checkpoint(self.architecture, self.layer_ids, self.own, shape={})
+        """The checkpoint as the plan knows it, enough to find another pattern and to check it."""
+        return Checkpoint(self.architecture, self.layer_ids, self.own, dict(self.shape))
 
 
 def make_plan(
@@ -350,6 +353,7 @@ def make_plan(
         quality=known,
         longer=policy.steps[1:],
         graphs=_graphs(request, checkpoint, library, mode.value if mode else "static"),
+        shape=tuple(checkpoint.shape.items()),
     )
 
 

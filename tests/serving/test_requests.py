@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, hooks, requests
-from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, Request, make_plan
 from tests.serving.plans import plan
 
 
@@ -110,10 +114,20 @@ def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
     assert admit().to_finish is None
 
 
+def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:
+    """As on the command line, also in a worker, which has the plan from the model's config."""
+    checkpoint = Checkpoint.read(shipped_checkpoint())
+    said = Request.collect({"indexcache_mode": "live"}, as_keywords=False)
+    made = make_plan(said, checkpoint, {}, Library.default())
+    worker = Plan.from_json(json.loads(json.dumps(made.hf_overrides()[CONFIG_KEY])))
+    assert worker == made
+    wanted = Library.default().resolve("1/2", checkpoint).pattern
+    assert requests.resolve(worker, "1/2") == wanted
+    assert wanted != Pattern.uniform(12, 2)
+
+
 def test_the_sentence_is_the_command_lines() -> None:
     made = plan("FFFF", mode="live")
-    from sglang_indexcache.library import Library
-
     for name in ("FFF", "nobody", "ffff", "SFFF"):
         with pytest.raises(IndexCacheError) as there:
             Library.default().resolve(name, made.checkpoint())
