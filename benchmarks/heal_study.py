@@ -367,6 +367,17 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(text) + "\n"
 
 
+def grid_table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the settings of healing that were tried, with one seed and pattern."""
+    heads = ["dense steps", "learning rate", *(metric.label for metric in METRICS.values())]
+    text = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for line in lines:
+        cells = [f"{round(line['dense'] * line['steps'])} of {line['steps']}", f"{line['lr']:g}"]
+        cells += [_cell(line[name], metric) for name, metric in METRICS.items()]
+        text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(text) + "\n"
+
+
 def _cell(found: dict[str, float | None], metric: Metric) -> str:
     digits = 3 if metric.scale == 1 else 1
     mean, half = found["over_all_f"] or 0.0, found["half_width"]
@@ -387,7 +398,7 @@ def plot(lines: Sequence[dict[str, Any]], path: Path) -> None:
             _panel(axes[len(panels) + column], lines, name, metric, cost)
             axes[len(panels) + column].set_xlabel("time, in heal steps")
     axes[0].set_ylabel("over untouched all F")
-    axes[0].legend(fontsize=7)
+    axes[len(panels) - 1].legend(fontsize=7, loc="lower right")
     save_figure(figure, path)
 
 

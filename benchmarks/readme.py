@@ -37,6 +37,7 @@ PAGES = tuple(
         "docs/quality.md",
         "docs/search.md",
         "docs/serving.md",
+        "docs/training.md",
     )
 )
 RESULTS = Path("benchmarks/results")
@@ -127,6 +128,20 @@ def _quality_errors(folder: Path, path: str) -> str:
     return Grid(title, header, tuple(rows)).to_markdown()
 
 
+def _healing(folder: Path, path: str) -> str:
+    """What healing gives back, beside serving untrained and training everything."""
+    from benchmarks import heal_study
+
+    return heal_study.table(json.loads((folder / path).read_text())["lines"])
+
+
+def _healing_grid(folder: Path, path: str) -> str:
+    """The same for other settings of healing."""
+    from benchmarks import heal_study
+
+    return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -170,6 +185,8 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
     "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
     "quality-errors": (_quality_errors, "quality/statistics.json"),
+    "healing": (_healing, "heal.json"),
+    "healing-grid": (_healing_grid, "heal.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }

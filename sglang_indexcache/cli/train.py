@@ -200,11 +200,11 @@ def heal_command(
     ] = 1,
     dense_steps: Annotated[
         int, typer.Option(min=0, help="Steps in which layers attend to everything.")
-    ] = 80,
+    ] = 320,
     sparse_steps: Annotated[
         int, typer.Option(min=0, help="Steps after those, in which layers attend as served.")
     ] = 0,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-3,
     held_out: Annotated[int, typer.Option(min=1, help="Rows that are only judged by.")] = 8,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 20,
     patience: Annotated[

@@ -230,7 +230,7 @@ def test_what_is_refused_before_weights_are_read(
 
 def test_the_folder_of_another_run(base: Path) -> None:
     heal(options(base))
-    with pytest.raises(TrainingError, match=r"with lr = 0.001, and 0.1 was asked for"):
+    with pytest.raises(TrainingError, match=r"with lr = 0.005, and 0.1 was asked for"):
         heal(options(base, lr=0.1))
     before = checkpoint_digest(base / "base")
     quantise(base / "base")
