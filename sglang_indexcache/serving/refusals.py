@@ -7,7 +7,6 @@ from typing import Any
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.settings import (
     ADAPTER,
@@ -15,7 +14,6 @@ from sglang_indexcache.serving.settings import (
     KERNELS,
     MODE,
     PATTERN,
-    SHORT,
     Plan,
 )
 
@@ -52,8 +50,7 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
-        captured = [Pattern(text) for text in plan.graphs if text != SHORT]
-        for pattern in (*plan.policy.patterns, *captured):
+        for pattern in (*plan.policy.patterns, *plan.graph_patterns):
             pattern.check_stages(starts)
 
 

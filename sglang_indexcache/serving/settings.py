@@ -208,6 +208,11 @@ class Plan:
         """The pattern for each prompt length."""
         return Policy(((0, self.pattern), *self.longer))
 
+    @property
+    def graph_patterns(self) -> tuple[Pattern, ...]:
+        """Those that have a decode graph of their own."""
+        return tuple(Pattern(text) for text in self.graphs if text != SHORT)
+
     def describe(self) -> str:
         """The one log line."""
         shared = len(self.pattern.shared_layers)
@@ -327,9 +332,10 @@ def make_plan(
             adapter.check_pattern(pattern)
         adapter.pattern.check_checkpoint(checkpoint.own)
         asked = asked or (Policy.of(adapter.pattern), f"the adapter {adapter.folder}")
-    mode = request.get(MODE)
+    said = request.get(MODE)
+    mode: Mode = said.value if said else "static"  # type: ignore[assignment]
     policy, source = asked or _default_pattern(checkpoint)
-    if len(policy.steps) > 1 and not (mode and mode.value == "live"):
+    if len(policy.steps) > 1 and mode == "static":
         raise SettingsError(
             f"{source}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
@@ -341,7 +347,7 @@ def make_plan(
     return Plan(
         pattern=pattern,
         source=source,
-        mode=mode.value if mode else "static",  # type: ignore[arg-type]
+        mode=mode,
         own=checkpoint.own,
         layer_ids=checkpoint.layer_ids,
         architecture=checkpoint.architecture,
@@ -352,7 +358,7 @@ def make_plan(
         advice="" if asked else _advice(checkpoint, library),
         quality=known,
         longer=policy.steps[1:],
-        graphs=_graphs(request, checkpoint, library, mode.value if mode else "static"),
+        graphs=_graphs(request, checkpoint, library, mode),
         shape=tuple(checkpoint.shape.items()),
     )
 
@@ -401,7 +407,7 @@ def _chosen_pattern(
 
 
 def _graphs(
-    request: Request, checkpoint: Checkpoint, library: Library, mode: str
+    request: Request, checkpoint: Checkpoint, library: Library, mode: Mode
 ) -> tuple[str, ...]:
     choice = request.get(GRAPHS)
     if choice is None:

@@ -53,7 +53,7 @@ class GraphVariants:
         # A later stage of static mode gets its list from the one before, unless it starts on F.
         always = {at for at in starts if self._is_live or plan.pattern.is_full(at)}
         self._fewest = Pattern.from_layers(len(plan.pattern), {0} | always)
-        self._declared = {text: Pattern(text) for text in plan.graphs if text != SHORT}
+        self._declared = {str(pattern): pattern for pattern in plan.graph_patterns}
         self.patterns_in_batch = 1
         """How many the batch had for which a graph was last selected."""
         self._masks: torch.Tensor | None = None
