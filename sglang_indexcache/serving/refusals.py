@@ -146,3 +146,10 @@ def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list
     starts = [get_pp_indices(num_layers, rank, stages)[0] for rank in range(1, stages)]
     positions = {sum(layer < start for layer in layer_ids) for start in starts}
     return sorted(positions - {len(layer_ids)})  # a stage without any indexer has no first one
+
+
+def stage_starts_here(plan: Plan) -> list[int]:
+    """The same of the server that this process belongs to."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return stage_starts(plan.layer_ids, plan.layer_ids[-1] + 1, get_parallel().pp_size)

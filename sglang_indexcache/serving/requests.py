@@ -23,7 +23,7 @@ from sglang_indexcache.pattern import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current, published_plan
-from sglang_indexcache.serving.refusals import stage_starts
+from sglang_indexcache.serving.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
 from sglang_indexcache.serving.settings import MODE, Plan
 
@@ -95,8 +95,6 @@ def resolve(plan: Plan, value: Any) -> Pattern:
 
 @lru_cache(maxsize=256)
 def _resolve(plan: Plan, value: str) -> Pattern:
-    from sglang.srt.runtime_context import get_parallel
-
     if names_a_file(value):
         raise SettingsError(
             f"{value!r} is a file, and a server reads none for whoever can reach it. Send its F/S "
@@ -110,8 +108,7 @@ def _resolve(plan: Plan, value: str) -> Pattern:
                 f"it serves {plan.pattern} only. Start it with {MODE.flag} live."
             )
         return pattern
-    layers, stages = plan.layer_ids, get_parallel().pp_size
-    pattern.check_stages(stage_starts(layers, layers[-1] + 1, stages))
+    pattern.check_stages(stage_starts_here(plan))
     return pattern
 
 

@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.errors import SettingsError
@@ -31,7 +31,7 @@ from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.refusals import stage_starts
+from sglang_indexcache.serving.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
@@ -208,10 +208,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
 def _more_graphs(runner: ModelRunner, active: ActivePattern) -> GraphVariants:
     """The decode graphs of ``--indexcache-graphs``; SGLang will ask for them before it captures."""
-    layers, stages = active.plan.layer_ids, get_parallel().pp_size
-    config = runner.model_config.hf_config
-    starts = stage_starts(layers, layers[-1] + 1, stages)
-    variants = GraphVariants(active, starts, get_dsa_index_topk(config))
+    topk = get_dsa_index_topk(runner.model_config.hf_config)
+    variants = GraphVariants(active, stage_starts_here(active.plan), topk)
     graph_variants.install(variants)
     logger.info(
         "IndexCache: %d decode graphs of each batch size: %s. SGLang says below what they take.",
