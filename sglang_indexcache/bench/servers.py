@@ -256,8 +256,8 @@ def check_skipped(
         if wrong:
             raise BenchError(
                 f"the pattern {configuration.pattern} was not effective on rank {rank} of the "
-                f"server at {client.url}: layers {wrong} did not do what it says (indexer runs by layer: "
-                f"{ran}), or others use the server. Nothing is reported."
+                f"server at {client.url}: layers {wrong} did not do what it says (indexer runs by "
+                f"layer: {ran}), or others use the server. Nothing is reported."
             )
 
 

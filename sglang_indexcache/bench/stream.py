@@ -90,7 +90,8 @@ def stream(
         BenchError: anything but a full, uncached answer to every prompt, under ``pattern``.
         ServerError: the server refused or went away.
     """
-    sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0}
+    sampling["ignore_eos"] = True
     if pattern is not None:
         sampling["custom_params"] = {PATTERN_OF_REQUEST: pattern}
     answers = [Answer() for _ in prompts]

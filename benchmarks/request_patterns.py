@@ -1,0 +1,209 @@
+"""What it costs a server of one pattern that requests could have several.
+
+Two servers of the shipped checkpoint stay up, one in live mode and one in static mode, both with
+every indexer on, so that they differ by nothing but whether a request may choose. Arms take turns,
+request by request, and each turn is compared with that of the live server's own default in the same
+round. One arm is that default again: how far it strays from 1 is what this machine cannot tell.
+
+The row code is also timed alone, on batches of one pattern, as a share of a decode step.
+
+python -m benchmarks.request_patterns --output benchmarks/results/request_patterns.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_indexcache.bench.environment import environment
+from sglang_indexcache.bench.latency import read_target
+from sglang_indexcache.bench.results import Configuration, configurations
+from sglang_indexcache.bench.servers import StartedServers
+from sglang_indexcache.bench.stream import steady_window, stream
+from sglang_indexcache.bench.tables import Grid
+from sglang_indexcache.bench.traffic import random_prompts
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.stats import half_width
+
+PROMPT, REQUESTS, STEPS = 1024, 64, 24
+"""Tokens of the prefill; requests that decode together, each so many tokens."""
+SHORT = 16
+"""Tokens of the prompts of those that decode."""
+FLAGS = (
+    *("--max-total-tokens", "16384", "--disable-overlap-schedule"),
+    *("--stream-interval", "1"),
+)
+ARMS = {
+    "live, no name, again": "the same once more",
+    "live, named": "every request names the pattern that is the default anyway",
+    "static": "a server that was started with this pattern and has no other",
+}
+"""What is compared with a live server whose requests name nothing."""
+REPEATS = 2000
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Processor seconds of the scheduler.
+
+    Attributes:
+        prefill: of one prompt of :data:`PROMPT` tokens.
+        decode: of one step of :data:`REQUESTS` requests.
+    """
+
+    prefill: float
+    decode: float
+
+
+def take_turn(
+    servers: StartedServers, served: Configuration, name: str | None, vocab: int, seed: int
+) -> Turn:
+    """One prefill, then a batch that decodes."""
+    with servers.visit(served) as client:
+        clock = servers.processor_clock()
+        client.flush_cache()
+        [one] = stream(client, random_prompts(1, PROMPT, vocab, seed), 2, clock, name)
+        client.flush_cache()
+        prompts = random_prompts(REQUESTS, SHORT, vocab, seed, "decode")
+        window = steady_window(stream(client, prompts, STEPS, clock, name))
+    return Turn(one.first_token, REQUESTS / window.rate)
+
+
+def measure(rounds: int, logs: Path) -> dict[str, list[Turn]]:
+    """The turns of each arm, one a round; a first round only warms up."""
+    target = read_target(shipped_checkpoint())
+    [served] = configurations(["full"], target.checkpoint)
+    turns: dict[str, list[Turn]] = {"live, no name": [], **{arm: [] for arm in ARMS}}
+    with ExitStack() as stack:
+        static, live = (
+            stack.enter_context(
+                StartedServers(
+                    str(shipped_checkpoint()),
+                    [*FLAGS, "--indexcache-mode", mode],
+                    logs / mode,
+                    {"OMP_NUM_THREADS": "1"},
+                    side_by_side=True,
+                )
+            )
+            for mode in ("static", "live")
+        )
+        for number in range(rounds + 1):
+            order = list(turns)
+            start = number % len(order)  # so that no arm always follows the same other
+            for arm in order[start:] + order[:start]:
+                servers = static if arm == "static" else live
+                name = served.pattern if arm == "live, named" else None
+                found = take_turn(servers, served, name, target.vocab_size, number)
+                if number:
+                    turns[arm].append(found)
+            print(f"round {number} of {rounds}", flush=True)
+    return turns
+
+
+def compared(turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
+    """Time over that of the live server's default in the same round, with its 95 % interval."""
+    base = turns["live, no name"]
+    rows = []
+    for arm in ARMS:
+        for phase in ("prefill", "decode"):
+            mine, theirs = ([getattr(turn, phase) for turn in x] for x in (turns[arm], base))
+            logs = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
+            middle, half = fmean(logs), half_width(logs) or math.nan
+            bounds = [math.exp(middle + sign * half) for sign in (-1, 0, 1)]
+            low, ratio, high = (round(bound, 4) for bound in bounds)
+            rows.append({"arm": arm, "phase": phase, "ratio": ratio, "low": low, "high": high})
+    return rows
+
+
+def row_code_seconds(requests: int) -> float:
+    """What a decode step with ``requests`` requests of one pattern spends in row code, a median.
+
+    From the scheduler's note on the batch to the last layer's question for its indices, which an
+    index buffer without patterns of requests would be asked too.
+    """
+    import torch
+
+    from sglang_indexcache.library import Library
+    from sglang_indexcache.serving.active import ActivePattern
+    from sglang_indexcache.serving.index_buffer import IndexBuffer
+    from sglang_indexcache.serving.rows import RequestIds, patterns_of_rows
+    from sglang_indexcache.serving.settings import Request, make_plan
+
+    checkpoint = Checkpoint.read(shipped_checkpoint())
+    said = Request.collect({"indexcache_mode": "live"}, as_keywords=False)
+    active = ActivePattern(make_plan(said, checkpoint, {}, Library.default()))
+    admitted = [
+        SimpleNamespace(rid=str(i), indexcache_pattern=Pattern(str(active.pattern)))
+        for i in range(requests)
+    ]
+    mode = SimpleNamespace(is_decode=lambda: True)
+    batch: Any = SimpleNamespace(rids=None, forward_mode=mode, positions=torch.zeros(requests))
+    buffer, selected = IndexBuffer(active), torch.zeros(requests, 64, dtype=torch.int32)
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.thread_time()
+        batch.rids = RequestIds(admitted)  # type: ignore[arg-type]
+        buffer.begin(patterns_of_rows(batch, active))
+        for layer in active.plan.layer_ids:
+            buffer.is_full(layer)
+            buffer.resolve(layer, selected)
+        seconds.append(time.thread_time() - begun)
+    return median(seconds)
+
+
+def table(found: dict[str, Any]) -> str:
+    """The comparisons and the row code's share, in Markdown."""
+    cells = {
+        (row["arm"], row["phase"]): f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        for row in found["ratios"]
+    }
+    rows = tuple((arm, cells[arm, "prefill"], cells[arm, "decode"]) for arm in ARMS)
+    title = (
+        f"processor time over that of a live server whose requests name nothing; {found['rounds']} "
+        "rounds, 95 % interval"
+    )
+    header = ("", f"prefill of {PROMPT:,} tokens", f"decode of {REQUESTS} requests")
+    said = (
+        f"The row code alone, timed on {REQUESTS} requests of one pattern, is "
+        f"{found['row_code_share']:.2%} of that decode step, which is of a model of 12 layers on a "
+        "CPU."
+    )
+    return f"{Grid(title, header, rows).to_markdown()}\n{said}\n"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    where = environment()
+    with tempfile.TemporaryDirectory() as logs:
+        turns = measure(arguments.rounds, Path(logs))
+    step = median(turn.decode for turn in turns["live, no name"])
+    share = row_code_seconds(REQUESTS) / step
+    found = {
+        "environment": where.model_dump(),
+        "model": "tiny-dsa, as shipped, every layer F",
+        "arms": ARMS,
+        "rounds": arguments.rounds,
+        "ratios": compared(turns),
+        "row_code_share": round(share, 5),
+    }
+    write_json(arguments.output, found)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
