@@ -7,16 +7,17 @@ round. One arm is that default again: how far it strays from 1 is what this mach
 
 The row code is also timed alone, on a batch of one pattern, as a share of that batch's decode.
 
-python -m benchmarks.request_patterns --output benchmarks/results/request_patterns.json
+python -m benchmarks.request_patterns --journal FILE --output benchmarks/results/request_patterns.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ FLAGS = (
     *("--max-total-tokens", "16384", "--disable-overlap-schedule"),
     *("--stream-interval", "1"),
 )
+BASE = "live, no name"
 ARMS = {
     "live, no name, again": "the same once more",
     "live, named": "every request names the pattern that is the default anyway",
@@ -80,11 +82,10 @@ def take_turn(
     return Turn(one.last_token, max(answer.last_token for answer in many))
 
 
-def measure(rounds: int, logs: Path) -> dict[str, list[Turn]]:
-    """The turns of each arm, one a round; a first round only warms up."""
+def measure(done: int, rounds: int, journal: Path, logs: Path) -> None:
+    """Add the turns of each round that is still to do to ``journal``; a first one only warms up."""
     target = read_target(shipped_checkpoint())
     [served] = configurations(["full"], target.checkpoint)
-    turns: dict[str, list[Turn]] = {"live, no name": [], **{arm: [] for arm in ARMS}}
     with ExitStack() as stack:
         static, live = (
             stack.enter_context(
@@ -98,17 +99,26 @@ def measure(rounds: int, logs: Path) -> dict[str, list[Turn]]:
             )
             for mode in ("static", "live")
         )
-        for number in range(rounds + 1):
-            order = list(turns)
+        for number in range(done, rounds + 1):
+            order = [BASE, *ARMS]
             start = number % len(order)  # so that no arm always follows the same other
+            turns = {}
             for arm in order[start:] + order[:start]:
                 servers = static if arm == "static" else live
                 name = served.pattern if arm == "live, named" else None
-                found = take_turn(servers, served, name, target.vocab_size, number)
-                if number:
-                    turns[arm].append(found)
+                turns[arm] = take_turn(servers, served, name, target.vocab_size, number)
+            if number > done:
+                line = json.dumps({arm: asdict(turn) for arm, turn in turns.items()})
+                with journal.open("a") as file:
+                    file.write(line + "\n")
             print(f"round {number} of {rounds}", flush=True)
-    return turns
+
+
+def read(journal: Path) -> dict[str, list[Turn]]:
+    """The turns of each arm, one a round."""
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    rounds = [json.loads(line) for line in lines]
+    return {arm: [Turn(**turns[arm]) for turns in rounds] for arm in (BASE, *ARMS)}
 
 
 def compared(turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
@@ -119,7 +129,7 @@ def compared(turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
     """
     from scipy.stats import binom
 
-    base = turns["live, no name"]
+    base = turns[BASE]
     rows = []
     for arm in ARMS:
         for phase in ("prefill", "decode"):
@@ -191,18 +201,21 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--journal", type=Path, required=True, help="rounds so far; goes on there")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     where = environment()
-    with tempfile.TemporaryDirectory() as logs:
-        turns = measure(arguments.rounds, Path(logs))
-    batch = median(turn.decode for turn in turns["live, no name"])
+    if (done := len(read(arguments.journal)[BASE])) < arguments.rounds:
+        with tempfile.TemporaryDirectory() as logs:
+            measure(done, arguments.rounds, arguments.journal, Path(logs))
+    turns = read(arguments.journal)
+    batch = median(turn.decode for turn in turns[BASE])
     share = STEPS * row_code_seconds(REQUESTS) / batch
     found = {
         "environment": where.model_dump(),
         "model": "tiny-dsa, as shipped, every layer F",
         "arms": ARMS,
-        "rounds": arguments.rounds,
+        "rounds": len(turns[BASE]),
         "ratios": compared(turns),
         "row_code_share": round(share, 5),
     }
