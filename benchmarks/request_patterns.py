@@ -7,7 +7,7 @@ round. One arm is that default again: how far it strays from 1 is what this mach
 
 The row code is also timed alone, on a batch of one pattern, as a share of that batch's decode.
 
-python -m benchmarks.request_patterns --journal FILE --output benchmarks/results/request_patterns.json
+python -m benchmarks.request_patterns --journal FILE --output FILE
 """
 
 from __future__ import annotations
