@@ -165,6 +165,8 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
             runs = any(pattern.is_full(layer) for pattern in patterns)
             assert buffer.is_full(layer) == runs
             selected = selections(layer, count) if runs else None
+            if selected is not None:
+                given_out.append((selected, selected.clone()))
             used = buffer.resolve(layer, selected)
             if is_live:
                 assert buffer.resolve(layer, used) is used
@@ -174,7 +176,9 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
                 assert used is selected  # nothing is copied
             given_out.append((used, used.clone()))
         for used, as_given in given_out:
-            assert torch.equal(used, as_given)  # nothing is written to what layers were given
+            assert torch.equal(
+                used, as_given
+            )  # nothing that layers gave or were given is written to
 
 
 @given(mixes, st.data())
