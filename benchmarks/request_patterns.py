@@ -191,7 +191,8 @@ def table(found: dict[str, Any]) -> str:
     )
     header = ("", f"prefill of {PROMPT:,} tokens", f"decode of {REQUESTS} requests")
     said = (
-        f"The row code alone, timed on {REQUESTS} requests of one pattern, is "
+        "The first row compares the server with itself: what a machine that others use cannot tell "
+        f"apart. The row code alone, timed on {REQUESTS} requests of one pattern, is "
         f"{found['row_code_share']:.2%} of their decode on this CPU, where the model has 12 layers."
     )
     return f"{Grid(title, header, rows).to_markdown()}\n{said}\n"
