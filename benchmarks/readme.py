@@ -142,6 +142,13 @@ def _healing_grid(folder: Path, path: str) -> str:
     return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
 
 
+def _request_patterns(folder: Path, path: str) -> str:
+    """What it costs that a request may have a pattern of its own."""
+    from benchmarks import request_patterns
+
+    return request_patterns.table(json.loads((folder / path).read_text()))
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -189,6 +196,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "healing-grid": (_healing_grid, "heal.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
+    "request-patterns": (_request_patterns, "request_patterns.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

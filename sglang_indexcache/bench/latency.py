@@ -6,7 +6,9 @@ speed-up is the ratio of two neighbours. In a visit every length is measured by
 * one request a data-parallel rank ("single request on each GPU"): TTFT and decode rate, then
 * as many requests as the KV cache holds: tokens per second while all of them decode.
 
-A visit is a server start and all lengths, or one length where servers run side by side.
+A visit is a server start and all of these. Where servers run side by side, or one in live mode
+stands for all and each request names its pattern, it is one of them: arms alternate request by
+request.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
@@ -53,6 +56,8 @@ _SPARE_TOKENS = 8
 
 _WALL: Clock = time.perf_counter
 Report = Callable[[str], None]
+Step = tuple[int, Literal["single", "full"]]
+"""Prompt tokens, and what is sent at once: a request a rank, or as many as the KV cache holds."""
 IndexerTime = tuple[float | None, float | None]
 """Seconds in prefill and in decode; None where the server does not count them."""
 
@@ -80,6 +85,13 @@ class Settings:
     seed: int = 0
     clock: ClockName = "wall"
     watch_seconds: float = 2.0
+
+    @property
+    def steps(self) -> list[Step]:
+        """Of a round, in order."""
+        kinds: tuple[Literal["single", "full"], ...] = ("single", "full")
+        wanted = kinds if "full" in self.metrics else kinds[:1]
+        return [(length, kind) for length in self.lengths for kind in wanted]
 
     def check(self) -> None:
         """Raise BenchError on numbers that give no result."""
@@ -167,7 +179,7 @@ def run(
     visits: list[Visit] = []
     samples: list[Sample] = []
     warm: set[str] = set()
-    for number, configuration, lengths in _turns(settings, served, servers.side_by_side):
+    for number, configuration, steps in _turns(settings, served, servers.side_by_side):
         report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
         foreign = busy_cores(settings.watch_seconds)
         with servers.visit(configuration) as client:
@@ -183,7 +195,7 @@ def run(
             if not servers.side_by_side or configuration.name not in warm:
                 visit.warm_up()
                 warm.add(configuration.name)
-            for sample in visit.measure(lengths):
+            for sample in visit.measure(steps):
                 samples.append(sample)
                 report(
                     f"  {format_length(sample.length)} {sample.metric}: {sample.value:.4g} "
@@ -207,11 +219,11 @@ def run(
 
 def _turns(
     settings: Settings, served: Sequence[Configuration], side_by_side: bool
-) -> Iterator[tuple[int, Configuration, tuple[int, ...]]]:
-    """Round, configuration and the lengths of every visit, in order."""
-    lengths = settings.lengths
+) -> Iterator[tuple[int, Configuration, list[Step]]]:
+    """Round, configuration and the steps of every visit, in order."""
+    steps = settings.steps
     for number in range(settings.rounds):
-        for turn in [(length,) for length in lengths] if side_by_side else [lengths]:
+        for turn in [[step] for step in steps] if side_by_side else [steps]:
             for configuration in served:
                 yield number, configuration, turn
 
@@ -237,15 +249,19 @@ class _Visit:
         self._round = number
         self._server = server
 
-    def measure(self, lengths: Sequence[int]) -> Iterator[Sample]:
-        """Measure some lengths, then check that the pattern was obeyed."""
+    def measure(self, steps: Sequence[Step]) -> Iterator[Sample]:
+        """Take some steps, then check that the pattern was obeyed."""
+        needed = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
+        if not needed:
+            return
         before = self._client.states()
-        for length in lengths:
-            yield from self._single(length)
-            if "full" in self._settings.metrics and not self._one_fills(length):
+        for length, kind in needed:
+            if kind == "single":
+                yield from self._single(length)
+            else:
                 yield self._full(length)
         check_served(self._client, self._configuration, self._target.model)
-        check_skipped(before, self._client)
+        check_skipped(before, self._client, self._configuration)
 
     def concurrency(self, length: int) -> int:
         """Requests at once on all ranks for the full KV cache."""
@@ -292,7 +308,8 @@ class _Visit:
             count, length, self._target.vocab_size, self._settings.seed, self._round, length, *seed
         )
         self._client.flush_cache()
-        return stream(self._client, prompts, new_tokens, self._clock)
+        pattern = self._configuration.pattern if self._server.mode == "live" else None
+        return stream(self._client, prompts, new_tokens, self._clock, pattern)
 
     def _timed(self, length: int, count: int, *seed: object) -> tuple[list[Answer], IndexerTime]:
         """Answers, and the seconds that the indexers took for them."""

@@ -30,6 +30,7 @@ from sglang_indexcache.bench.tables import Grid, foreign_work, what_was_served, 
 from sglang_indexcache.bench.traffic import Mix, Session, Words, random_prompts, sessions, trace
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length
 
@@ -182,9 +183,10 @@ def run(
                 here = server_facts(client)
                 _check_room(here, mix)
                 before = client.states()
-                _warm_up(client, here, target.vocab_size)
-                raw = _drive(client, model, path, mix, folder)
-                check_skipped(before, client)
+                pattern = configuration.pattern if here.mode == "live" else None
+                _warm_up(client, here, target.vocab_size, pattern)
+                raw = _drive(client, model, path, mix, folder, pattern)
+                check_skipped(before, client, configuration)
                 check_served(client, configuration, target.model)
             turns = read_turns(raw, conversations, mix)
             replays.append(
@@ -217,16 +219,20 @@ def _check_room(here: ServerFacts, mix: Mix) -> None:
         )
 
 
-def _warm_up(client: Client, here: ServerFacts, vocab_size: int) -> None:
+def _warm_up(client: Client, here: ServerFacts, vocab_size: int, pattern: str | None) -> None:
     """Pay for the first chunk and the first decode steps, then forget the prompt."""
     length = max(64, min(here.chunked_prefill, here.capacity // 2))
     client.flush_cache()
-    stream(client, random_prompts(here.dp, length, vocab_size, "warm-up"), 4)
+    stream(client, random_prompts(here.dp, length, vocab_size, "warm-up"), 4, pattern=pattern)
     client.flush_cache()
 
 
-def _drive(client: Client, model: Path, path: Path, mix: Mix, folder: Path) -> dict[str, Any]:
+def _drive(
+    client: Client, model: Path, path: Path, mix: Mix, folder: Path, pattern: str | None
+) -> dict[str, Any]:
     """Run SGLang's benchmark against the server; returns what it measured.
+
+    Every request names ``pattern``, if there is one.
 
     Raises:
         BenchError: it ended early or wrote nothing.
@@ -245,6 +251,9 @@ def _drive(client: Client, model: Path, path: Path, mix: Mix, folder: Path) -> d
             *("--warmup-requests", "0", "--disable-tqdm", "--cache-report"),
             *("--output-file", str(output), "--output-details"),
         ]
+        if pattern is not None:
+            named = {"custom_params": {PATTERN_OF_REQUEST: pattern}}
+            command += ["--extra-request-body", json.dumps(named)]
         variables = {**os.environ, **client.environment_for_sglang()}
         with log.open("w") as file:
             done = subprocess.run(

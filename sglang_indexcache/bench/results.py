@@ -195,7 +195,8 @@ class LatencyResult(Strict):
     Attributes:
         kind: tells result files apart.
         environment: of the client; servers that the benchmark starts run on the same machine.
-        side_by_side: whether the servers ran at once, so that turns were one length long.
+        side_by_side: whether the servers ran at once, so that turns were one request a rank,
+            or as many as the KV cache holds, and not all lengths.
         started_here: whether the benchmark started them; if not, they may run on another machine
             than ``environment`` describes, with flags that ``arguments`` does not have.
         model: what was served.

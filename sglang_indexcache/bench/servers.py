@@ -44,7 +44,7 @@ class StartedServers:
 
     Only one runs at a time unless ``side_by_side``: then each stays up until the end of the block
     that uses this object, asleep while another is measured, and turns can be as short as one
-    length. That keeps a drifting machine out of the ratios, where memory for all of them is at
+    request. That keeps a drifting machine out of the ratios, where memory for all of them is at
     hand.
 
     Args:
@@ -151,7 +151,7 @@ class RunningServers:
 
     Args:
         clients: by configuration name, patient ones (:data:`TIMEOUT`). A server in live mode may
-            stand for several configurations; it is switched between them.
+            stand for several configurations: each request names its pattern.
     """
 
     side_by_side = True
@@ -163,11 +163,7 @@ class RunningServers:
     @contextmanager
     def visit(self, configuration: Configuration) -> Iterator[Client]:
         """See :class:`Servers`."""
-        client = self._clients[configuration.name]
-        [state, *_] = client.states()
-        if state["mode"] == "live" and state["pattern"] != configuration.pattern:
-            client.switch_pattern(configuration.pattern)
-        yield client
+        yield self._clients[configuration.name]
 
     def processor_clock(self) -> Clock:
         """See :class:`Servers`."""
@@ -213,6 +209,8 @@ def open_servers(
 def check_served(client: Client, configuration: Configuration, model: Model) -> None:
     """Refuse a server whose pattern or model is not the one that was asked for.
 
+    In live mode the pattern is that of requests which name none, and does not matter.
+
     Raises:
         BenchError: on any rank.
     """
@@ -222,19 +220,22 @@ def check_served(client: Client, configuration: Configuration, model: Model) -> 
                 f"the server at {client.url} serves a {state['architecture']}, but {model.name} is "
                 f"a {model.architecture}. Give the --model that it serves."
             )
-        if state["pattern"] != configuration.pattern:
+        if state["mode"] != "live" and state["pattern"] != configuration.pattern:
             raise BenchError(
                 f"the server at {client.url} serves {state['pattern']} on rank {rank}, not the "
                 f"{configuration.pattern} of {configuration.name}. Nothing is reported."
             )
 
 
-def check_skipped(before: list[dict[str, Any]], client: Client) -> None:
-    """Refuse a server whose layers did not do what its pattern says.
+def check_skipped(
+    before: list[dict[str, Any]], client: Client, configuration: Configuration
+) -> None:
+    """Refuse a server whose layers did not do what the pattern says.
 
     Args:
         before: the server's states when the visit began.
         client: to ask for the states now.
+        configuration: whose pattern all requests in between had.
 
     Raises:
         BenchError: an S layer ran its indexer, an F layer did not, or nothing ran at all. A CUDA
@@ -249,14 +250,14 @@ def check_skipped(before: list[dict[str, Any]], client: Client) -> None:
         ]
         wrong = [
             layer
-            for layer, letter in enumerate(new["pattern"])
+            for layer, letter in enumerate(configuration.pattern)
             if (letter == "F") != (ran[layer] > 0)
         ]
         if wrong:
             raise BenchError(
-                f"the pattern {new['pattern']} was not effective on rank {rank} of the server at "
-                f"{client.url}: layers {wrong} did not do what it says (indexer runs by layer: "
-                f"{ran}). Nothing is reported."
+                f"the pattern {configuration.pattern} was not effective on rank {rank} of the "
+                f"server at {client.url}: layers {wrong} did not do what it says (indexer runs by "
+                f"layer: {ran}), or others use the server. Nothing is reported."
             )
 
 
@@ -287,7 +288,7 @@ def server_facts(client: Client) -> ServerFacts:
 
 
 def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float]:
-    """Seconds spent in indexers since the pattern was set, ``(prefill, decode)``, a rank's mean.
+    """Seconds spent in indexers since the default was set, ``(prefill, decode)``, a rank's mean.
 
     Zeros where the server does not count them: on a GPU, kernels run behind the clock.
     """

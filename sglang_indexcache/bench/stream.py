@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 
 
 @dataclass
@@ -74,6 +75,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     clock: Clock = time.perf_counter,
+    pattern: str | None = None,
 ) -> list[Answer]:
     """Send ``prompts`` at once and generate exactly ``new_tokens`` for each.
 
@@ -82,27 +84,31 @@ def stream(
         prompts: token ids.
         new_tokens: at least 1.
         clock: read at every arrival.
+        pattern: F/S, that the request names, as a server in live mode allows.
 
     Raises:
-        BenchError: anything but a full, uncached answer to every prompt.
+        BenchError: anything but a full, uncached answer to every prompt, under ``pattern``.
         ServerError: the server refused or went away.
     """
+    sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0}
+    sampling["ignore_eos"] = True
+    if pattern is not None:
+        sampling["custom_params"] = {PATTERN_OF_REQUEST: pattern}
     answers = [Answer() for _ in prompts]
     started = clock()
     for chunk in client.stream(
-        input_ids=[list(prompt) for prompt in prompts],
-        sampling_params={"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True},
+        input_ids=[list(prompt) for prompt in prompts], sampling_params=sampling
     ):
         now = clock() - started
         answer = answers[chunk.get("index", 0)]
         answer.meta = chunk["meta_info"]
         answer.arrivals.append((now, answer.meta["completion_tokens"]))
     for answer, prompt in zip(answers, prompts, strict=True):
-        _check(answer, len(prompt), new_tokens)
+        _check(answer, len(prompt), new_tokens, pattern)
     return answers
 
 
-def _check(answer: Answer, length: int, new_tokens: int) -> None:
+def _check(answer: Answer, length: int, new_tokens: int, pattern: str | None) -> None:
     """Refuse an answer that would make a wrong figure."""
     meta = answer.meta
     reason = meta.get("finish_reason")
@@ -112,6 +118,12 @@ def _check(answer: Answer, length: int, new_tokens: int) -> None:
         raise BenchError(f"the server refused a request: {reason.get('message', reason)}")
     if reason["type"] != "length":  # end of sequence is off: what else stops is SGLang's NaN check
         raise BenchError(f"the server stopped an answer early: {reason}. Nothing is reported.")
+    if pattern is not None and (told := meta.get(PATTERN_OF_REQUEST)) != [pattern]:
+        said = f"under {told[0]}" if told else "without saying under which pattern"
+        raise BenchError(
+            f"the server was asked for pattern {pattern} and answered {said}. Does it run another "
+            "version of sglang-indexcache? Install the same on both sides."
+        )
     if meta["prompt_tokens"] != length:
         raise BenchError(
             f"the server read {meta['prompt_tokens']} tokens of a {length}-token prompt. Start it "

@@ -35,7 +35,7 @@ EnvOption = Annotated[
     typer.Option(help="An environment variable of the servers, NAME=VALUE. Repeat it."),
 ]
 SideBySideOption = Annotated[
-    bool, typer.Option(help="Keep all servers up, so that turns are one context long.")
+    bool, typer.Option(help="Keep all servers up, so that turns are one request long.")
 ]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
 """Server flags come behind ``--``."""

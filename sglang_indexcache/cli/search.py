@@ -31,7 +31,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
-    from sglang_indexcache.search.evaluators.pool import Engine
+    from sglang_indexcache.search.evaluators.pool import Engine, Manners
     from sglang_indexcache.search.evaluators.served import LiveEngine
     from sglang_indexcache.search.objective import Score
     from sglang_indexcache.search.sources import Data, Source
@@ -56,6 +56,21 @@ TimeoutOption = Annotated[
         min=1.0,
         help="Seconds that one call of a server may take before it is tried again. The default is "
         "600, and one more for every 1000 tokens of the call.",
+    ),
+]
+AtOnceOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Calls that each server of --url has at the same time, of one pattern or several. The "
+        "default is 1; a server with data-parallel ranks can do with as many.",
+    ),
+]
+LowPriorityOption = Annotated[
+    bool,
+    typer.Option(
+        "--low-priority",
+        help="Let other requests of the servers of --url go first. They must go by priorities.",
     ),
 ]
 SyntheticOption = Annotated[
@@ -129,6 +144,8 @@ def run_command(
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
     timeout: TimeoutOption = None,
+    at_once: AtOnceOption = None,
+    low_priority: LowPriorityOption = False,
     engine: EnginesOption = None,
     synthetic: SyntheticOption = 0,
     data: DataOption = "machine",
@@ -170,7 +187,8 @@ def run_command(
     options = Options.parse(method, refine, budget)
     measured = Data(data, _length(context), batches, per_batch, held_out, seed, score=_score(score))
     servers = connect(url, api_key, admin_api_key)
-    source = _source(measured, model, servers, engine, synthetic, dtype, timeout)
+    manners = _manners(servers, timeout, at_once, low_priority)
+    source = _source(measured, model, servers, engine, synthetic, dtype, manners)
     with source.open() as setup:
         own = setup.checkpoint.own
         constraints = Constraints.make(
@@ -192,6 +210,8 @@ def compare_command(
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
     timeout: TimeoutOption = None,
+    at_once: AtOnceOption = None,
+    low_priority: LowPriorityOption = False,
     engine: EnginesOption = None,
     data: DataOption = "machine",
     context: SequenceOption = None,
@@ -219,7 +239,8 @@ def compare_command(
         score=_score(score),
     )
     servers = connect(url, api_key, admin_api_key)
-    source = _source(measured, model, servers, engine, dtype=dtype, timeout=timeout)
+    manners = _manners(servers, timeout, at_once, low_priority)
+    source = _source(measured, model, servers, engine, dtype=dtype, manners=manners)
     with source.open() as setup:
         parsed = [setup.resolve(value) for value in patterns]
         for notice in setup.notices:
@@ -309,7 +330,7 @@ def stability_command(
     measured = Data(data, _length(context), batches, per_batch, seed=seed, score=_score(score))
     servers = connect(url, api_key, admin_api_key)
     sources = [
-        _source(part, model, servers, engine, synthetic, dtype, timeout)
+        _source(part, model, servers, engine, synthetic, dtype, _manners(servers, timeout))
         for part in measured.parts(sets)
     ]
     result = search_each(sources, target, options, output, out)
@@ -383,15 +404,14 @@ def _source(
     keywords: list[str] | None = None,
     synthetic: int = 0,
     dtype: str | None = None,
-    timeout: float | None = None,
+    manners: Manners | None = None,
 ) -> Source:
     """The source that the options of a command describe."""
+    from sglang_indexcache.search.evaluators.pool import ONE_CALL
     from sglang_indexcache.search.sources import InProcess, Local, Served, Synthetic
 
     if sum(map(bool, (servers, keywords, synthetic))) > 1:
         raise SearchError("give only one of --url, --engine and --synthetic")
-    if timeout and not servers:
-        raise SearchError("--timeout is for the servers of --url")
     if dtype and (servers or keywords or synthetic):
         raise SearchError("--dtype is for transformers, not for --url, --engine or --synthetic")
     if dtype not in (None, "float32", "bfloat16"):
@@ -405,10 +425,25 @@ def _source(
     if model is None:
         raise SearchError("give the checkpoint's folder with --model")
     if servers:
-        return Served(model, data, tuple(servers), timeout, _tell)
+        return Served(model, data, tuple(servers), manners or ONE_CALL, _tell)
     if keywords:
         return InProcess(model, data, lambda: _engine(model, keywords))
     return Local(model, data, dtype or "float32")
+
+
+def _manners(
+    servers: Sequence[Engine],
+    timeout: float | None,
+    at_once: int | None = None,
+    low_priority: bool = False,
+) -> Manners:
+    """How to ask the servers, of which there must be some to ask in any way."""
+    from sglang_indexcache.search.evaluators.pool import Manners
+
+    asked = {"--timeout": timeout, "--at-once": at_once, "--low-priority": low_priority}
+    if not servers and (flag := next((flag for flag, value in asked.items() if value), None)):
+        raise SearchError(f"{flag} is for the servers of --url")
+    return Manners(timeout, at_once or 1, low_priority)
 
 
 def _tell(line: str) -> None:

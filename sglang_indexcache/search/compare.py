@@ -12,6 +12,7 @@ import numpy as np
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
 from sglang_indexcache.support.stats import half_width
 
@@ -127,17 +128,33 @@ def compare(
     Raises:
         SearchError: fewer than two batches.
     """
-    base = _losses(evaluator, reference)
+    base, *found = _losses(evaluator, [reference, *others])
     return [
-        _compare(reference, base, pattern, _losses(evaluator, pattern), counted, buckets)
-        for pattern in others
+        _compare(reference, base, pattern, mine, counted, buckets)
+        for pattern, mine in zip(others, found, strict=True)
     ]
 
 
-def _losses(evaluator: TokenEvaluator, pattern: Pattern) -> list[list[Floats]]:
-    """Of every batch, asked one by one: what fails for a while is not asked again as a whole."""
+def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list[list[Floats]]]:
+    """Of every batch under each pattern, as many at a time as the evaluator takes.
+
+    Batches are asked one by one: what fails for a while is not asked again as a whole.
+    """
     batches = range(len(evaluator.batch_tokens))
-    return [evaluator.token_losses(pattern, [batch])[0] for batch in batches]
+    cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in batches]
+    known: dict[Cell, list[Floats]] = {}
+
+    def measure(call: Call, _is_ahead: bool = False) -> None:
+        [batch] = call.batches
+        [known[call.pattern, batch]] = evaluator.token_losses(call.pattern, [batch])
+
+    calls = [Call(pattern, (batch,)) for pattern, batch in cells]
+    if evaluator.in_flight > 1:
+        Crew(evaluator.in_flight, measure, known.__contains__).want(cells, lambda _: calls)
+    else:
+        for call in calls:
+            measure(call)
+    return [[known[pattern, batch] for batch in batches] for pattern in patterns]
 
 
 def _compare(

@@ -19,7 +19,7 @@ from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration, prepare
 from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
-from sglang_indexcache.search.evaluators.pool import Engine, ServerPool
+from sglang_indexcache.search.evaluators.pool import ONE_CALL, Engine, Manners, ServerPool
 from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.objective import Score
@@ -159,21 +159,21 @@ class Data:
 class Served:
     """Servers in live mode that serve the checkpoint in ``model``.
 
-    ``timeout`` and ``tell`` are as for
+    ``manners`` and ``tell`` are as for
     :class:`~sglang_indexcache.search.evaluators.pool.ServerPool`.
     """
 
     model: Path
     data: Data
     engines: tuple[Engine, ...]
-    timeout: float | None = None
+    manners: Manners = ONE_CALL
     tell: Callable[[str], None] = print
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
         """Reach the servers; several share the work."""
         ready = _Ready.read(self.model, self.data)
-        pool = ServerPool(self.engines, ready.calibration, self.timeout, self.tell)
+        pool = ServerPool(self.engines, ready.calibration, self.manners, self.tell)
         yield ready.setup("sglang", pool)
 
 

@@ -135,11 +135,11 @@ def _resolve(arguments: Sequence[str]) -> Any:
 
         load_plugins()
         _check_loaded()
-        from sglang_indexcache.serving.plugin import RAISE_ERRORS
+        from sglang_indexcache.serving.plugin import ONLY_EXAMINED
 
         with redirect_stderr(said):
             server_args = prepare_server_args(arguments)
-        setattr(server_args, RAISE_ERRORS, True)
+        setattr(server_args, ONLY_EXAMINED, True)
         server_args.resolve_once()
         return server_args
     except SystemExit:

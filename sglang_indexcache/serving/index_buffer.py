@@ -163,6 +163,6 @@ class IndexBuffer:
         return self._shares_from_before(layer, self._first_layer)
 
     def _shares_from_before(self, layer: int, limit: int) -> bool:
-        """Whether ``layer`` is S for some row, whose indices are of a layer below ``limit``."""
-        position, layers = self._active.position(layer), self._active.plan.layer_ids
-        return any(s != position and layers[s] < limit for s in self._sources_of(layer))
+        """Whether some row's indices for ``layer`` are of one below ``limit``, as it is not."""
+        layers = self._active.plan.layer_ids
+        return any(layers[source] < limit for source in self._sources_of(layer))

@@ -58,8 +58,9 @@ _GIVEN = "_indexcache_given"
 """Attribute of ServerArgs: the flags or keywords as given. Like SGLang's own ``_launch_command``
 it is bookkeeping beside the fields, and is pickled with them."""
 _FROM_COMMAND_LINE = "_indexcache_from_command_line"
-RAISE_ERRORS = "_indexcache_raise_errors"
-"""Attribute of ServerArgs: raise bad input to the caller even if it came by command line."""
+ONLY_EXAMINED = "_indexcache_only_examined"
+"""Attribute of ServerArgs: nothing will be served. Bad input is raised to the caller even if it
+came by command line, and what only a server needs is not loaded."""
 
 
 def register() -> None:
@@ -194,13 +195,17 @@ def _one_sentence(server_args: Any) -> Iterator[None]:
     try:
         yield
     except IndexCacheError as error:
-        if _from_command_line(server_args) and not getattr(server_args, RAISE_ERRORS, False):
+        if _from_command_line(server_args) and not _only_examined(server_args):
             raise SystemExit(f"indexcache: error: {error}") from None
         raise
 
 
 def _from_command_line(server_args: Any) -> bool:
     return bool(getattr(server_args, _FROM_COMMAND_LINE, False))
+
+
+def _only_examined(server_args: Any) -> bool:
+    return bool(getattr(server_args, ONLY_EXAMINED, False))
 
 
 def _resolve(server_args: Any) -> None:
@@ -223,7 +228,8 @@ def _resolve(server_args: Any) -> None:
     if trained is not None:
         adapter.check(trained, Path(cfg.model_path))
     _declare(server_args, plan, overrides, config)
-    requests.install_in_front()
+    if not _only_examined(server_args):  # it takes SGLang's tokenizer manager
+        requests.install_in_front()
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)

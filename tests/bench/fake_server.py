@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.pattern import Pattern
 
 
@@ -62,9 +63,16 @@ class Behaviour:
         self.runs = [0] * len(pattern)
         self.spent = {"prefill": 0.0, "decode": 0.0}
 
-    def count(self) -> None:
+    def serve(self, name: str | None) -> str:
+        """Count what the layers do for a request that names a pattern, or none; what it tells."""
+        if self.fault == "deaf to names":
+            name = None
+        self.count(name)
+        return name or self.pattern
+
+    def count(self, name: str | None = None) -> None:
         self.requests += 1
-        for layer in Pattern(self.really).full_layers:
+        for layer in Pattern(name or self.really).full_layers:
             self.runs[layer] += 1
 
     def rank(self, number: int) -> dict[str, Any]:
@@ -153,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _generate(self, body: dict[str, Any]) -> None:
         me = self.behaviour
-        me.count()
+        self.told = me.serve(body["sampling_params"].get("custom_params", {}).get(NAME))
         if me.fault == "status":
             self._reply(500, {"error": "out of memory"})
             return
@@ -193,6 +201,7 @@ class Handler(BaseHTTPRequestHandler):
             "completion_tokens": token,
             "finish_reason": reason,
             "num_retractions": int(fault == "retraction"),
+            NAME: [self.told],
         }
         data = {"index": index, "meta_info": meta}
         if fault == "stream error":

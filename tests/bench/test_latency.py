@@ -96,9 +96,11 @@ def test_the_servers_own_indexer_time_gives_the_share() -> None:
 def test_configurations_take_turns_and_warm_up_is_left_out() -> None:
     behaviours = good()
     result = measure(behaviours)
-    turns = ["full", "1/2"] * 2  # two lengths
+    turns = ["full", "1/2"] * 4  # two lengths, each with one request and with many
     assert [v.configuration for v in result.visits] == turns * 2
-    assert [v.round for v in result.visits] == [0] * 4 + [1] * 4
+    assert [v.round for v in result.visits] == [0] * 8 + [1] * 8
+    single = [(s.length, s.configuration) for s in result.samples if s.metric == "prefill"]
+    assert single == [(length, name) for length in (64, 256) for name in ("full", "1/2")] * 2
     order = [(s.round, s.length, s.configuration) for s in result.samples if s.metric == "full"]
     assert order == [
         (number, length, name)
@@ -128,7 +130,9 @@ def test_every_rank_gets_a_request() -> None:
 def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks: every first token after 2 s, then a token every 0.5 s."""
 
-    def known(_: object, prompts: list[list[int]], count: int, _clock: object) -> list[Answer]:
+    def known(
+        _: object, prompts: list[list[int]], count: int, _clock: object, _pattern: object
+    ) -> list[Answer]:
         for behaviour in behaviours.values():
             behaviour.count()
         return [Answer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
@@ -207,16 +211,39 @@ def test_a_steady_window_counts_only_what_lies_inside() -> None:
     assert window.rate == pytest.approx(2.0)
 
 
-def test_one_live_server_stands_for_all() -> None:
-    behaviour = Behaviour("F" * 8, mode="live", indexer_share=0.5)
+def measure_live(behaviour: Behaviour) -> LatencyResult:
+    """One server for two patterns."""
+    served = configurations(("full", "uniform:1/4"), CHECKPOINT)
     with fake_server(behaviour) as url:
-        served = configurations(("full", "uniform:1/4"), CHECKPOINT)
-        result = run(TARGET, RunningServers({c.name: Client(url) for c in served}), served, QUICK)
+        return run(TARGET, RunningServers({c.name: Client(url) for c in served}), served, QUICK)
+
+
+def test_one_live_server_stands_for_all() -> None:
+    """Whatever it serves to others, before and after; requests of both arms alternate."""
+    behaviour = Behaviour("FFFFFSSS", mode="live", indexer_share=0.5)
+    result = measure_live(behaviour)
     assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
     assert {v.facts.mode for v in result.visits} == {"live"}
     assert not result.started_here
-    # A switch sets the server's clock of its indexers to zero: that is not "does not tell".
+    assert behaviour.pattern == "FFFFFSSS"
     assert all(sample.indexer_share for sample in result.samples)
+    for length in (64, 256):
+        runs = [s.configuration for s in result.samples if (s.metric, s.length) == ("full", length)]
+        assert runs == ["full", "uniform:1/4"] * 2
+
+
+def test_a_live_server_that_does_not_hear_names() -> None:
+    with pytest.raises(BenchError, match="asked for pattern FSSSFSSS and answered under FFFFFFFF"):
+        measure_live(Behaviour("F" * 8, mode="live", fault="deaf to names"))
+
+
+def test_a_live_server_that_names_what_it_does_not_do() -> None:
+    class Liar(Behaviour):
+        def count(self, name: str | None = None) -> None:
+            super().count("F" * 8)
+
+    with pytest.raises(BenchError, match="pattern FSSSFSSS was not effective on rank 0"):
+        measure_live(Liar("F" * 8, mode="live"))
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])

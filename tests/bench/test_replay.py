@@ -103,7 +103,10 @@ def test_sglangs_benchmark_gets_the_key_and_leaves_none_behind(
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr(replay.subprocess, "run", benchmark)
     client = Client("http://127.0.0.1:9", api_key=key)
-    assert replay._drive(client, tmp_path, tmp_path / "trace", MIX, tmp_path)["duration"] == 3.0
+    found = replay._drive(client, tmp_path, tmp_path / "trace", MIX, tmp_path, "FSFS")
+    assert found["duration"] == 3.0
+    body = json.loads(seen["command"][seen["command"].index("--extra-request-body") + 1])
+    assert body == {"custom_params": {"indexcache_pattern": "FSFS"}}
     assert seen["key"] == key
     assert key not in seen["command"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text()]

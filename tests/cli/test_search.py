@@ -141,6 +141,8 @@ def test_constraints_reach_the_search(tmp_path: Path) -> None:
         (["--model", "m", "--url", "http://h", "--dtype", "float32"], "--dtype is for transf"),
         (["--model", "m", "--engine", "default", "--dtype", "float32"], "--dtype is for transf"),
         (["--synthetic", "8", "--timeout", "9"], "--timeout is for the servers of --url"),
+        (["--synthetic", "8", "--at-once", "2"], "--at-once is for the servers of --url"),
+        (["--synthetic", "8", "--low-priority"], "--low-priority is for the servers of --url"),
         (["--synthetic", "8", "--score", "late"], "a made-up landscape has none"),
         (["--model", "m", "--score", "early"], "the score is answers, late, all, got 'early'"),
         (["--model", str(TINY), "--score", "answers"], "no document of machine marks an answer"),

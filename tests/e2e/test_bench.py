@@ -94,13 +94,15 @@ def test_one_live_server_stands_for_all_patterns(
     with serve(glm, "--indexcache-mode", "live", *POOL) as live:
         running = RunningServers({c.name: live for c in served})
         result = latency.run(target, running, served, SETTINGS)
+        [state] = live.states()
+    assert (state["pattern"], state["switches"]) == ("FFFFFF", 0)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [
         ("full", "live"), ("half", "live"),
-    ] * 2  # fmt: skip
+    ] * 4  # fmt: skip
     assert len(result.samples) == 2 * 2 * 3
     shares = [s.indexer_share for s in result.samples if s.metric == "prefill"]
     assert shares
-    assert all(shares)  # after every switch too
+    assert all(shares)
 
 
 @pytest.fixture

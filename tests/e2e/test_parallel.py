@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.client import Client, Server
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.fleet import examine_servers
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
+from tests.e2e.test_lifecycle import group_members
 from tests.oracle import Oracle
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -83,6 +87,29 @@ class TestDpAttention:
         with pytest.raises(ServerError, match="5 characters"):
             dp_attention.switch_pattern("FSSSS")
         assert [state["pattern"] for state in dp_attention.states()] == ["FSFSFS"] * 2
+
+    def test_a_killed_rank_ends_the_server(self, dp_attention: Client) -> None:
+        """While both decode. The class's last: nothing can be asked of that server any more."""
+        server: Server = dp_attention.server  # type: ignore[attr-defined]
+        chunks = dp_attention.stream(
+            input_ids=[prompt(100, seed) for seed in range(2)],  # one a rank
+            sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
+        )
+        seen = set[int]()
+        while len(seen) < 2:
+            seen.add(next(chunks)["index"])
+        _, victim = schedulers(server.pid)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(ServerError):
+            deque(chunks, maxlen=0)
+        server.wait(60)
+        assert schedulers(server.pid) == []
+
+
+def schedulers(group: int) -> list[int]:
+    """Process ids of a server's ranks."""
+    members = group_members(group)
+    return sorted(p for p in members if b"scheduler" in Path(f"/proc/{p}/cmdline").read_bytes())
 
 
 def test_dp_attention_static(glm: Path, serve: Serve, oracle: Oracle) -> None:

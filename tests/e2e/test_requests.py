@@ -306,6 +306,15 @@ def test_a_session_keeps_its_pattern(client: Client) -> None:
         turn(prompt(9, 72), "FFFFFF", again["meta_info"]["id"])
 
 
+def test_an_unknown_session_is_one_clear_answer(client: Client) -> None:
+    body = {"input_ids": [20, 21], "session_params": {"id": "nobody"}}
+    with pytest.raises(ServerError, match="session id nobody does not exist"):
+        client.generate(**body, sampling_params=under("FSSFSS"))
+    wait_until_idle(client)
+    named = client.generate(input_ids=[20, 21], sampling_params=under("FSSFSS", max_new_tokens=1))
+    assert served_under(named) == "FSSFSS"
+
+
 def test_openai_clients_name_a_pattern_too(client: Client) -> None:
     openai = OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
     chat: dict[str, Any] = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.evaluators.pool import ONE_CALL, Manners
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.sources import Data, Served
 from sglang_indexcache.search.targets import parse_targets
@@ -37,6 +41,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(glm: Path, serve: Serve, library: Path) -> Iterator[Client]:
     arguments = ("--dtype", "float32", "--indexcache-mode", "live")
+    arguments += ("--enable-priority-scheduling", "--default-priority-value", "0")
     with serve(glm, *arguments, SGLANG_INDEXCACHE_LIBRARY=str(library)) as client:
         yield client
 
@@ -66,22 +71,76 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     assert served.loss(pattern, [2, 0, 1]).values == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
-def test_a_search_over_http(live: Client, glm: Path, library: Path) -> None:
-    source = Served(glm, Data(context=160, batches=4), (live,))
+def source_of(live: Client, glm: Path, manners: Manners = ONE_CALL) -> Served:
+    return Served(glm, Data(context=160, batches=4), (live,), manners)
+
+
+def search_into(folder: Path, source: Served) -> Search:
     with source.open() as setup:
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "2"], rules)
-        search = run_search(setup, rules, goals, Options(), library, "e2e")
-    assert search.is_complete
+        return run_search(setup, rules, goals, Options(), folder, "e2e")
+
+
+@pytest.fixture(scope="module")
+def searched(live: Client, glm: Path, library: Path) -> Search:
+    """A search on the server while nobody else asked it; its patterns are in the library."""
+    return search_into(library, source_of(live, glm))
+
+
+def test_a_search_over_http(live: Client, glm: Path, library: Path, searched: Search) -> None:
+    source = source_of(live, glm)
+    assert searched.is_complete
     entry = load_entry(library / "e2e-1of2.yaml")
     assert entry.full_layers == 3
-    assert entry.method.details["checkpoint"] == setup.identity["checkpoint"]
     # What the search reported is what the server gives when the pattern is served by name.
     state = live.switch_pattern("e2e-1of2")[0]
     assert state["pattern"] == entry.pattern
-    with source.open() as again:
-        served = again.evaluator.loss(Pattern(entry.pattern), range(4))
+    with source.open() as setup:
+        assert entry.method.details["checkpoint"] == setup.identity["checkpoint"]
+        served = setup.evaluator.loss(Pattern(entry.pattern), range(4))
     assert served.mean == pytest.approx(entry.quality[0].score, abs=1e-4)
+
+
+def test_a_search_under_other_traffic(
+    live: Client, glm: Path, searched: Search, tmp_path: Path
+) -> None:
+    """It finds the same with several calls at once, and that traffic's answers do not change."""
+    names = [None, "FFFFFF", "FSSSSS", "FSFSFS"]
+    live.switch_pattern("FFSSFS")
+
+    def answer(number: int) -> tuple[list[int], list[str]]:
+        custom = {"indexcache_pattern": names[number]} if names[number] else None
+        reply = live.generate(
+            input_ids=prompt(150 + 40 * number, 90 + number),
+            sampling_params={"max_new_tokens": 12, "temperature": 0.0, "custom_params": custom},
+        )
+        return reply["output_ids"], reply["meta_info"]["indexcache_pattern"]
+
+    alone = [answer(number) for number in range(len(names))]
+    assert [told for _, told in alone] == [["FFSSFS"], ["FFFFFF"], ["FSSSSS"], ["FSFSFS"]]
+    done = threading.Event()
+
+    def traffic(number: int) -> int:
+        count = 0
+        while not done.is_set():
+            assert answer(number) == alone[number]
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        others = [pool.submit(traffic, number) for number in range(len(names))]
+        try:
+            manners = Manners(at_once=3, low_priority=True)
+            busy = search_into(tmp_path, source_of(live, glm, manners))
+        finally:
+            done.set()
+        counts = [other.result() for other in others]
+    assert min(counts) > 0
+    assert live.states()[0]["mixed_forwards"] > 0
+    for found, before in zip(busy.found.values(), searched.found.values(), strict=True):
+        assert found.pattern == before.pattern
+        assert found.loss == pytest.approx(before.loss, abs=1e-5)
 
 
 def test_a_static_server_is_refused(glm: Path, live: Client) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from sglang_indexcache.client import Client
+from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
@@ -179,11 +180,20 @@ def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
 
 
 def test_switching_is_refused(client: Client) -> None:
-    from sglang_indexcache.errors import ServerError
-
     with pytest.raises(ServerError, match=r"started in static mode.*--indexcache-mode live"):
         client.switch_pattern("FFFFFF")
     assert client.states()[0]["pattern"] == str(PATTERN)
+
+
+def test_a_request_that_names_another_pattern_is_refused(client: Client) -> None:
+    def answer(name: str) -> list[str]:
+        sampling = {"max_new_tokens": 1, "custom_params": {"indexcache_pattern": name}}
+        reply = client.generate(input_ids=[20, 21], sampling_params=sampling)
+        return list(reply["meta_info"]["indexcache_pattern"])
+
+    with pytest.raises(ServerError, match=rf"answered 400.*static mode.*serves {PATTERN} only"):
+        answer("FFFFFF")
+    assert answer(str(PATTERN)) == [str(PATTERN)]
 
 
 def test_static_and_live_agree_exactly(client: Client, glm: Path, serve: Serve) -> None:

@@ -30,7 +30,11 @@ class Engine:
         mode: of the plugin.
         checkpoint_pattern: which layers have an indexer; all by default.
         faults: what goes wrong with the calls to come, one each; see :class:`Handler`.
+        facts: what else ``/server_info`` says.
+        gathers: its first calls wait for each other until so many are under way.
         calls: how many it was asked to score.
+        most_at_once: of those that were under way together.
+        priorities: that the calls named.
     """
 
     layers: int
@@ -38,18 +42,31 @@ class Engine:
     mode: str = "live"
     checkpoint_pattern: str = ""
     faults: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    gathers: int = 1
     calls: int = 0
+    most_at_once: int = 0
+    priorities: set[int | None] = field(default_factory=set)
     pattern: str = ""
 
     def __post_init__(self) -> None:
         self.checkpoint_pattern = self.checkpoint_pattern or "F" * self.layers
         self.pattern = "F" * self.layers
         self.guard = threading.Lock()
+        self.counting = threading.Condition()
+        self.under_way = 0
 
     def state(self) -> dict[str, Any]:
         names = ("mode", "checkpoint_pattern", "pattern")
         said = {name: getattr(self, name) for name in names}
         return {"architecture": "GlmMoeDsaForCausalLM", "last_rejection": "", **said}
+
+    def count(self, more: int) -> None:
+        with self.counting:
+            self.under_way += more
+            self.most_at_once = max(self.most_at_once, self.under_way)
+            self.counting.notify_all()
+            self.counting.wait_for(lambda: self.most_at_once >= self.gathers, 30.0)
 
     def restart(self) -> None:
         self.pattern = "F" * self.layers
@@ -81,14 +98,18 @@ class Handler(BaseHTTPRequestHandler):
             self.engine.faults.pop(0)
             self._answer({}, 503)
         else:
-            self._answer({"internal_states": [{"indexcache": self.engine.state()}]})
+            states = [{"indexcache": self.engine.state()}]
+            self._answer({**self.engine.facts, "internal_states": states})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.engine.count(1)
         with self.engine.guard:  # one batch after the other, as a card would
             self.engine.calls += 1
+            self.engine.priorities.add(body.get("priority"))
             fault = self.engine.faults.pop(0) if self.engine.faults else ""
             time.sleep(self.engine.seconds)
+            self.engine.count(-1)  # before the answer, which may be followed by a call
         self._score(body, fault)
 
     def _score(self, body: dict[str, Any], fault: str) -> None:

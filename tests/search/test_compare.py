@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,3 +144,18 @@ def test_batches_are_asked_one_by_one() -> None:
     counted = [[np.ones(40, dtype=bool)] * 2] * 6
     compare(evaluator, A, [B], counted)  # type: ignore[arg-type]
     assert asked == [(pattern, (batch,)) for pattern in (A, B) for batch in range(6)]
+
+
+def test_several_at_a_time_give_the_same() -> None:
+    class Patient(Tokens):
+        in_flight = 3
+        together = threading.Barrier(3)
+
+        def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
+            if threading.current_thread() is not threading.main_thread():
+                self.together.wait(30.0)  # until three are here: of 12 calls none waits alone
+            return super().token_losses(pattern, batches)
+
+    added = np.linspace(0, 0.4, 40)
+    assert against(Patient(added)) == against(Tokens(added))
+    assert Patient.together.n_waiting == 0

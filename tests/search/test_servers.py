@@ -17,10 +17,12 @@ import sglang_indexcache
 from sglang_indexcache.client import Client, free_port
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators import pool
+from sglang_indexcache.search.evaluators.pool import Manners
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.sources import Data, Served
 from sglang_indexcache.search.targets import parse_targets
+from tests.search.fake_engine import Engine, serving
 from tests.search.test_resume import evaluations, results
 
 PACKAGE = Path(sglang_indexcache.__file__).parent
@@ -49,16 +51,27 @@ class Process:
         self._process.wait()
 
 
-def search(ports: Sequence[int], output: Path, told: list[str]) -> None:
+def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1) -> None:
     clients = tuple(Client(f"http://127.0.0.1:{port}") for port in ports)
-    source = Served(
-        TINY, Data(str(TEXT), context=128, batches=8, held_out=2), clients, tell=told.append
-    )
+    data = Data(str(TEXT), context=128, batches=8, held_out=2)
+    source = Served(TINY, data, clients, Manners(at_once=at_once), told.append)
     with source.open() as setup:
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "1/4"], rules)
         with (output.parent / f"{output.name}.log").open("w") as log:
             run_search(setup, rules, goals, Options(), output, "x", Console(file=log))
+
+
+def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:
+    """The YAML byte for byte, whatever the number; what is measured in addition is a guess."""
+    for at_once in (1, 3):
+        engine = Engine(LAYERS, gathers=at_once)
+        with serving(engine) as url:
+            search([int(url.rpartition(":")[2])], tmp_path / str(at_once), [], at_once)
+        assert engine.most_at_once == at_once
+    assert list(results(tmp_path / "1")) == ["x-1of2.yaml", "x-1of4.yaml"]
+    assert results(tmp_path / "3") == results(tmp_path / "1")
+    assert set(evaluations(tmp_path / "3")) >= set(evaluations(tmp_path / "1"))
 
 
 def test_one_of_three_servers_is_killed_twice(

@@ -165,6 +165,8 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
             runs = any(pattern.is_full(layer) for pattern in patterns)
             assert buffer.is_full(layer) == runs
             selected = selections(layer, count) if runs else None
+            if selected is not None:
+                given_out.append((selected, selected.clone()))
             used = buffer.resolve(layer, selected)
             if is_live:
                 assert buffer.resolve(layer, used) is used
@@ -174,7 +176,9 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
                 assert used is selected  # nothing is copied
             given_out.append((used, used.clone()))
         for used, as_given in given_out:
-            assert torch.equal(used, as_given)  # nothing is written to what layers were given
+            assert torch.equal(
+                used, as_given
+            )  # nothing that layers gave or were given is written to
 
 
 @given(mixes, st.data())
@@ -222,6 +226,61 @@ def test_a_part_that_inherits_nothing_is_noticed() -> None:
         part.resolve(2, selections(2, 2))
 
 
-def test_requests_of_one_pattern_need_no_rows() -> None:
-    rows = RowPatterns.of([Pattern("FS"), Pattern("FS")], [3, 1], torch.empty(4))
-    assert rows == RowPatterns.one(Pattern("FS"))
+def test_a_part_inherits_anew_in_each_forward() -> None:
+    state = active("FSFS")
+    whole, part = IndexBuffer(state), IndexBuffer(state)
+    patterns = [Pattern("FSFS"), Pattern("FFSS")]
+    for number in (100, 200):
+        whole.begin(RowPatterns.of(patterns, [1, 1], torch.empty(2)))
+        part.begin(whole.rows.cut(0, 2))
+        whole.resolve(0, number + selections(0, 2))
+        whole.resolve(1, number + selections(1, 2))
+        part.inherit(2, whole, (0, 2), before=2)
+        used = part.resolve(2, number + selections(2, 2))
+        assert used.tolist() == [[number + 2, number], [number + 1, number + 1]]
+
+
+def test_a_part_of_one_pattern_inherits_in_every_pass() -> None:
+    """A captured forward begins once and runs its layers three times."""
+    state = active("FSFS")
+    whole, part = IndexBuffer(state), IndexBuffer(state)
+    whole.begin()
+    part.begin(whole.rows.cut(1, 3))
+    for number in (100, 200, 300):
+        whole.resolve(0, number + selections(0, 3))
+        part.inherit(1, whole, (1, 3), before=1)
+        assert part.resolve(1, None).tolist() == [[number, number + 1], [number, number + 2]]
+        own = number + selections(2, 2)
+        part.resolve(2, own)
+        part.inherit(3, whole, (1, 3), before=1)  # its F layer is its own
+        assert part.resolve(3, None) is own
+
+
+@pytest.mark.parametrize(("ran", "held"), [([], "nothing"), ([0], "those of position 0")])
+def test_what_the_whole_batch_did_not_select_is_noticed_in_its_parts(
+    ran: list[int], held: str
+) -> None:
+    state = active("FFSS")
+    whole, part = IndexBuffer(state), IndexBuffer(state)
+    whole.begin()
+    part.begin()
+    for layer in ran:
+        whole.resolve(layer, selections(layer, 1))
+    part.inherit(2, whole, (0, 1), before=2)
+    with pytest.raises(StaleIndexError, match=f"position 1, but the buffer holds {held}"):
+        part.resolve(2, None)
+
+
+def test_two_layers_may_select_into_the_same_tensor() -> None:
+    buffer, same = IndexBuffer(active("FFS")), torch.tensor([1])
+    buffer.begin()
+    for layer, selected in enumerate([same, same, None]):
+        assert buffer.resolve(layer, selected) is same
+
+
+def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
+    buffer = IndexBuffer(active("FFS", layer_ids=(3, 7, 11)), first_layer=5)
+    buffer.begin()
+    own, carried = torch.tensor([1]), torch.tensor([2])
+    buffer.resolve(7, own)
+    assert buffer.resolve(11, carried) is own

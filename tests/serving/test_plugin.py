@@ -99,13 +99,13 @@ def resolve(folder: Path, *arguments: str, backend: str | None = "indexcache") -
     """Resolve a command line as the launcher does; returns ServerArgs."""
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_indexcache.serving.plugin import RAISE_ERRORS
+    from sglang_indexcache.serving.plugin import ONLY_EXAMINED
 
     command = ["--model-path", str(folder), "--log-level", "info", *arguments]
     if backend:
         command += ["--attention-backend", backend]
     server_args = prepare_server_args(command)
-    setattr(server_args, RAISE_ERRORS, True)
+    setattr(server_args, ONLY_EXAMINED, True)
     server_args.resolve_once()
     return server_args
 
@@ -142,6 +142,24 @@ def test_pattern_reaches_every_architecture(
 ) -> None:
     server_args = resolve(model(architecture), *WAYS[way])
     assert built_pattern(server_args) == "FSSFSFSS"
+
+
+def test_names_are_checked_in_front_of_a_server_alone(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes SGLang's tokenizer manager, which an examination has no use for."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_indexcache.serving import requests
+
+    asked: list[str] = []
+    monkeypatch.setattr(requests, "install_in_front", lambda: asked.append("asked"))
+    folder = model()
+    resolve(folder)
+    assert asked == []
+    command = ["--model-path", str(folder), "--attention-backend", "indexcache"]
+    prepare_server_args(command).resolve_once()
+    assert asked == ["asked"]
 
 
 @pytest.mark.parametrize(
@@ -332,6 +350,17 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         (
             ["--indexcache-pattern", "full < 1K <= FSSFSFSS"],
             "prompt length can decide in live mode only",
+        ),
+        (
+            ["--indexcache-mode", "live", "--indexcache-pattern", "full < 1K"],
+            "is no choice by prompt length. Write PATTERN < LENGTH <= PATTERN",
+        ),
+        (
+            [
+                *("--indexcache-mode", "live"),
+                *("--indexcache-pattern", "full < 4K <= FSSFSFSS < 1K <= FSSSFSSS"),
+            ],
+            "must grow from left to right",
         ),
         (
             ["--indexcache-pattern", "FSSFSFSS", "--enable-flexkv"],

@@ -36,14 +36,15 @@ class ServedEvaluator:
     side by side. What the engine is was checked at the start, and is again at every call: it may
     have been restarted in between.
 
-    One call at a time: while the next one's text is on its way an engine idles, which is a few
-    per cent of a long call, but two at once would make every answer hang on what else was running.
+    Calls may be made from several threads, if the engine takes them.
 
     Args:
         engine: in live mode. What it serves to others, and under which pattern, does not matter.
         calibration: what to measure on.
         timeout: seconds that one call may take. The default grows with its tokens: ten minutes,
-            and a second for every 1,000.
+            and a second for every 1,000; times ``at_once``, as a call may wait for the others.
+        at_once: calls that are made at the same time.
+        priority: of the requests, as SGLang counts it; None names none.
 
     Attributes:
         checkpoint: what the engine says it serves; differs between checkpoints of other shapes.
@@ -56,9 +57,16 @@ class ServedEvaluator:
     in_flight = 1
 
     def __init__(
-        self, engine: LiveEngine, calibration: Calibration, timeout: float | None = None
+        self,
+        engine: LiveEngine,
+        calibration: Calibration,
+        timeout: float | None = None,
+        *,
+        at_once: int = 1,
+        priority: int | None = None,
     ) -> None:
-        self._engine, self._timeout = engine, timeout
+        self._engine, self._timeout, self._at_once = engine, timeout, at_once
+        self._urgency = {} if priority is None else {"priority": priority}
         self.calibration = calibration
         self.batch_tokens = calibration.batch_tokens
         self.checkpoint = _checkpoint(engine.states())
@@ -78,7 +86,7 @@ class ServedEvaluator:
         sequences = [list(ids) for batch in batches for ids in cut[batch]]
         tokens = sum(map(len, sequences))
         replies = self._engine.generate(
-            timeout=self._timeout or _LEAST_SECONDS + tokens / _LEAST_RATE,
+            timeout=self._timeout or self._at_once * (_LEAST_SECONDS + tokens / _LEAST_RATE),
             input_ids=sequences,
             sampling_params={
                 "max_new_tokens": 1,
@@ -88,6 +96,7 @@ class ServedEvaluator:
             },
             return_logprob=True,
             logprob_start_len=0,
+            **self._urgency,
         )
         pairs = zip(replies, sequences, strict=True)
         found = iter([_losses(reply, ids, pattern) for reply, ids in pairs])

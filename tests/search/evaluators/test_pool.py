@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.client import Client, free_port
-from sglang_indexcache.errors import IndexCacheError, SearchError, ServerUnavailableError
+from sglang_indexcache.errors import (
+    IndexCacheError,
+    SearchError,
+    ServerError,
+    ServerUnavailableError,
+)
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import pool as pool_module
-from sglang_indexcache.search.evaluators.pool import ServerPool
+from sglang_indexcache.search.evaluators.pool import Manners, ServerPool
 from sglang_indexcache.search.journal import Journal
 from sglang_indexcache.search.ledger import Ledger
 from tests.search.fake_engine import Engine, serving
@@ -55,7 +60,9 @@ def pool_of(stack: ExitStack, *engines: Engine, **arguments: object) -> ServerPo
 )
 def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: str) -> None:
     engine, told = Engine(LAYERS), list[str]()
-    pool = pool_of(stack, engine, tell=told.append, timeout=0.3 if fault == "slow" else None)
+    pool = pool_of(
+        stack, engine, tell=told.append, manners=Manners(0.3) if fault == "slow" else Manners()
+    )
     engine.faults = [fault, fault]
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
     assert engine.calls == 3
@@ -69,7 +76,7 @@ def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: st
 
 def test_a_slow_answer_names_the_time_that_it_had(stack: ExitStack) -> None:
     engine, told = Engine(LAYERS), list[str]()
-    pool = pool_of(stack, engine, tell=told.append, timeout=0.3)
+    pool = pool_of(stack, engine, tell=told.append, manners=Manners(0.3))
     engine.faults = ["slow"]
     pool.loss(PATTERN, [0])
     assert "did not answer /generate within 0.3 s" in told[0]
@@ -166,6 +173,61 @@ def test_a_retried_call_is_in_the_journal_once(
     with Journal(tmp_path / "j", {}) as journal:
         cells = [(r.pattern, batch) for r in journal.records for batch in r.batches]
     assert len(cells) == len(set(cells)) == 24
+
+
+def test_a_server_has_as_many_calls_at_once_as_it_may(stack: ExitStack) -> None:
+    """Of several patterns; each gets what it gets alone."""
+    engines = [Engine(LAYERS, gathers=3) for _ in range(2)]
+    pool = pool_of(stack, *engines, manners=Manners(at_once=3))
+    patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF")]
+    found = Ledger(pool, call_tokens=1).many(patterns)
+    assert np.array_equal(found, [expected(pattern) for pattern in patterns])
+    assert [engine.most_at_once for engine in engines] == [3, 3]
+    assert sum(engine.calls for engine in engines) == 12
+
+
+def test_calls_that_fail_together_are_told_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.5)
+    monkeypatch.setattr(pool_module, "LONGEST_PAUSE", 0.5)
+    engine, told = Engine(LAYERS, gathers=4), list[str]()
+    pool = pool_of(stack, engine, manners=Manners(at_once=4), tell=told.append)
+    engine.faults = ["503"] * 4
+    assert list(Ledger(pool, call_tokens=1).losses(PATTERN)) == expected()
+    assert engine.calls == 8
+    assert ["is asked again in" in line for line in told] == [True, False]
+
+
+@pytest.mark.parametrize(("is_smaller_first", "priority"), [(False, -999_995), (True, 1_000_005)])
+def test_low_priority_is_far_below_the_servers_usual_one(
+    stack: ExitStack, is_smaller_first: bool, priority: int
+) -> None:
+    facts = {"enable_priority_scheduling": True, "default_priority_value": 5}
+    engine = Engine(LAYERS, facts={**facts, "schedule_low_priority_values_first": is_smaller_first})
+    pool = pool_of(stack, engine, manners=Manners(low_priority=True))
+    assert list(pool.loss(PATTERN, range(4)).values) == expected()
+    assert engine.priorities == {priority}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"enable_priority_scheduling": True}, {"default_priority_value": 0}],
+    ids=["as SGLang starts", "no usual priority", "not by priority"],
+)
+def test_low_priority_is_refused_where_there_is_none(
+    stack: ExitStack, facts: dict[str, object]
+) -> None:
+    """Without a usual priority, SGLang gives requests that name none the lowest there is."""
+    engine = Engine(LAYERS, facts=facts)
+    with pytest.raises(ServerError, match="--enable-priority-scheduling --default-priority-value"):
+        pool_of(stack, engine, manners=Manners(low_priority=True))
+    assert engine.calls == 0
+
+
+def test_no_call_at_once_is_no_way_to_ask() -> None:
+    with pytest.raises(SearchError, match="at least one call at a time, got 0"):
+        Manners(at_once=0)
 
 
 @pytest.mark.parametrize("count", [1, 2])
