@@ -192,11 +192,20 @@ def plan_command(
 def report_command(
     folder: Annotated[Path, typer.Argument(help="The output folder of an evaluation.")],
     write_quality: WriteQualityOption = None,
+    inspect: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write logs of Inspect there too, for its viewer."),
+    ] = None,
 ) -> None:
     """Write an evaluation's report again, from its journal alone; it may still be running."""
     from sglang_indexcache.quality.journal import load
+    from sglang_indexcache.quality.logs.to_inspect import write_inspect
 
-    _report(load(folder), folder, write_quality)
+    evaluation = load(folder)
+    _report(evaluation, folder, write_quality)
+    if inspect is not None:
+        count = len(write_inspect(evaluation, inspect))
+        out.print(f"{count} logs of Inspect are in {inspect}: inspect view --log-dir {inspect}")
 
 
 @app.command("compare")
