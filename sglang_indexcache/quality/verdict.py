@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_indexcache.errors import QualityError
@@ -255,7 +255,8 @@ def judge(
             verdict = _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
         else:
             differences = paired(long, pattern, reference, cells=seeing)
-            verdict = _claim(pattern, differences, design, look, noise, permitted)
+            left = _without_blind(design, long, blind)
+            verdict = _claim(pattern, differences, left, look, noise, permitted)
             verdict = replace(
                 verdict,
                 blind=tuple(sorted(blind)),
@@ -296,9 +297,9 @@ def judge_logs(
     seeing = {(row.task, row.length) for row in outcomes} - blind.keys()
     if not seeing:
         return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
-    verdict = _claim(
-        pattern, paired(outcomes, pattern, reference, cells=seeing), design, 1, noise, True
-    )
+    differences = paired(outcomes, pattern, reference, cells=seeing)
+    left = _without_blind(design, outcomes, blind)
+    verdict = _claim(pattern, differences, left, 1, noise, True)
     caveats = [_cannot_see(blind)] if blind else []
     if bad is None:
         caveats.append("Not shown: that these questions can see a bad pattern.")
@@ -347,6 +348,14 @@ def _restless(noise: Differences, design: Design, look: int) -> str:
             "flush between blocks and alternate the arms."
         )
     return ""
+
+
+def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collection[Cell]) -> Design:
+    """The design with the contexts of cells that see; every cell came equally far."""
+    cells = {row.context: (row.task, row.length) for row in outcomes}
+    seeing = sum(cell not in blind for cell in cells.values())
+    contexts = round(design.contexts * seeing / len(cells))
+    return replace(design, contexts=max(contexts, design.looks))
 
 
 def _claim(

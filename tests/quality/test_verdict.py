@@ -78,6 +78,18 @@ def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
     assert "Cannot see: tracking at 65,536 (bad was not seen to lose there: " in verdict.sentence
 
 
+def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
+    rows = evaluation(blind=True, same=0.0)
+    fine, half = replace(DESIGN, margin=0.005), replace(DESIGN, contexts=CONTEXTS, margin=0.005)
+    (verdict,) = judge(rows, ["same"], fine, 4, bad="bad", selects_all=2048)
+    assert verdict.kind is Kind.UNDECIDED
+    assert verdict.detectable == pytest.approx(half.detectable(0.0, 0.0))
+    assert verdict.more == half.needed(0.0, 0.0) - CONTEXTS
+    early = [row for row in rows if int(row.context.split("-")[-1]) < 50]
+    (verdict,) = judge(early, ["same"], DESIGN, 1, bad="bad", selects_all=2048)
+    assert verdict.more == 150
+
+
 def with_right(rows: list[Outcome], task: str, chance: float, bad: float) -> list[Outcome]:
     """So many of a task's long questions right, the same in every arm but the bad one."""
 
