@@ -128,6 +128,15 @@ def _quality_errors(folder: Path, path: str) -> str:
     return Grid(title, header, tuple(rows)).to_markdown()
 
 
+def _quality_measures(folder: Path, path: str) -> str:
+    """With how many documents three measures see a loss, and how they order patterns."""
+    from benchmarks import quality_measures
+
+    found = json.loads((folder / path).read_text())
+    grids = (quality_measures.table(found), quality_measures.orders(found))
+    return "\n".join(grid.to_markdown() for grid in grids)
+
+
 def _healing(folder: Path, path: str) -> str:
     """What healing gives back, beside serving untrained and training everything."""
     from benchmarks import heal_study
@@ -192,6 +201,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
     "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
     "quality-errors": (_quality_errors, "quality/statistics.json"),
+    "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),

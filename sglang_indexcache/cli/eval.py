@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
-DEFAULT_LENGTHS = ("32Ki", "64Ki", "128Ki")
 HAYSTACK_CHARACTERS = 6_000_000
 """Of this machine's text: enough for 200,000 tokens of passages that stand there once."""
 
@@ -55,7 +54,7 @@ LengthsOption = Annotated[
     typer.Option(
         "--length",
         help=f"Length of a context with question and answer: {CONTEXTS}. Repeat it. The default is "
-        f"{', '.join(DEFAULT_LENGTHS)}.",
+        "32Ki, 64Ki and so on up to the model's context.",
     ),
 ]
 ContextsOption = Annotated[int, typer.Option(help="Contexts of each task at each length.")]
@@ -193,11 +192,20 @@ def plan_command(
 def report_command(
     folder: Annotated[Path, typer.Argument(help="The output folder of an evaluation.")],
     write_quality: WriteQualityOption = None,
+    inspect: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write logs of Inspect there too, for its viewer."),
+    ] = None,
 ) -> None:
     """Write an evaluation's report again, from its journal alone; it may still be running."""
     from sglang_indexcache.quality.journal import load
+    from sglang_indexcache.quality.logs.to_inspect import write_inspect
 
-    _report(load(folder), folder, write_quality)
+    evaluation = load(folder)
+    _report(evaluation, folder, write_quality)
+    if inspect is not None:
+        count = len(write_inspect(evaluation, inspect))
+        out.print(f"{count} logs of Inspect are in {inspect}: inspect view --log-dir {inspect}")
 
 
 @app.command("compare")
@@ -283,11 +291,12 @@ def _plan(
     looks: int,
     seed: int,
 ) -> Plan:
-    from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.quality.plan import Plan
+    from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
+    from sglang_indexcache.quality.plan import Plan, default_lengths
     from sglang_indexcache.quality.tasks import DEFAULT
 
-    lengths = sorted({parse_length(one) for one in length or DEFAULT_LENGTHS})
+    context = text_config(read_config(model)).get("max_position_embeddings")
+    lengths = sorted({parse_length(one) for one in length or ()}) or default_lengths(context)
     selects = int(Checkpoint.read(model).shape["index_topk"])
     tasks = tuple(task or DEFAULT)
     return Plan(tasks, tuple(lengths), contexts, questions, selects, margin / 100, looks, seed)

@@ -10,6 +10,7 @@ import numpy as np
 
 from sglang_indexcache.quality.evaluation import Evaluation, Role
 from sglang_indexcache.quality.summary import DEPTHS, NOISE, ONE_LOOK, Difference, Level, Summary
+from sglang_indexcache.quality.verdict import Kind
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.plots import make_figure, save_figure
 
@@ -169,7 +170,10 @@ def depth(evaluation: Evaluation, summary: Summary) -> Any:
 
 
 def looks(evaluation: Evaluation, summary: Summary) -> Any:
-    """How strong each claim was at each look, and the boundary it had to reach."""
+    """How strong each claim was at each look, and the boundaries of all planned ones.
+
+    A line ends at the look that decided, ringed where that was by this claim.
+    """
     design = evaluation.design
     arms = [arm.name for arm in evaluation.candidates]
     if not summary.steps or design.looks < 2:
@@ -179,12 +183,19 @@ def looks(evaluation: Evaluation, summary: Summary) -> Any:
     top = max(design.bounds[0], 4.5) + 0.3
     titles = {"no_loss": f"no loss beyond {100 * design.margin:g} points", "loss": "a loss"}
     for axis, (claim, title) in zip(axes, titles.items(), strict=True):
-        axis.plot(every, design.bounds, color=_MARGIN, lw=1.2, ls="--", marker="_", label="needed")
+        axis.plot(every, design.bounds, color=_MARGIN, lw=1.2, ls="--", label="needed")
+        for label, fill in (("look taken", _MARGIN), ("not taken", "white")):
+            marks = [look for look in every if (look <= evaluation.look) is (fill == _MARGIN)]
+            if marks:
+                needed = [design.bounds[look - 1] for look in marks]
+                axis.plot(marks, needed, "D", ms=4, color=_MARGIN, mfc=fill, label=label)
         for arm, colour in zip(arms, _colours(len(arms)), strict=True):
             line = [step for step in summary.steps if step.arm == arm]
             heights = np.clip([getattr(step, claim) for step in line], -3, top - 0.1)
             axis.plot([step.look for step in line], heights, color=colour, marker="o", ms=4,
                       lw=1.2, label=arm)  # fmt: skip
+            if line and summary.verdicts[arm][1].kind is Kind[claim.upper()]:
+                axis.plot(line[-1].look, heights[-1], color=colour, marker="o", ms=10, mfc="none")
         axis.axhline(0, color="black", lw=0.8, ls=":")
         axis.set_ylim(-3.2, top)
         axis.set_xticks(list(every))

@@ -23,8 +23,25 @@ DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed before anything is measured: paired questions that differ, and how they do together."""
 PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
+SHORTEST, LEFT_FREE = 32 * 1024, 1024
+"""Tokens: the first length where none is given, and what of a model's context stays free."""
 JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
 """Benchmarks whose answers are graded by another model."""
+
+
+def default_lengths(context: int | None) -> tuple[int, ...]:
+    """Lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
+
+    The last is that context to two digits: 200,000 for 202,752.
+
+    Args:
+        context: tokens that the model takes; None if its config does not say, then to 128Ki.
+    """
+    room = 4 * SHORTEST if context is None else context - LEFT_FREE
+    found = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
+    step: int = 10 ** max(len(str(room)) - 2, 0)
+    last = room // step * step
+    return (*found, last) if not found or last > found[-1] else tuple(found)
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,22 @@ Each refusal names what was seen and how to mend it. What was asked until then i
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterable
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.design import QUESTIONS, spread
+from sglang_indexcache.quality.design import spread
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.journal import Recorded
 from sglang_indexcache.quality.outcomes import Cell, paired
 from sglang_indexcache.quality.plan import CORRELATION, DISCORDANCE
-from sglang_indexcache.quality.tasks import CHANCE
+from sglang_indexcache.quality.verdict import at_floor
 
 MOST_MISSING = 0.01
 """Share of the planned contexts that may fail."""
 MOST_CUT = 0.05
 """Share of replies that may be ended by their length."""
-LEAST_ABOVE_CHANCE = 0.10
-"""Right answers of the reference above what guessing gives, below which a cell shows nothing."""
 ENOUGH_ALIKE = 2
 """Contexts whose every log-probability agrees before two arms are taken for the same one."""
 
@@ -110,28 +108,14 @@ def check_cut(recorded: Recorded) -> None:
         )
 
 
-def at_floor(evaluation: Evaluation) -> dict[Cell, float]:
-    """Cells in which the reference does hardly better than guessing, with its share of right."""
-    found: dict[Cell, list[float]] = defaultdict(list)
-    for row in evaluation.outcomes():
-        is_long = row.length > evaluation.selects_all
-        if is_long and row.arm == evaluation.reference.name and not row.repeat:
-            found[row.task, row.length].append(row.value)
-    shares = {cell: sum(values) / len(values) for cell, values in found.items()}
-    return {
-        cell: share
-        for cell, share in shares.items()
-        if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
-    }
-
-
 def check_floor(evaluation: Evaluation) -> None:
     """A model that cannot do the tasks cannot lose anything at them.
 
     Raises:
         QualityError: the reference is at the floor in every cell.
     """
-    low = at_floor(evaluation)
+    rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
+    low = at_floor(rows, evaluation.reference.name)
     cells = {
         (one.task, one.length) for one in evaluation.planned if one.length > evaluation.selects_all
     }
@@ -143,10 +127,11 @@ def check_floor(evaluation: Evaluation) -> None:
         )
 
 
-def check_noise(evaluation: Evaluation, questions: int = QUESTIONS) -> None:
+def check_noise(evaluation: Evaluation) -> None:
     """An engine that differs from itself too much cannot resolve the margin.
 
-    Only where the plan could resolve it otherwise: a plan that is too small was told so before.
+    Only where the plan could resolve it otherwise: a plan that is too small was told so before. And
+    only once several contexts of every cell were asked twice, so that their spread is known.
 
     Raises:
         QualityError: it would need more contexts than are planned.
@@ -157,11 +142,11 @@ def check_noise(evaluation: Evaluation, questions: int = QUESTIONS) -> None:
         return
     noise = paired(rows, name, name, repeat=1)
     estimate = Estimate(noise)
-    if not noise.flips.lost + noise.flips.won or design.contexts < design.needed(
-        *spread(DISCORDANCE, CORRELATION, questions)
-    ):
-        return
     deviation = estimate.error * len(noise) ** 0.5
+    questions = round(noise.flips.pairs / len(noise))
+    assumed = design.needed(*spread(DISCORDANCE, CORRELATION, questions))
+    if not noise.flips.share or not math.isfinite(deviation) or design.contexts < assumed:
+        return
     needed = design.needed(deviation, estimate.differing / len(noise))
     if needed > design.contexts:
         raise QualityError(

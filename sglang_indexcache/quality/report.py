@@ -44,7 +44,8 @@ CAPTIONS = {
     "depth": "Secondary. What the pattern adds where the answer lay at this depth of a context of "
     "this length.",
     "looks": "The primary result at each planned look. A claim is made when its line reaches the "
-    "dashed one; the first claim ends the evaluation of a pattern.",
+    "dashed one; the first claim (ringed) ends the evaluation of a pattern, and its line. Hollow: "
+    "looks that were planned and not taken.",
 }
 
 

@@ -20,7 +20,7 @@ from sglang_indexcache.quality.outcomes import Cell
 from sglang_indexcache.quality.plan import Material
 from sglang_indexcache.quality.scoring import Scored, score
 from sglang_indexcache.quality.tasks import Context
-from sglang_indexcache.quality.verdict import Kind, seeing_cells
+from sglang_indexcache.quality.verdict import Kind, seen_to_lose
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""
@@ -116,7 +116,7 @@ class Run:
             if (row.task, row.length) in cells - self._seen and row.length > evaluation.selects_all
         ]
         if any(row.arm == bad for row in rows):
-            self._seen |= seeing_cells(rows, bad, reference, evaluation.design.alpha)[0]
+            self._seen |= seen_to_lose(rows, bad, reference, evaluation.design.alpha)
 
     def _context(self, planned: Planned, context: Context, turns: Sequence[Turn]) -> None:
         """Ask what is not recorded yet."""

@@ -26,6 +26,8 @@ TOP = 20
 """Likeliest tokens that are asked for at each place of an answer."""
 _LEAST_LIKELY = math.log(1e-4)
 """Of those, what is less likely is not kept: it weighs nothing, and a journal would be of it."""
+_NOTHING = 1e-9
+"""A probability that rounding leaves of none."""
 _DIGITS = 6
 """Decimals of log-probabilities, so that a journal gives back what was compared."""
 _LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
@@ -174,17 +176,30 @@ def answer(said: Said, planned: Planned, arm: str, repeat: int, reference: Said 
 
 
 def divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
-    """Kullback-Leibler divergence in nats, from below: of what both name, and all the rest as one.
+    """Kullback-Leibler divergence in nats, from below, of what was kept of two distributions.
 
-    Joining outcomes never raises it, so the tokens that only one of them names are joined too.
+    Joining outcomes never raises it: those that only the first names are one outcome, and all that
+    is left is another. Of how the second divides its own rest between these two, only the most that
+    the first can have is known (what is not named is less likely than what was kept); the division
+    with the least divergence is taken.
     """
     known = dict(second)
-    pairs = [(p, known[token]) for token, p in first if token in known]
-    rest = [max(1e-9, 1 - sum(math.exp(one) for one in side)) for side in zip(*pairs, strict=True)]
-    if not pairs:
-        return 0.0
-    pairs.append((math.log(rest[0]), math.log(rest[1])))
-    return max(0.0, sum(math.exp(p) * (p - q) for p, q in pairs))
+    both = [(p, known[token]) for token, p in first if token in known]
+    alone = [p for token, p in first if token not in known]
+    mine, left = _total(alone), 1 - _total(p for _, p in first)
+    theirs = 1 - _total(q for _, q in both)
+    least = second[-1][1] if len(second) >= TOP else _LEAST_LIKELY
+    most = min(len(alone) * math.exp(least), theirs * mine / max(mine + left, _NOTHING))
+    joined = sum(
+        p * math.log(p / max(q, _NOTHING))
+        for p, q in ((mine, most), (left, theirs - most))
+        if p > _NOTHING
+    )
+    return max(0.0, sum(math.exp(p) * (p - q) for p, q in both) + joined)
+
+
+def _total(logprobs: Iterable[float]) -> float:
+    return sum(map(math.exp, logprobs))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -18,7 +18,7 @@ import numpy as np
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Answer, Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
-from sglang_indexcache.quality.verdict import Verdict, points
+from sglang_indexcache.quality.verdict import Verdict, at_ceiling, blind_cells, points
 from sglang_indexcache.support.lengths import format_length
 
 ONE_LOOK = 1.6448536269514722
@@ -83,6 +83,21 @@ class Spot:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A cell in which something cannot show.
+
+    Attributes:
+        blind: whether that is a loss.
+        reason: why.
+    """
+
+    task: str
+    length: int
+    blind: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class Step:
     """Where a pattern stood at a look, as standard normal values to hold against the boundary.
 
@@ -113,7 +128,8 @@ class Summary:
         agreement: share of answer tokens at which the likeliest is the reference's.
         spots: NLL by depth, or right answers where there is no NLL.
         spots_are_nats: which.
-        steps: at each look.
+        steps: at each look, to the one that decided.
+        limits: cells that cannot see a loss or a gain, by all answers that there are.
         flicker: deviation of a context's mean difference between two askings of the reference;
             None where it was not asked twice.
     """
@@ -129,6 +145,7 @@ class Summary:
     spots: tuple[Spot, ...]
     spots_are_nats: bool
     steps: tuple[Step, ...]
+    limits: tuple[Limit, ...]
     flicker: float | None
 
 
@@ -157,6 +174,7 @@ def summarise(evaluation: Evaluation, verdicts: Verdicts | None = None) -> Summa
         spots=_spots(evaluation, "nll" if nats else "right"),
         spots_are_nats=bool(nats),
         steps=_steps(evaluation, verdicts),
+        limits=_limits(evaluation, long),
         flicker=_flicker(evaluation, long),
     )
 
@@ -204,7 +222,8 @@ def plain(summary: Summary) -> dict[str, Any]:
         "secondary": {
             name: [asdict(row) for row in getattr(summary, name)]
             for name in (
-                "lengths", "cells", "control", "nll", "rights", "kl", "agreement", "spots", "steps"
+                "lengths", "cells", "control", "nll", "rights", "kl", "agreement", "spots", "steps",
+                "limits",
             )
         },
     }  # fmt: skip
@@ -324,12 +343,14 @@ def _spots(evaluation: Evaluation, value: str) -> tuple[Spot, ...]:
 
 
 def _steps(evaluation: Evaluation, verdicts: Verdicts) -> tuple[Step, ...]:
-    """Over the cells that the verdict is about."""
+    """Over the cells that the verdict is about, to the look at which it was reached."""
     found = []
     for look in range(1, evaluation.look + 1):
         rows = [row for row in outcomes(evaluation, look) if row.length > evaluation.selects_all]
         for arm in evaluation.candidates:
-            blind = verdicts[arm.name][1].blind if arm.name in verdicts else ()
+            if arm.name not in verdicts or look > verdicts[arm.name][0]:
+                continue
+            blind = verdicts[arm.name][1].blind
             here = [row for row in rows if (row.task, row.length) not in blind]
             if here:
                 estimate = Estimate(paired(here, arm.name, evaluation.reference.name))
@@ -337,6 +358,19 @@ def _steps(evaluation: Evaluation, verdicts: Verdicts) -> tuple[Step, ...]:
                 lost = _strength(partial(_below, estimate, 0.0))
                 found.append(Step(arm.name, look, len(estimate.differences), safe, lost))
     return tuple(found)
+
+
+def _limits(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[Limit, ...]:
+    reference = evaluation.reference.name
+    bad = next((arm.name for arm in evaluation.arms if arm.role is Role.BAD), None)
+    blind = blind_cells(rows, bad, reference, evaluation.design.alpha)
+    full = {
+        cell: f"{reference} gets {share:.0%} right there: no gain can show"
+        for cell, share in at_ceiling(rows, reference).items()
+    }
+    return tuple(
+        Limit(*cell, cell in blind, reason) for cell, reason in sorted((full | blind).items())
+    )
 
 
 def _above(estimate: Estimate, level: float, z: float) -> bool:

@@ -6,21 +6,22 @@ The order in which a run is judged:
    in a single question: else the arms differ in more than the pattern, and nothing is claimed;
 2. the reference asked twice (A/A) must not differ in the mean: else the order or the engine favours
    an arm;
-3. a cell in which a pattern known to be bad is not seen to lose cannot see, and leaves the claim;
+3. a cell cannot see, and leaves the claim, in which the reference hardly does better than guessing
+   or a pattern known to be bad is not seen to lose;
 4. over the cells that are left, "no loss beyond the margin" and "a loss" are each judged at the
    planned looks; the first claim ends the evaluation of that pattern;
 5. of several patterns, one is only called safe if all with more full layers were (a fixed
    sequence, each at the whole alpha). A loss needs no such permission.
 
-A run longer than planned may still show a loss, by the bet, which holds at any length. It may not
-claim "no loss": its alpha was spent.
+A run ends with its plan: both claims have spent their alpha then, and a new run needs a new plan.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_indexcache.errors import QualityError
@@ -28,8 +29,13 @@ from sglang_indexcache.quality.design import Design
 from sglang_indexcache.quality.inference import Estimate, capital
 from sglang_indexcache.quality.looks import boundaries
 from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.quality.tasks import CHANCE
 
 REFERENCE = "full"
+LEAST_ABOVE_CHANCE = 0.10
+"""Right answers of the reference above what guessing gives, below which a cell shows nothing."""
+CEILING = 0.99
+"""Right answers above which nothing can be gained."""
 SAME = 0.005
 """One-sided error of the A/A check: of sound runs, one in a hundred is refused."""
 
@@ -100,17 +106,11 @@ def read(differences: Differences, design: Design, look: int) -> Reading:
     Args:
         differences: of all contexts asked so far, in the cells that can see.
         design: as it was fixed before the run.
-        look: 1 to ``design.looks``; one more for a run that went on beyond its plan.
+        look: 1 to ``design.looks``.
     """
     estimate = Estimate(differences)
     deviation = estimate.error * len(differences) ** 0.5
     differing = estimate.differing / len(differences)
-    if look > design.looks:
-        # Looked at when somebody chose to: only the bet holds, and it has no claim of no loss.
-        largest = float(abs(estimate.scaled).max(initial=1.0))
-        lost = capital(-estimate.scaled, largest, 0.0) >= 1 / design.alpha
-        kind = Kind.LOSS if lost else Kind.UNDECIDED
-        return Reading(kind, estimate.mean, -1.0, 0.0 if lost else 1.0, deviation, differing)
     z = design.bounds[look - 1]
     lower, upper = estimate.lower(z), estimate.upper(z)
     kind = Kind.UNDECIDED
@@ -131,19 +131,71 @@ def sees(differences: Differences, alpha: float) -> bool:
     return bool(len(values)) and capital(values, largest, 0.0) >= 1 / alpha
 
 
-def seeing_cells(
+def seen_to_lose(
     outcomes: Sequence[Outcome], control: str, reference: str, alpha: float
-) -> tuple[set[Cell], set[Cell]]:
-    """Cells in which the positive control was seen to lose, and those that cannot see.
-
-    A cell in which the control was not asked cannot see: nothing shows that it could.
-    """
-    every = {(row.task, row.length) for row in outcomes}
+) -> set[Cell]:
+    """Cells in which the positive control was asked and seen to lose."""
     asked = {(row.task, row.length) for row in outcomes if row.arm == control}
-    seeing = {
+    return {
         cell for cell in asked if sees(paired(outcomes, control, reference, cells=[cell]), alpha)
     }
-    return seeing, every - seeing
+
+
+def right_share(outcomes: Sequence[Outcome], arm: str) -> dict[Cell, float]:
+    """Mean of an arm's first answers by cell, 0 to 1."""
+    found: dict[Cell, list[float]] = defaultdict(list)
+    for row in outcomes:
+        if (row.arm, row.repeat) == (arm, 0):
+            found[row.task, row.length].append(row.value)
+    return {cell: sum(values) / len(values) for cell, values in found.items()}
+
+
+def at_floor(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
+    """Cells in which the reference hardly does better than guessing, with its share of right."""
+    return {
+        cell: share
+        for cell, share in right_share(outcomes, reference).items()
+        if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
+    }
+
+
+def at_ceiling(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
+    """Cells in which the reference is hardly ever wrong, with its share of right answers."""
+    shares = right_share(outcomes, reference)
+    return {cell: share for cell, share in shares.items() if share >= CEILING}
+
+
+def blind_cells(
+    outcomes: Sequence[Outcome], control: str | None, reference: str, alpha: float
+) -> dict[Cell, str]:
+    """Cells that cannot see a loss, each with the reason.
+
+    Args:
+        outcomes: of all arms.
+        control: the arm that is known to be bad; a cell in which it was not asked cannot see,
+            because nothing shows that it could. None if there is no such arm.
+        reference: the arm that every other is compared with.
+        alpha: of "seen to lose".
+    """
+    found = {
+        cell: f"{reference} gets {share:.0%} right there, hardly more than guessing"
+        for cell, share in at_floor(outcomes, reference).items()
+    }
+    if control is None:
+        return found
+    own, others = right_share(outcomes, reference), right_share(outcomes, control)
+    seen = seen_to_lose(outcomes, control, reference, alpha)
+    for cell in own.keys() - seen - found.keys():
+        if cell not in others:
+            found[cell] = f"{control} was not asked there"
+        elif others[cell] >= CEILING:
+            found[cell] = f"too easy: even {control} gets {others[cell]:.0%} right there"
+        else:
+            found[cell] = (
+                f"{control} was not seen to lose there: {others[cell]:.0%} right, "
+                f"{reference} {own[cell]:.0%}"
+            )
+    return found
 
 
 def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
@@ -151,27 +203,6 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
     estimate = Estimate(noise)
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
     return estimate.lower(z) <= 0 <= estimate.upper(z)
-
-
-def by_length(
-    outcomes: Sequence[Outcome],
-    pattern: str,
-    design: Design,
-    look: int,
-    *,
-    reference: str = REFERENCE,
-    cells: set[Cell] | None = None,
-) -> dict[int, Reading]:
-    """The same comparison at each length; secondary, and by custom with twice the margin.
-
-    "No loss at every length" holds if every reading is NO_LOSS: all of them must be wrong for the
-    claim to be wrong, so each is judged at the whole alpha (an intersection-union test).
-    """
-    found = {}
-    for length in sorted({row.length for row in outcomes}):
-        here = [row for row in outcomes if row.length == length]
-        found[length] = read(paired(here, pattern, reference, cells=cells), design, look)
-    return found
 
 
 def judge(
@@ -200,8 +231,11 @@ def judge(
     Raises:
         QualityError: no pattern, a look that is none, or an arm without outcomes.
     """
-    if not patterns or look < 1:
-        raise QualityError("judging needs at least one pattern, and a look counted from 1")
+    if not patterns or not 1 <= look <= design.looks:
+        raise QualityError(
+            f"judging needs at least one pattern, and one of the {design.looks} planned looks; a "
+            "run that goes on beyond its plan has no alpha left: plan a new one"
+        )
     short = [row for row in outcomes if row.length <= selects_all]
     long = [row for row in outcomes if row.length > selects_all]
     if not short:
@@ -209,7 +243,8 @@ def judge(
             f"no outcome at or below {selects_all} tokens; the control that must not differ is "
             "obligatory"
         )
-    seeing, blind = seeing_cells(long, bad, reference, design.alpha)
+    blind = blind_cells(long, bad, reference, design.alpha)
+    seeing = {(row.task, row.length) for row in long} - blind.keys()
     noise = _noise(long, reference)
     verdicts: list[Verdict] = []
     for pattern in patterns:
@@ -217,14 +252,15 @@ def judge(
         if invalid:
             verdict = _without(Kind.INVALID, pattern, invalid)
         elif not seeing:
-            verdict = _without(Kind.CANNOT_SEE, pattern, _cannot_see(bad, blind))
+            verdict = _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
         else:
             differences = paired(long, pattern, reference, cells=seeing)
-            verdict = _claim(pattern, differences, design, look, noise, permitted)
+            left = _without_blind(design, long, blind)
+            verdict = _claim(pattern, differences, left, look, noise, permitted)
             verdict = replace(
                 verdict,
                 blind=tuple(sorted(blind)),
-                sentence=verdict.sentence + (f" {_cannot_see(bad, blind)}" if blind else ""),
+                sentence=verdict.sentence + (f" {_cannot_see(blind)}" if blind else ""),
             )
         permitted = permitted and verdict.kind is Kind.NO_LOSS
         verdicts.append(verdict)
@@ -257,16 +293,14 @@ def judge_logs(
     restless = _restless(noise, design, 1) if noise else ""
     if restless:
         return _without(Kind.INVALID, pattern, restless)
-    seeing = {(row.task, row.length) for row in outcomes}
-    blind: set[Cell] = set()
-    if bad is not None:
-        seeing, blind = seeing_cells(outcomes, bad, reference, design.alpha)
-        if not seeing:
-            return _without(Kind.CANNOT_SEE, pattern, _cannot_see(bad, blind))
-    verdict = _claim(
-        pattern, paired(outcomes, pattern, reference, cells=seeing), design, 1, noise, True
-    )
-    caveats = [_cannot_see(bad, blind)] if bad is not None and blind else []
+    blind = blind_cells(outcomes, bad, reference, design.alpha)
+    seeing = {(row.task, row.length) for row in outcomes} - blind.keys()
+    if not seeing:
+        return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
+    differences = paired(outcomes, pattern, reference, cells=seeing)
+    left = _without_blind(design, outcomes, blind)
+    verdict = _claim(pattern, differences, left, 1, noise, True)
+    caveats = [_cannot_see(blind)] if blind else []
     if bad is None:
         caveats.append("Not shown: that these questions can see a bad pattern.")
     if noise is None:
@@ -316,6 +350,14 @@ def _restless(noise: Differences, design: Design, look: int) -> str:
     return ""
 
 
+def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collection[Cell]) -> Design:
+    """The design with the contexts of cells that see; every cell came equally far."""
+    cells = {row.context: (row.task, row.length) for row in outcomes}
+    seeing = sum(cell not in blind for cell in cells.values())
+    contexts = round(design.contexts * seeing / len(cells))
+    return replace(design, contexts=max(contexts, design.looks))
+
+
 def _claim(
     pattern: str,
     differences: Differences,
@@ -356,8 +398,6 @@ def _sentence(
         claim = f"no loss beyond {points(design.margin)}"
     elif verdict.kind is Kind.LOSS:
         claim = f"a loss of {-100 * verdict.difference:.1f} points"
-    elif look > design.looks:
-        claim = "undecided, and beyond the plan no claim of no loss may be made; plan a new run"
     elif not permitted and lower > -design.margin:
         claim = "not claimed, because a pattern with more full layers was not shown to be safe"
     elif verdict.more is None:
@@ -385,9 +425,14 @@ def _without(kind: Kind, pattern: str, reason: str) -> Verdict:
     return Verdict(kind, pattern, f"{pattern}: {reason}")
 
 
-def _cannot_see(bad: str, blind: set[Cell]) -> str:
-    cells = ", ".join(f"{task} at {length:,}" for task, length in sorted(blind))
-    return f"Cannot see: {cells} ({bad} was not seen to lose there)."
+def _cannot_see(blind: Mapping[Cell, str]) -> str:
+    cells = (f"{_place(cell)} ({reason})" for cell, reason in sorted(blind.items()))
+    return f"Cannot see: {'; '.join(cells)}."
+
+
+def _place(cell: Cell) -> str:
+    task, length = cell
+    return f"{task} at {length:,}" if length else task
 
 
 def _points(value: float) -> str:

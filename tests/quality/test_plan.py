@@ -9,11 +9,35 @@ import pytest
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK
-from sglang_indexcache.quality.plan import Material, Plan, check_fits, cost, detectable, tails
+from sglang_indexcache.quality.plan import (
+    Material,
+    Plan,
+    check_fits,
+    cost,
+    default_lengths,
+    detectable,
+    tails,
+)
 from tests.quality.fake_server import HAYSTACK, Words
 
 PLAN = Plan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
 MATERIAL = Material(Words(), HAYSTACK, 4)
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths"),
+    [
+        (202_752, (32768, 65536, 131072, 200_000)),  # GLM-5
+        (163_840, (32768, 65536, 131072, 160_000)),  # DeepSeek-V3.2
+        (131_072, (32768, 65536, 130_000)),
+        (133_000, (32768, 65536, 131072)),
+        (8192, (7100,)),
+        (None, (32768, 65536, 131072)),
+    ],
+)
+def test_lengths_run_up_to_the_context(context: int | None, lengths: tuple[int, ...]) -> None:
+    assert default_lengths(context) == lengths
+    assert context is None or lengths[-1] <= context - 1024
 
 
 def test_every_look_has_as_many_contexts_in_every_cell() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_indexcache.quality.evaluation import Mode
+from sglang_indexcache.quality.evaluation import Answer, Mode
 from sglang_indexcache.quality.report import write_report
 from sglang_indexcache.quality.summary import NOISE, ONE_LOOK, headlines, summarise
 from sglang_indexcache.quality.verdict import Kind
@@ -108,6 +108,38 @@ def test_a_claim_stands_where_its_line_reaches_the_boundary() -> None:
         assert (step.no_loss >= bounds[look - 1]) == (verdict.kind is Kind.NO_LOSS)
         assert (step.loss >= bounds[look - 1]) == (verdict.kind is Kind.LOSS)
     assert {verdict.kind for _, verdict in summary.verdicts.values()} == {Kind.NO_LOSS, Kind.LOSS}
+
+
+def test_nothing_is_drawn_behind_the_look_that_decided() -> None:
+    record = evaluation(60)
+    summary = summarise(record)
+    decided = {name: look for name, (look, _) in summary.verdicts.items()}
+    assert min(decided.values()) < record.look  # asked on for the other pattern
+    for name, look in decided.items():
+        steps = [step.look for step in summary.steps if step.arm == name]
+        assert steps == list(range(1, look + 1))
+
+
+def test_cells_at_their_limits_are_named_with_the_reason(tmp_path: Path) -> None:
+    record = evaluation(12)
+    easy, hard = (TASKS[0], LENGTHS[0]), (TASKS[1], LENGTHS[1])
+
+    def right(row: Answer) -> bool | None:
+        place = (row.task, row.length)
+        return {easy: row.arm != "uniform:1/4", hard: False}.get(place, row.right)
+
+    changed = replace(
+        record, answers=tuple(replace(row, right=right(row)) for row in record.answers)
+    )
+    limits = {(limit.task, limit.length): limit for limit in summarise(changed).limits}
+    assert limits.keys() == {easy, hard}
+    assert not limits[easy].blind
+    assert limits[easy].reason == "full gets 100% right there: no gain can show"
+    assert limits[hard].blind
+    assert "hardly more than guessing" in limits[hard].reason
+    write_report(changed, tmp_path)
+    for reason in (limit.reason for limit in limits.values()):
+        assert reason in (tmp_path / "report.html").read_text()
 
 
 def test_secondary_intervals_are_of_one_look_and_hold_their_mean() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 
 from sglang_indexcache.quality.evaluation import Planned
-from sglang_indexcache.quality.scoring import Said, Top, answer, divergence
+from sglang_indexcache.quality.scoring import TOP, Said, Top, _kept, answer, divergence
 
 PLANNED = Planned("c", "needles", 4096, 1, False)
 
@@ -30,9 +30,20 @@ def test_divergence_is_a_lower_bound_of_the_whole(seed: int, width: float) -> No
     assert -1e-9 <= divergence(top(first, 20), top(second, 20)) <= whole + 1e-6
 
 
-def test_nothing_in_common_says_nothing_and_the_same_is_zero() -> None:
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.1, 12.0))
+def test_the_bound_holds_where_unlikely_tokens_are_not_kept(seed: int, width: float) -> None:
+    draw = np.random.default_rng(seed)
+    first, second = (np.exp(row) / np.exp(row).sum() for row in draw.normal(0, width, (2, 40)))
+    kept = [_kept(top(probabilities, TOP)) for probabilities in (first, second)]
+    assert 0 <= divergence(*kept) <= rel_entr(first, second).sum() + 1e-4
+
+
+def test_nothing_in_common_is_far_apart_and_the_same_is_zero() -> None:
     one = [(1, np.log(0.9)), (2, np.log(0.05))]
-    assert divergence(one, [(3, np.log(0.9))]) == 0
+    # What the other one does not name has less than 1e-4 there.
+    far = 0.95 * np.log(0.95 / 2e-4) + 0.05 * np.log(0.05 / (1 - 2e-4))
+    assert divergence(one, [(3, np.log(0.9))]) == pytest.approx(far)
     assert divergence(one, one) == 0
 
 
