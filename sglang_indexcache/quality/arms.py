@@ -128,6 +128,11 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
     if set(urls) == {""}:
         server = urls[""]
         states = server.states()
+        if not states:
+            raise QualityError(
+                f"{server.url} does not say which pattern it runs and cannot be told to change it. "
+                "Start a server for each arm and give each as --url NAME=URL."
+            )
         if any(state["mode"] != "live" for state in states):
             raise QualityError(
                 f"{server.url} runs in static mode, where it can serve one pattern alone. Start it "
@@ -167,8 +172,9 @@ class _Cache:
                 "prefixes between patterns. Use an SGLang that keeps extra_key apart, start it "
                 "with --disable-radix-cache, or take a server for each arm."
             )
-        # The last few are enough: contexts of a task have their first lines in common, no more.
-        self._asked[key] = [*before[-3:], context.ids]
+        # Those of a block are enough: what the reference continued is asked with the block, and
+        # other contexts of a task have their first lines in common, no more.
+        self._asked[key] = [*before[1 - BLOCK :], context.ids]
 
 
 def _common(first: list[int], second: list[int]) -> int:

@@ -15,7 +15,7 @@ from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.journal import Recorded
 from sglang_indexcache.quality.outcomes import Cell, paired
 from sglang_indexcache.quality.plan import CORRELATION, DISCORDANCE
-from sglang_indexcache.quality.tasks import CHANCE
+from sglang_indexcache.quality.tasks import CHANCE, UNSCORED
 
 MOST_MISSING = 0.01
 """Share of the planned contexts that may fail."""
@@ -133,9 +133,11 @@ def check_floor(evaluation: Evaluation) -> None:
     """
     low = at_floor(evaluation)
     cells = {
-        (one.task, one.length) for one in evaluation.planned if one.length > evaluation.selects_all
+        (one.task, one.length)
+        for one in evaluation.planned
+        if one.length > evaluation.selects_all and one.task != UNSCORED
     }
-    if cells <= set(low):
+    if cells and cells <= set(low):
         raise QualityError(
             f"the reference answers {_in_words(low.items())} right, hardly more than guessing, so "
             "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task), or "

@@ -11,7 +11,7 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.evaluation import Mode
 from sglang_indexcache.quality.metrics import METRICS
 from sglang_indexcache.quality.replies import reply
-from sglang_indexcache.quality.tasks import TASKS
+from sglang_indexcache.quality.tasks import FILES, TASKS
 from tests.quality.evaluate import PLAN, evaluate, material_of
 from tests.quality.fake_server import Fake, serving
 
@@ -45,7 +45,7 @@ def test_replies_that_are_cut_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_task_has_a_metric() -> None:
-    assert set(METRICS) == set(TASKS)
+    assert set(METRICS) == {*TASKS, *FILES}
 
 
 @pytest.mark.parametrize(
