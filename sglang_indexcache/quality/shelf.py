@@ -149,7 +149,7 @@ def _told(
         f"{len(cell.rows):,} at {cell.length:,} tokens"
         + (" without an answer" if cell.task == UNSCORED else "")
         + (
-            f" (it has no more, {bounds.contexts:,} were asked for)"
+            f" (all that it has, of {bounds.contexts:,} asked for)"
             if cell.available < bounds.contexts
             else ""
         )

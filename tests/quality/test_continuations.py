@@ -109,3 +109,17 @@ def test_a_stop_does_not_ask_twice_for_what_was_said(tmp_path: Path) -> None:
     said = [body for body in fake.asked if body["sampling_params"][0]["max_new_tokens"]]
     assert len(said) == 8 - (1 + ("continued" in lines[first + 1]))
     assert replace(found, seconds=0, tokens=0) == replace(whole, seconds=0, tokens=0)
+
+
+def test_prompts_that_continue_each_other_share_their_own_cache(tmp_path: Path) -> None:
+    """As the turns of one conversation do; found on a real server."""
+    text = prompt_row(1, words=60)["prompt"]
+    rows = [{"prompt": f"{text} and {n}".removesuffix(" and 0")} for n in range(20)]
+    bounds = Bounds((512,), 4096, TOPK, 20, 2, 0, False)
+    shelf = fill_shelf({"prompts": write(tmp_path / "p.jsonl", rows)}, Words(), bounds)
+    plan = Plan((), (512,), 20, 4, TOPK, margin=0.5, looks=2, taken=shelf.taken)
+    material = Material(Words(), HAYSTACK, 4, shelf.items)
+    for in_requests in (False, True):
+        with serving(Fake(in_requests=in_requests)) as url:
+            folder = tmp_path / str(in_requests)
+            assert evaluate(folder, url, plan, material=material).finished

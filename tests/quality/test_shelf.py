@@ -55,7 +55,7 @@ def test_an_item_belongs_to_the_shortest_length_that_holds_it(mixed: Path) -> No
     assert sorted(cells[UNSCORED, 512].rows) == [5, 6]
     [told] = found.told[:1]
     assert told.startswith("prompts: 11 of 14 rows are asked: ")
-    assert "6 at 256 tokens (it has no more, 8 were asked for)" in told
+    assert "6 at 256 tokens (all that it has, of 8 asked for)" in told
     assert "2 at 512 tokens without an answer" in told
     assert "1 of at most 64 tokens (index_topk), where no pattern matters" in told
     assert "2 longer than 512 tokens (the longest --length, or the model's context)" in told
