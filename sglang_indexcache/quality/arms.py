@@ -381,6 +381,11 @@ def _states(server: Server) -> list[dict[str, Any]]:
 
 def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
     found = {arm.name: facts(urls[arm.name]) for arm in arms}
+    if strangers := [urls[name].url for name, known in found.items() if not known]:
+        raise QualityError(
+            f"{', '.join(dict.fromkeys(strangers))} is no SGLang server: it has no /server_info. "
+            "Another engine is asked by chat completions: give its address up to /v1."
+        )
     (first, known), *others = found.items()
     for name, other in others:
         differing = [

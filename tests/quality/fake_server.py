@@ -186,7 +186,7 @@ class Fake:
         ids = Words()(texts, add_special_tokens=False)["input_ids"]
         every = [i for part in ids for i in part]
         right = self._is_right(every, self.pattern)
-        said = self.told[texts[-1]] if right else "I do not know."
+        said = self.told.get(texts[-1], "?") if right else "I do not know."
         counted = len(every) + 4 * len(texts)
         if self.faulty and self.fault == "truncates":
             counted = min(counted, 100)

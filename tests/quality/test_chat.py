@@ -122,7 +122,7 @@ def test_what_goes_wrong_is_refused_by_name(tmp_path: Path, fault: str) -> None:
 
 
 def test_replies_that_are_cut_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(QualityError, match="ended by their length, more than 5%.*--reply-tokens"):
+    with pytest.raises(QualityError, match=r"ended by their length, more than 5%.*--reply-tokens"):
         chatted(tmp_path, fault="rambles")
 
 
@@ -150,7 +150,7 @@ def test_a_control_ends_before_a_pattern_could_matter(tmp_path: Path) -> None:
 
 def test_the_model_is_named_where_there_are_several() -> None:
     with serving(Fake(models=("a", "b"))) as url:
-        with pytest.raises(QualityError, match="has the models a, b: say which, as .*/v1#MODEL"):
+        with pytest.raises(QualityError, match=r"has the models a, b: say which, as .*/v1#MODEL"):
             ChatEndpoint(f"{url}/v1")
         with pytest.raises(QualityError, match="has the models a, b: say which"):
             ChatEndpoint(f"{url}/v1#c")
@@ -174,5 +174,7 @@ def test_addresses_tell_how_they_are_asked() -> None:
     with serving(Fake()) as url:
         chat = ChatEndpoint(f"{url}/v1")
         assert check_only_chat({"a": chat, "b": chat})
-        with pytest.raises(QualityError, match="^a is asked by chat completions .* in the same wa"):
+        with pytest.raises(
+            QualityError, match=r"^a is asked by chat completions .* in the same wa"
+        ):
             check_only_chat({"a": chat, "b": super(ChatEndpoint, chat)})  # type: ignore[dict-item]

@@ -14,7 +14,7 @@ from sglang_indexcache.quality.plan import Material, Plan
 from sglang_indexcache.quality.report import write_report
 from sglang_indexcache.quality.shelf import Bounds, fill_shelf
 from sglang_indexcache.quality.tasks import UNSCORED
-from tests.quality.evaluate import ARMS, evaluate
+from tests.quality.evaluate import evaluate
 from tests.quality.fake_server import HAYSTACK, TOPK, Fake, Words, serving
 from tests.quality.tasks.published import prompt_row, write
 

@@ -81,7 +81,10 @@ def test_no_more_than_was_asked_for_is_taken_in_an_order_of_the_seed(mixed: Path
 def test_too_few_of_one_length_are_left_out_and_named(mixed: Path) -> None:
     found = shelf(mixed, looks=4)
     assert [(cell.task, cell.length) for cell in found.taken] == [("prompts", 256)]
-    assert "5 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)" in found.told[0]
+    assert (
+        "5 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)"
+        in found.told[0]
+    )
 
 
 def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path, mixed: Path) -> None:

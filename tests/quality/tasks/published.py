@@ -41,11 +41,13 @@ def poem(number: int, turn: int, words: int) -> str:
 
 EXAMPLE = (
     "You will be given a graph as a list of directed edges.\n<begin example>\nThe graph has the "
-    "following edges:\nuvwx -> alke\nabcd -> uvwx\nabcd -> efgh\nefgh -> uvwx\nOperation:\nFind the "
-    "parents of node uvwx.\nFinal Answer: [abcd, efgh]\n<end example>\nHere is the graph to operate "
-    "on:\nThe graph has the following edges:\n"
+    "following edges:\nuvwx -> alke\nabcd -> uvwx\nabcd -> efgh\nefgh -> uvwx\n"
+    "Operation:\nFind the parents of node uvwx.\nFinal Answer: [abcd, efgh]\n<end example>\n"
+    "Here is the graph to operate on:\nThe graph has the following edges:\n"
 )
-CLOSING = "\nYou should immediately return the set of nodes, as Final Answer: [..], in the last line."
+CLOSING = (
+    "\nYou should immediately return the set of nodes, as Final Answer: [..], in the last line."
+)
 
 
 def node(number: int) -> str:

