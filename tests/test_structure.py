@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BASE | {"client", "support"},
         SMALL
         | TABLES
-        | {"httpx", "numpy", "scipy", "transformers", "tokenizers"}
+        | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (

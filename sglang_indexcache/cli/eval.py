@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,7 @@ from sglang_indexcache.cli.common import (
     connect,
     group,
     out,
+    takes,
 )
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.support.lengths import parse_length
@@ -25,7 +26,7 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.client import Client
     from sglang_indexcache.quality.evaluation import Evaluation
-    from sglang_indexcache.quality.plan import Material, Plan
+    from sglang_indexcache.quality.plan import Material
     from sglang_indexcache.quality.session import Request
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
@@ -42,23 +43,48 @@ ServersOption = Annotated[
     typer.Option(
         "--url",
         help="A server in live mode, which then serves every arm; or NAME=URL for each arm, where "
-        "NAME is the pattern as given.",
+        "NAME is the pattern as given. An address that ends in /v1 is asked by chat completions, "
+        "of any engine.",
     ),
 ]
 TasksOption = Annotated[
     list[str] | None,
-    typer.Option("--task", help="What to ask. Repeat it. The default is every published form."),
+    typer.Option(
+        "--task",
+        help="What to ask. Repeat it. The default is every published form, or the files alone.",
+    ),
 ]
 LengthsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--length",
         help=f"Length of a context with question and answer: {CONTEXTS}. Repeat it. The default is "
-        "32Ki, 64Ki and so on up to the model's context.",
+        "32Ki, 64Ki and so on up to the model's context. A file's row belongs to the shortest that "
+        "holds it.",
     ),
 ]
-ContextsOption = Annotated[int, typer.Option(help="Contexts of each task at each length.")]
-QuestionsOption = Annotated[int, typer.Option(help="Questions behind one context.")]
+FileOption = Annotated[
+    Path | None,
+    typer.Option(help="Rows of that data set, as published: .parquet, .jsonl or .json."),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Your own prompts, .jsonl: messages or prompt, and answer if it is known. Without "
+        "one the arms are held against what the reference says."
+    ),
+]
+GenerateOption = Annotated[
+    bool,
+    typer.Option(
+        "--generate", help="Let the model answer by itself. The default scores right answers."
+    ),
+]
+ContextsOption = Annotated[
+    int,
+    typer.Option(help="Contexts of each task at each length; of a file, as far as it has them."),
+]
+QuestionsOption = Annotated[int, typer.Option(help="Questions behind a generated context.")]
 MarginOption = Annotated[
     float, typer.Option(help="The loss that still counts as none, in points of right answers.")
 ]
@@ -105,34 +131,110 @@ LogArgument = Annotated[
 ]
 
 
+@dataclass
+class Questions:
+    """What is asked, of which patterns."""
+
+    patterns: PatternsArgument
+    model: ModelOption
+    against: AgainstOption = "full"
+    task: TasksOption = None
+    mrcr: FileOption = None
+    graphwalks: FileOption = None
+    longbench_v2: FileOption = None
+    prompts: PromptsOption = None
+    length: LengthsOption = None
+    contexts: ContextsOption = 32
+    questions: QuestionsOption = 8
+    margin: MarginOption = 1.0
+    looks: LooksOption = 4
+    seed: SeedOption = 0
+    control: ControlOption = ""
+    haystack: HaystackOption = None
+    rate: RateOption = None
+    generate: GenerateOption = False
+
+    def read(self, *, generate: bool | None = None) -> tuple[Request, Material]:
+        """What that amounts to; files are read, and their tokens counted."""
+        from transformers import AutoTokenizer
+
+        from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
+        from sglang_indexcache.quality.plan import Material, Plan, default_lengths
+        from sglang_indexcache.quality.session import Request
+        from sglang_indexcache.quality.shelf import Bounds, fill_shelf
+        from sglang_indexcache.quality.tasks import DEFAULT
+
+        selects_all = int(Checkpoint.read(self.model).shape["index_topk"])
+        longest = text_config(read_config(self.model)).get("max_position_embeddings")
+        given = tuple(sorted({parse_length(one) for one in self.length or ()}))
+        lengths = given or default_lengths(longest)
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        files = self.files
+        bounds = Bounds(
+            lengths,
+            int(longest or lengths[-1]),
+            selects_all,
+            self.contexts,
+            self.looks,
+            self.seed,
+            self.generate if generate is None else generate,
+        )
+        shelf = fill_shelf(files, tokenizer, bounds)
+        plan = Plan(
+            tuple(self.task or (() if files else DEFAULT)),
+            lengths,
+            self.contexts,
+            self.questions,
+            selects_all,
+            self.margin / 100,
+            self.looks,
+            self.seed,
+            shelf.taken,
+        )
+        material = Material(tokenizer, _haystack(self.haystack), self.questions, shelf.items)
+        flags = [
+            f"--contexts {plan.contexts} --questions {plan.questions} --looks {plan.looks} "
+            f"--seed {plan.seed} --haystack {self.haystack.name if self.haystack else 'machine'}",
+            *(f"--{name} {path.name}" for name, path in files.items()),
+        ]
+        request = Request(
+            self.model,
+            self.against,
+            tuple(self.patterns),
+            self.control,
+            plan,
+            " ".join(flags),
+            notices=shelf.told,
+        )
+        return request, material
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What a user has, by its task."""
+        given = {
+            "mrcr": self.mrcr,
+            "graphwalks": self.graphwalks,
+            "longbench-v2": self.longbench_v2,
+            "prompts": self.prompts,
+        }
+        return {name: path for name, path in given.items() if path is not None}
+
+
 @app.command("run")
+@takes(Questions)
 def run_command(
-    patterns: PatternsArgument,
-    model: ModelOption,
+    asked: Questions,
     output: OutputOption,
     url: ServersOption = None,
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
-    against: AgainstOption = "full",
-    task: TasksOption = None,
-    length: LengthsOption = None,
-    contexts: ContextsOption = 32,
-    questions: QuestionsOption = 8,
-    margin: MarginOption = 1.0,
-    looks: LooksOption = 4,
-    seed: SeedOption = 0,
-    control: ControlOption = "",
-    haystack: HaystackOption = None,
-    rate: RateOption = None,
-    generate: Annotated[
-        bool,
-        typer.Option(
-            "--generate", help="Let the model answer by itself. The default scores right answers."
-        ),
-    ] = False,
     reply_tokens: Annotated[
-        int, typer.Option(help="With --generate: tokens beyond the right answer's.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            help="Tokens that a reply may have beyond the right answer's. The default is 16 with "
+            "--generate, and 1024 for chat completions."
+        ),
+    ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask before more than one node-hour.")
     ] = False,
@@ -143,48 +245,39 @@ def run_command(
     Says of each pattern: no loss beyond the margin, a loss, undecided and how many contexts more
     would decide, or that the tasks cannot see it.
     """
+    from sglang_indexcache.quality.chat import SPARE as CHAT_SPARE
+    from sglang_indexcache.quality.chat import check_only_chat
+    from sglang_indexcache.quality.replies import SPARE
     from sglang_indexcache.quality.session import run_evaluation
 
-    plan = _plan(model, task, length, contexts, questions, margin, looks, seed)
-    request = _request(model, against, patterns, control, plan, haystack)
-    if generate:
-        request = replace(request, reply_tokens=reply_tokens)
+    _check_entry(write_quality)
     servers = _servers(url, api_key, admin_api_key)
+    chat = check_only_chat(servers)
+    request, material = asked.read(generate=asked.generate or chat)
+    if asked.generate or chat:
+        spare = CHAT_SPARE if chat else SPARE
+        tokens = spare if reply_tokens is None else reply_tokens
+        request = replace(request, chat=chat, reply_tokens=tokens)
 
     def agree(question: str) -> None:
         if not yes and not typer.confirm(question):
             raise QualityError("not begun; --yes does without the question")
 
-    _check_entry(write_quality)
-    material = _material(model, haystack, questions)
-    found = run_evaluation(request, servers, material, output, out, rate=rate, agree=agree)
+    found = run_evaluation(request, servers, material, output, out, rate=asked.rate, agree=agree)
     _report(found, output, write_quality)
 
 
 @app.command("plan")
-def plan_command(
-    patterns: PatternsArgument,
-    model: ModelOption,
-    against: AgainstOption = "full",
-    task: TasksOption = None,
-    length: LengthsOption = None,
-    contexts: ContextsOption = 32,
-    questions: QuestionsOption = 8,
-    margin: MarginOption = 1.0,
-    looks: LooksOption = 4,
-    seed: SeedOption = 0,
-    control: ControlOption = "",
-    haystack: HaystackOption = None,
-    rate: RateOption = None,
-) -> None:
+@takes(Questions)
+def plan_command(asked: Questions) -> None:
     """Say what an evaluation costs and what loss it can show; nothing is sent anywhere."""
     from sglang_indexcache.quality.plan import cost, tails
     from sglang_indexcache.quality.session import make_arm_list, plan_in_words
 
-    plan = _plan(model, task, length, contexts, questions, margin, looks, seed)
-    arms = make_arm_list(_request(model, against, patterns, control, plan, haystack))
-    tokens = tails(plan, _material(model, haystack, questions))
-    for line in plan_in_words(plan, arms, cost(plan, len(arms), tokens, rate)):
+    request, material = asked.read()
+    arms = make_arm_list(request)
+    whole = cost(request.plan, len(arms), tails(request.plan, material), asked.rate)
+    for line in plan_in_words(request.plan, arms, whole, request.notices):
         out.print(line, highlight=False)
 
 
@@ -281,59 +374,23 @@ def _report(evaluation: Evaluation, folder: Path, write_quality: Path | None) ->
         out.print(f"{write_quality}: {write(write_quality, evaluation)}", highlight=False)
 
 
-def _plan(
-    model: Path,
-    task: list[str] | None,
-    length: list[str] | None,
-    contexts: int,
-    questions: int,
-    margin: float,
-    looks: int,
-    seed: int,
-) -> Plan:
-    from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
-    from sglang_indexcache.quality.plan import Plan, default_lengths
-    from sglang_indexcache.quality.tasks import DEFAULT
-
-    context = text_config(read_config(model)).get("max_position_embeddings")
-    lengths = sorted({parse_length(one) for one in length or ()}) or default_lengths(context)
-    selects = int(Checkpoint.read(model).shape["index_topk"])
-    tasks = tuple(task or DEFAULT)
-    return Plan(tasks, tuple(lengths), contexts, questions, selects, margin / 100, looks, seed)
-
-
-def _request(
-    model: Path, against: str, patterns: list[str], control: str, plan: Plan, haystack: Path | None
-) -> Request:
-    from sglang_indexcache.quality.session import Request
-
-    flags = (
-        f"--contexts {plan.contexts} --questions {plan.questions} --looks {plan.looks} "
-        f"--seed {plan.seed} --haystack {haystack.name if haystack else 'machine'}"
-    )
-    return Request(model, against, tuple(patterns), control, plan, flags)
-
-
-def _material(model: Path, haystack: Path | None, questions: int) -> Material:
-    from transformers import AutoTokenizer
-
-    from sglang_indexcache.quality.plan import Material
+def _haystack(path: Path | None) -> str:
     from sglang_indexcache.support.text import machine_text
 
-    if haystack is None:
-        text = "\n".join(machine_text(HAYSTACK_CHARACTERS))
-    else:
-        try:
-            text = haystack.read_text(encoding="utf-8", errors="ignore")
-        except OSError as error:
-            raise QualityError(f"cannot read {haystack}: {error.strerror}") from error
-    return Material(AutoTokenizer.from_pretrained(model), text, questions)
+    if path is None:
+        return "\n".join(machine_text(HAYSTACK_CHARACTERS))
+    try:
+        return path.read_text(encoding="utf-8", errors="ignore")
+    except OSError as error:
+        raise QualityError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _servers(
     urls: list[str] | None, api_key: str | None, admin_api_key: str | None
 ) -> dict[str, Client]:
     """By the name that stands before the URL; a URL alone has none."""
+    from sglang_indexcache.quality.chat import ChatEndpoint, is_chat
+
     if not urls:
         raise QualityError("give a server in live mode with --url, or one for each arm")
     found: dict[str, Client] = {}
@@ -345,5 +402,8 @@ def _servers(
             raise QualityError(
                 f"two servers are given for {name or 'all arms'}; write NAME=URL for each arm"
             )
-        [found[name]] = connect([url], api_key, admin_api_key)
+        if is_chat(url):
+            found[name] = ChatEndpoint(url, api_key=api_key)
+        else:
+            [found[name]] = connect([url], api_key, admin_api_key)
     return found

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
 from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 from sglang_indexcache.quality.evaluation import Arm
+from sglang_indexcache.quality.plan import PAGE
 from sglang_indexcache.quality.scoring import Engine, Voice
 from sglang_indexcache.quality.tasks import Context
 
@@ -128,6 +129,11 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
     if set(urls) == {""}:
         server = urls[""]
         states = server.states()
+        if not states:
+            raise QualityError(
+                f"{server.url} does not say which pattern it runs and cannot be told to change it. "
+                "Start a server for each arm and give each as --url NAME=URL."
+            )
         if any(state["mode"] != "live" for state in states):
             raise QualityError(
                 f"{server.url} runs in static mode, where it can serve one pattern alone. Start it "
@@ -150,7 +156,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self._nonce = uuid.uuid4().hex[:8]
-        self._asked: dict[str, list[list[int]]] = {}
+        self._asked: dict[str, set[int]] = {}
 
     def key(self, turn: Turn) -> str:
         """Of a turn's cached prefixes; never one of an earlier process or another arm."""
@@ -158,22 +164,27 @@ class _Cache:
 
     def check(self, key: str, context: Context, cached: int) -> None:
         """Refuse cached tokens that this voice did not compute."""
-        before = self._asked.setdefault(key, [])
-        own = max((_common(ids, context.ids) for ids in before), default=0)
-        if cached > own:
+        known = self._asked.setdefault(key, set())
+        marks = _marks(context.ids)
+        own = PAGE * next((n for n, mark in enumerate(marks) if mark not in known), len(marks))
+        if cached >= own + PAGE:
             raise QualityError(
                 f"the server took {cached:,} tokens of {context.name} from its cache, where "
                 f"another arm left them, and only {own:,} were this arm's own: it shares cached "
                 "prefixes between patterns. Use an SGLang that keeps extra_key apart, start it "
                 "with --disable-radix-cache, or take a server for each arm."
             )
-        # The last few are enough: contexts of a task have their first lines in common, no more.
-        self._asked[key] = [*before[-3:], context.ids]
+        # All of them: a user's prompts may begin alike, or one be the continuation of another.
+        known.update(marks)
 
 
-def _common(first: list[int], second: list[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+def _marks(ids: list[int]) -> list[int]:
+    """What stands for each beginning of whole pages."""
+    found, mark = [], 0
+    for start in range(0, len(ids) - PAGE + 1, PAGE):
+        mark = hash((mark, *ids[start : start + PAGE]))
+        found.append(mark)
+    return found
 
 
 class InRequests:
@@ -370,6 +381,11 @@ def _states(server: Server) -> list[dict[str, Any]]:
 
 def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
     found = {arm.name: facts(urls[arm.name]) for arm in arms}
+    if strangers := [urls[name].url for name, known in found.items() if not known]:
+        raise QualityError(
+            f"{', '.join(dict.fromkeys(strangers))} is no SGLang server: it has no /server_info. "
+            "Another engine is asked by chat completions: give its address up to /v1."
+        )
     (first, known), *others = found.items()
     for name, other in others:
         differing = [

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.design import Design
 from sglang_indexcache.quality.outcomes import Outcome
+from sglang_indexcache.quality.tasks import UNSCORED
 from sglang_indexcache.quality.verdict import Kind, Verdict, judge
 
 CONTROL_LOOK = 0
@@ -84,7 +85,8 @@ class Answer:
         question: unique within the context.
         task: as planned.
         length: tokens as planned.
-        depth: where in the context the first line lies that the answer follows from, 0 to 1.
+        depth: where in the context the first line lies that the answer follows from, 0 to 1; None
+            where a user's file does not tell.
         right: whether the answer is right to the letter; None where no answer is known (prompts).
         nll: nats for each token of the right answer, their mean; None if not teacher-forced.
         kl: mean Kullback-Leibler divergence from the reference over the answer's tokens, in nats,
@@ -102,7 +104,7 @@ class Answer:
     question: str
     task: str
     length: int
-    depth: float
+    depth: float | None
     right: bool | None
     nll: float | None = None
     kl: float | None = None
@@ -170,8 +172,14 @@ class Evaluation:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """In the order of the plan."""
-        return tuple(dict.fromkeys(planned.task for planned in self.planned))
+        """In the order of the plan, without what only the control asks."""
+        long = (planned for planned in self.planned if planned.look != CONTROL_LOOK)
+        return tuple(dict.fromkeys(planned.task for planned in long))
+
+    @property
+    def scored(self) -> bool:
+        """Whether any answer is right or wrong, so that there can be a verdict."""
+        return any(task != UNSCORED for task in self.tasks)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -249,8 +257,10 @@ class Evaluation:
         """By candidate: the look at which it was decided, or the last one, and the verdict.
 
         The first claim ends the evaluation of a pattern: later contexts do not reopen it. Empty
-        before the first look.
+        before the first look, and where no right answer is known.
         """
+        if not self.scored:
+            return {}
         found: dict[str, tuple[int, Verdict]] = {}
         for look in range(1, self.look + 1):
             rows, permitted = self.outcomes(look=look), True

@@ -88,7 +88,8 @@ def by_length(evaluation: Evaluation, summary: Summary) -> Any:
         axis.set_ylim(bottom=0)
         axis.tick_params(labelsize=8)
         axis.margins(y=0.1)
-    axes[0].set_ylim(0, 104)
+        if levels is summary.rights:
+            axis.set_ylim(0, 104)
     figure.legend(
         *axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7, frameon=False
     )

@@ -66,6 +66,7 @@ class Recorded:
         records: of every arm and context.
         missing: contexts that an arm could not answer.
         done: contexts that every arm is through with.
+        continued: what the reference said behind contexts without a right answer, token ids.
         facts: what was noted at the start.
         finished: whether nothing is left to ask.
     """
@@ -74,6 +75,7 @@ class Recorded:
         self.records: dict[Key, Record] = {}
         self.missing: dict[str, Missing] = {}
         self.done: set[str] = set()
+        self.continued: dict[str, list[int]] = {}
         self.facts: dict[str, Any] = {}
         self.finished = False
         self._answers: dict[Key, list[Answer]] = {}
@@ -88,6 +90,8 @@ class Recorded:
             self.records[record.key] = record
         elif "missing" in line:
             self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
+        elif "continued" in line:
+            self.continued[line["continued"]] = list(line["ids"])
         elif "done" in line:
             self.done |= set(line["done"])
         elif "facts" in line:
@@ -111,9 +115,10 @@ class Recorded:
                 self._answers[record.key] = self._answered(
                     record, planned[record.context], reference
                 )
+        facts = {name: value for name, value in self.facts.items() if name != "notices"}
         answers = [one for record in counted for one in self._answers[record.key]]
         return Evaluation(
-            {**self.facts, "checkpoint": identity["checkpoint"], "server": identity["server"]},
+            {**facts, "checkpoint": identity["checkpoint"], "server": identity["server"]},
             plan.design,
             plan.selects_all,
             arms,
@@ -125,6 +130,7 @@ class Recorded:
             sum(record.computed for record in counted),
             sum(record.seconds for record in counted),
             self.finished,
+            tuple(self.facts.get("notices", ())),
         )
 
     def _answered(self, record: Record, planned: Planned, reference: str) -> list[Answer]:
@@ -166,6 +172,10 @@ class EvaluationJournal(journal.Journal):
     def lose(self, context: str, arm: str, reason: str) -> None:
         """A context that an arm cannot answer: it counts in none."""
         self._add({"missing": context, "arm": arm, "reason": reason})
+
+    def keep_continuation(self, context: str, ids: Sequence[int]) -> None:
+        """What the reference said behind a context, which every arm is then asked about."""
+        self._add({"continued": context, "ids": list(ids)})
 
     def finish_block(self, contexts: Sequence[str]) -> None:
         """Every arm is through with these."""

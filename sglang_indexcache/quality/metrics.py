@@ -6,6 +6,7 @@ comparing arms of one evaluation, not with a table from elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from difflib import SequenceMatcher
 
@@ -21,16 +22,24 @@ def contained(reply: str, answer: str) -> float:
 
 def marked_ratio(reply: str, answer: str) -> float:
     """MRCR's rule, as on its card: 0 without the mark in front, else the ratio of what follows."""
-    reply, answer = reply.strip(), answer.strip()
+    return mrcr(reply.strip(), answer.strip())
+
+
+def mrcr(reply: str, answer: str) -> float:
+    """MRCR's rule to the letter: a reply that begins with white space has no mark in front."""
     if not reply.startswith(answer[:MARK]):
         return 0.0
     return SequenceMatcher(None, reply[MARK:], answer[MARK:]).ratio()
 
 
 def nodes_f1(reply: str, answer: str) -> float:
-    """GraphWalks' F1 of two sets of nodes; 1 if both are empty, as its corrected card has it."""
+    """GraphWalks' F1 of two sets of nodes, 1 if both are empty.
+
+    The card's formula read to the letter also gives 1 to a wholly wrong answer; lm-eval gives it 0,
+    and so does this.
+    """
     found, right = (
-        {node.strip() for node in text.partition("]")[0].split(",")} - {""}
+        {node.strip() for node in text.rpartition("[")[2].partition("]")[0].split(",")} - {""}
         for text in (reply, answer)
     )
     if not found and not right:
@@ -38,9 +47,33 @@ def nodes_f1(reply: str, answer: str) -> float:
     return 2 * len(found & right) / (len(found) + len(right))
 
 
+def graphwalks(reply: str, answer: str) -> float:
+    """GraphWalks' rule: the F1 of the list in the very last line, which says "Final Answer: [..]".
+
+    The card's code leaves those words in front of the first node, which then never counts; every
+    kit takes them off, and so does this.
+    """
+    found = re.search(r"Final Answer: ?\[.*\]", reply.split("\n")[-1])
+    return nodes_f1(found[0], answer) if found else 0.0
+
+
+def longbench(reply: str, answer: str) -> float:
+    """LongBench v2's rule: the letter behind "The correct answer is", in brackets or without."""
+    said = reply.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(
+        r"The correct answer is ([A-D])", said
+    )
+    return float(found is not None and found[1] == answer)
+
+
+def holds(reply: str, answer: str) -> float:
+    """Whether the answer stands in the reply, whatever the case."""
+    return float(answer.strip().lower() in reply.lower())
+
+
 def first_letter(reply: str, answer: str) -> float:
-    """LongBench v2's letter, behind the bracket that the question ends with."""
-    return float(reply.strip()[:1] == answer)
+    """The letter, behind the bracket that the question ends with, or in a sentence like it."""
+    return float(reply.strip().lstrip("(")[:1] == answer) or longbench(reply, answer)
 
 
 def first_word(reply: str, answer: str) -> float:
@@ -56,5 +89,9 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "parents": nodes_f1,
     "lookup": first_letter,
     "notes": first_word,
+    "mrcr": mrcr,
+    "graphwalks": graphwalks,
+    "longbench-v2": longbench,
+    "prompts": holds,
 }
 """By task: from a reply and the right answer to 0 to 1."""

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.design import Design, spread
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Planned
-from sglang_indexcache.quality.tasks import TASKS, Context, Tokenizer, make_context
+from sglang_indexcache.quality.outcomes import Cell
+from sglang_indexcache.quality.tasks import (
+    CONTROL,
+    TASKS,
+    UNSCORED,
+    Context,
+    Item,
+    Question,
+    Tokenizer,
+    make_context,
+)
+from sglang_indexcache.quality.tasks.items import Message, as_context, has_template, rendered
 
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every so-manieth context of a cell."""
@@ -25,6 +37,8 @@ PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
+_SLACK = 32
+"""Tokens of a prompt that a template may add, or of a message where there is none."""
 JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
 """Benchmarks whose answers are graded by another model."""
 
@@ -45,11 +59,30 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Rows of a user's file that make a cell.
+
+    Attributes:
+        task: of the file.
+        length: tokens that hold each of them with its answer, and the next smaller length does not.
+        rows: their numbers, in the order of asking.
+        sizes: tokens of each, with its answer.
+        available: rows of the file that belong to this cell.
+    """
+
+    task: str
+    length: int
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    available: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will be asked.
 
     Attributes:
-        tasks: names of tasks.
+        tasks: names of generated tasks; may be empty if there are files.
         lengths: tokens of a context with its longest question and that one's answer.
         contexts: of each task at each length.
         questions: behind one context.
@@ -57,6 +90,7 @@ class Plan:
         margin: see :class:`~sglang_indexcache.quality.design.Design`.
         looks: likewise.
         seed: of the first context of each cell; the others count from there.
+        taken: rows of a user's files.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -70,6 +104,7 @@ class Plan:
     margin: float = 0.01
     looks: int = 4
     seed: int = 0
+    taken: tuple[Taken, ...] = ()
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -81,7 +116,7 @@ class Plan:
                 )
             if task not in TASKS:
                 raise QualityError(f"no task is called {task!r}; there are {', '.join(TASKS)}")
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+        if not (self.tasks or self.taken) or len(set(self.tasks)) < len(self.tasks):
             raise QualityError("give each task once, and one at least")
         short = [length for length in self.lengths if length <= self.selects_all]
         if short or not self.lengths:
@@ -91,7 +126,7 @@ class Plan:
                 f"whatever is shared. Take longer ones (--length), such as "
                 f"{8 * self.selects_all}; the control below is asked by itself."
             )
-        if self.contexts < self.looks:
+        if self.tasks and self.contexts < self.looks:
             raise QualityError(
                 f"{self.contexts} contexts of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
@@ -100,9 +135,41 @@ class Plan:
 
     @property
     def design(self) -> Design:
-        """Of all cells together, without the control."""
-        cells = len(self.tasks) * len(self.lengths)
-        return Design(cells * self.contexts, margin=self.margin, looks=self.looks)
+        """Of all cells together that a verdict counts; of all there are if it counts none."""
+        contexts = sum(map(len, self.scored.values())) or sum(map(len, self.cells.values()))
+        return Design(contexts, margin=self.margin, looks=self.looks)
+
+    @cached_property
+    def cells(self) -> dict[Cell, Sequence[int]]:
+        """Numbers of their contexts in the order of asking: seeds, or rows of a file."""
+        seeds = range(self.seed, self.seed + self.contexts)
+        found: dict[Cell, Sequence[int]] = {
+            (task, length): seeds for length in self.lengths for task in self.tasks
+        }
+        return found | {(cell.task, cell.length): cell.rows for cell in self.taken}
+
+    @property
+    def scored(self) -> dict[Cell, Sequence[int]]:
+        """Those in which an answer is right or wrong."""
+        return {cell: rows for cell, rows in self.cells.items() if cell[0] != UNSCORED}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Tokens of a file's contexts, by name; all others have their cell's length."""
+        return {
+            _name(cell.task, cell.length, row): size
+            for cell in self.taken
+            for row, size in zip(cell.rows, cell.sizes, strict=True)
+        }
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context with its question and answer."""
+        return max(self.sizes.values(), default=0) if not self.tasks else max(self.lengths)
+
+    def questions_of(self, task: str) -> int:
+        """Behind one of its contexts; one behind a file's."""
+        return self.questions if task in self.tasks else 1
 
     @property
     def control_length(self) -> int:
@@ -113,30 +180,37 @@ class Plan:
     def planned(self) -> tuple[Planned, ...]:
         """Every context, in the order of asking: the control, then round by round over the cells.
 
-        So each look has as many contexts in every cell, and whatever drifts hits all cells alike.
+        So each look has the same share of every cell, and whatever drifts hits all cells alike.
         """
         control = [
             Planned(_name(task, self.control_length, n), task, self.control_length, 0, False)
             for n in range(CONTROL_CONTEXTS)
-            for task in self.tasks
+            for task in self.tasks or (CONTROL,)
         ]
         rounds = [
-            Planned(
-                _name(task, length, self.seed + n),
-                task,
-                length,
-                n * self.looks // self.contexts + 1,
-                n % AGAIN_EVERY == 0,
+            (
+                n / len(rows),
+                Planned(
+                    _name(task, length, row),
+                    task,
+                    length,
+                    n * self.looks // len(rows) + 1,
+                    n % AGAIN_EVERY == 0,
+                ),
             )
-            for n in range(self.contexts)
-            for length in self.lengths
-            for task in self.tasks
+            for (task, length), rows in self.cells.items()
+            for n, row in enumerate(rows)
         ]
-        return (*control, *rounds)
+        rounds.sort(key=lambda one: one[0])  # cells stay in their order
+        return (*control, *(planned for _, planned in rounds))
 
     @property
     def identity(self) -> dict[str, Any]:
         """What a journal of this plan must agree with."""
+        taken = [
+            [cell.task, cell.length, list(cell.rows), list(cell.sizes), cell.available]
+            for cell in self.taken
+        ]
         return {
             "tasks": list(self.tasks),
             "lengths": list(self.lengths),
@@ -146,13 +220,18 @@ class Plan:
             "margin": self.margin,
             "looks": self.looks,
             "seed": self.seed,
+            **({"taken": taken} if taken else {}),
         }
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Plan:
         """The plan with this identity."""
-        values = {name: identity[name] for name in cls.__dataclass_fields__}
+        values = dict(identity)
         values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
+        values["taken"] = tuple(
+            Taken(task, length, tuple(rows), tuple(sizes), available)
+            for task, length, rows, sizes, available in values.get("taken", ())
+        )
         return cls(**values)
 
 
@@ -164,17 +243,22 @@ class Material:
         tokenizer: of the model.
         haystack: running text.
         questions: behind one context.
+        items: rows of a user's files, by task and number.
     """
 
     tokenizer: Tokenizer
     haystack: str
     questions: int
+    items: Mapping[str, Mapping[int, Item]] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """Of everything that contexts are made of, but for their tasks."""
         pieces = sorted(self.tokenizer.get_vocab().items())
-        return hashlib.sha256(repr((pieces, self.haystack)).encode()).hexdigest()[:16]
+        made_of: tuple[object, ...] = (pieces, self.haystack)
+        if self.items:
+            made_of += ({task: dict(items) for task, items in self.items.items()},)
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
         """A planned context; the same on every call.
@@ -185,6 +269,11 @@ class Material:
             QualityError: not even one fits, or the haystack is too short for the task.
         """
         seed = int(planned.context.rpartition("-")[2])
+        if planned.task in self.items:
+            item = self.items[planned.task][seed]
+            return as_context(
+                item, planned.task, self.tokenizer, planned.length, planned.context, seed
+            )
         questions = self.questions
         while True:
             try:
@@ -206,6 +295,22 @@ class Material:
                         "(--task)."
                     ) from error
                 questions //= 2
+
+    def conversation(self, context: Context, question: Question) -> tuple[Message, ...]:
+        """A question with its context as chat messages."""
+        if context.messages:
+            return context.messages
+        text = self.tokenizer.decode(context.ids + question.ids)
+        return ({"role": "user", "content": text},)
+
+    def count(self, messages: tuple[Message, ...]) -> tuple[int, int]:
+        """Tokens of a conversation, and how many another program may add or leave away.
+
+        A server writes it with the model's own chat template, so hardly any; if the tokenizer has
+        none, the server knows one of its own.
+        """
+        slack = _SLACK if has_template(self.tokenizer) else _SLACK * (1 + len(messages))
+        return len(rendered(messages, self.tokenizer)), slack
 
 
 @dataclass(frozen=True)
@@ -237,14 +342,15 @@ def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = N
     Args:
         plan: what will be asked.
         arms: asked on every context: the reference, the candidates and the positive control.
-        tails: tokens of a question and its answer, by task.
+        tails: tokens of a question and its answer, by task; none of a file's, which is all context.
         rate: tokens that are computed in a second.
     """
     tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
     for planned in plan.planned:
-        tail = tails[planned.task]
-        one = planned.length + plan.questions * (tail + (planned.length - tail) % PAGE)
-        tokens[planned.length] += one * (arms + planned.again)
+        size, tail = plan.sizes.get(planned.context, planned.length), tails.get(planned.task, 0)
+        one = size + plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+        continued = planned.task == UNSCORED  # by the reference, before all others are asked
+        tokens[planned.length] += one * (arms + planned.again + continued)
     return Cost(tokens, rate)
 
 
@@ -261,12 +367,28 @@ def tails(plan: Plan, material: Material) -> dict[str, int]:
 
 def detectable(plan: Plan) -> float:
     """Smallest loss that the whole plan finds with the design's power, as assumed beforehand."""
-    return plan.design.detectable(*spread(DISCORDANCE, CORRELATION, plan.questions))
+    return plan.design.detectable(*_assumed(plan))
 
 
 def needed(plan: Plan) -> int:
     """Contexts with which the margin would be shown of a pattern that loses nothing."""
-    return plan.design.needed(*spread(DISCORDANCE, CORRELATION, plan.questions))
+    return plan.design.needed(*_assumed(plan))
+
+
+def _assumed(plan: Plan) -> tuple[float, float]:
+    """Deviation of a context's difference and share of contexts that differ, over unequal cells.
+
+    The primary result is a mean over cells, so what a small cell adds to its error is not made up
+    for by a large one.
+    """
+    cells = [
+        (len(rows), *spread(DISCORDANCE, CORRELATION, plan.questions_of(task)))
+        for (task, _), rows in (plan.scored or plan.cells).items()
+    ]
+    total = sum(count for count, _, _ in cells)
+    variance = sum(deviation**2 / count for count, deviation, _ in cells) / len(cells) ** 2
+    differing = sum(count * share for count, _, share in cells) / total
+    return math.sqrt(total * variance), differing
 
 
 def check_fits(plan: Plan, most: int | None, where: str) -> None:
@@ -280,7 +402,7 @@ def check_fits(plan: Plan, most: int | None, where: str) -> None:
     Raises:
         QualityError: a length is above that.
     """
-    longest = max(plan.lengths)
+    longest = plan.longest
     if most is not None and longest > most:
         raise QualityError(
             f"a context of {longest:,} tokens with question and answer does not fit {where}, which "

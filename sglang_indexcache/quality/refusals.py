@@ -15,6 +15,7 @@ from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.journal import Recorded
 from sglang_indexcache.quality.outcomes import Cell, paired
 from sglang_indexcache.quality.plan import CORRELATION, DISCORDANCE
+from sglang_indexcache.quality.tasks import UNSCORED
 from sglang_indexcache.quality.verdict import at_floor
 
 MOST_MISSING = 0.01
@@ -117,9 +118,11 @@ def check_floor(evaluation: Evaluation) -> None:
     rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
     low = at_floor(rows, evaluation.reference.name)
     cells = {
-        (one.task, one.length) for one in evaluation.planned if one.length > evaluation.selects_all
+        (one.task, one.length)
+        for one in evaluation.planned
+        if one.length > evaluation.selects_all and one.task != UNSCORED
     }
-    if cells <= set(low):
+    if cells and cells <= set(low):
         raise QualityError(
             f"the reference answers {_in_words(low.items())} right, hardly more than guessing, so "
             "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task), or "

@@ -31,7 +31,8 @@ def reply(
 ) -> list[Scored]:
     """Replies to every question of a context, for several voices in the same batches.
 
-    A reply ends with its line: the right answers have one.
+    A reply ends with its line, for the right answers of generated tasks have one. To a user's
+    file it ends where the model ends it, and is right where its source's metric is 1.
 
     Args:
         engine: the server.
@@ -45,10 +46,12 @@ def reply(
     """
     warmed = ask(engine, [context.ids] * len(voices), voices)
     asked = [(voice, question) for voice in voices for question in context.questions]
+    ends = {} if context.messages else {"stop": ["\n"]}
     replies = ask(
         engine,
-        [context.ids + question.ids for _, question in asked],
-        [Voice(voice.key, {**voice.parameters, "stop": ["\n"]}) for voice, _ in asked],
+        # What an answer begins with is for the model to write, if the prompt asks for it.
+        [context.ids + ([] if context.messages else question.ids) for _, question in asked],
+        [Voice(voice.key, {**voice.parameters, **ends}) for voice, _ in asked],
         [len(question.answer) + spare for _, question in asked],
     )
     count = len(context.questions)
@@ -59,7 +62,7 @@ def reply(
         found.append(
             Scored(
                 [
-                    _read(one, context.task, question)
+                    _read(one, context, question)
                     for one, question in zip(part, context.questions, strict=True)
                 ],
                 info["cached_tokens"],
@@ -71,15 +74,17 @@ def reply(
     return found
 
 
-def _read(answered: Mapping[str, Any], task: str, question: Question) -> Said:
+def _read(answered: Mapping[str, Any], context: Context, question: Question) -> Said:
     text, ids = str(answered["text"]), list(answered["output_ids"])
     reason = (answered["meta_info"].get("finish_reason") or {}).get("type")
+    score = METRICS[context.task](text, question.answer_text)
+    exact = ids[: len(question.answer)] == question.answer
     return Said(
         question.name,
-        round(question.depth, 6),
+        None if question.depth is None else round(question.depth, 6),
         len(question.answer),
-        right=ids[: len(question.answer)] == question.answer,
+        right=score == 1.0 if context.messages else exact,
         reply=text,
-        score=METRICS[task](text, question.answer_text),
+        score=score,
         cut=reason == "length",
     )

@@ -112,6 +112,7 @@ def page(evaluation: Evaluation, summary: Summary, pictures: Mapping[str, Path])
         summary=summary,
         sentences=headlines(evaluation, summary),
         margin=points(evaluation.margin),
+        unverified="" if evaluation.pattern_verified else " (pattern not verified)",
         noise=NOISE,
         missing=missing_contexts(evaluation),
         pictures=[

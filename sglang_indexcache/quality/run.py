@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.quality import refusals
 from sglang_indexcache.quality.arms import Arms, Ask, Turn
+from sglang_indexcache.quality.continuations import closed, continue_it, is_open
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Evaluation, Planned
 from sglang_indexcache.quality.journal import EvaluationJournal, Record
 from sglang_indexcache.quality.outcomes import Cell
 from sglang_indexcache.quality.plan import Material
-from sglang_indexcache.quality.scoring import Scored, score
+from sglang_indexcache.quality.scoring import score
 from sglang_indexcache.quality.tasks import Context
 from sglang_indexcache.quality.verdict import Kind, seen_to_lose
 
@@ -82,7 +84,7 @@ class Run:
         turns = {one.context: self._turns(one) for one in block}
         every = list(dict.fromkeys(turn for one in block for turn in turns[one.context]))
         # A context is made once for all arms; a block is small.
-        contexts = {one.context: self.material.make(one) for one in block}
+        contexts = {one.context: self._made(one) for one in block}
         together = self.serving.together(every)
         for group in reversed(together) if reverse else together:
             for one in block:
@@ -92,6 +94,19 @@ class Run:
         refusals.check_pattern_is_used(self.journal.evaluation(), self._recorded)
         refusals.check_cut(self._recorded)
         self.on_block()
+
+    def _made(self, planned: Planned) -> Context:
+        """The context; with what the reference says behind it where no right answer is known."""
+        context, known = self.material.make(planned), self._recorded.continued
+        if not is_open(context) or planned.context in self._recorded.missing:
+            return context
+        if planned.context not in known:
+            found = self._patiently(continue_it, planned, context, [Turn(self._start.reference)])
+            if found is None:
+                refusals.check_missing(self.journal.evaluation(), self._recorded)
+                return context
+            self.journal.keep_continuation(planned.context, found[0].ids)
+        return closed(context, known[planned.context])
 
     def _turns(self, planned: Planned) -> list[Turn]:
         """Who is asked: what is not decided, and the bad pattern until it was seen to lose."""
@@ -128,7 +143,7 @@ class Run:
         if not left or planned.context in self._recorded.missing:
             return
         started = time.monotonic()
-        found = self._patiently(planned, context, left)
+        found = self._patiently(self.ask, planned, context, left)
         seconds = time.monotonic() - started
         if found is None:
             refusals.check_missing(self.journal.evaluation(), self._recorded)
@@ -145,12 +160,12 @@ class Run:
             self.on_rate(planned.length, computed / seconds)
 
     def _patiently(
-        self, planned: Planned, context: Context, turns: Sequence[Turn]
-    ) -> list[Scored] | None:
+        self, ask: Ask, planned: Planned, context: Context, turns: Sequence[Turn]
+    ) -> list[Any] | None:
         """What was answered; None if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
-                return self.serving.ask(self.ask, context, turns)
+                return self.serving.ask(ask, context, turns)
             except ServerUnavailableError as error:
                 failure = error
             if pause is not None:
@@ -182,7 +197,7 @@ class Run:
             if at == look:
                 self.tell(f"look {look} of {evaluation.design.looks}  {name}: {verdict.kind.value}")
         self._decided = {name for name, (_, found) in verdicts.items() if found.kind in _DECIDED}
-        return len(self._decided) == len(verdicts)
+        return bool(verdicts) and len(self._decided) == len(verdicts)
 
 
 def _blocks(planned: list[Planned], size: int) -> Iterator[list[Planned]]:

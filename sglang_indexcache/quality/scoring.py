@@ -80,7 +80,7 @@ class Said:
     """
 
     question: str
-    depth: float
+    depth: float | None
     tokens: int
     logprobs: list[float] = field(default_factory=list)
     tops: list[Top] = field(default_factory=list)
@@ -166,7 +166,10 @@ def answer(said: Said, planned: Planned, arm: str, repeat: int, reference: Said 
         planned.length,
         said.depth,
         right=said.right,
-        nll=-sum(said.logprobs) / len(said.logprobs) if said.logprobs else None,
+        # What the reference said is likeliest for the reference: no loss in that.
+        nll=-sum(said.logprobs) / len(said.logprobs)
+        if said.logprobs and said.right is not None
+        else None,
         kl=_mean([divergence(*pair) for pair in pairs]),
         agreement=_mean([float(first[0][0] == second[0][0]) for first, second in pairs]),
         tokens=said.tokens,
@@ -228,7 +231,7 @@ def ask(
     """
     limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
     replies = engine.generate(
-        timeout=_LEAST_SECONDS + sum(map(len, prompts)) / _LEAST_RATE,
+        timeout=patience(sum(map(len, prompts))),
         input_ids=prompts,
         sampling_params=[
             {"max_new_tokens": limit, "temperature": 0.0, **voice.parameters}
@@ -245,6 +248,11 @@ def ask(
     for reply, prompt in zip(replies, prompts, strict=True):
         _check(engine, reply, len(prompt))
     return replies
+
+
+def patience(tokens: int) -> float:
+    """Seconds that an answer to prompts of so many tokens may take."""
+    return _LEAST_SECONDS + tokens / _LEAST_RATE
 
 
 def _check(engine: Engine, reply: Any, length: int) -> None:
@@ -292,12 +300,14 @@ def _read(info: Mapping[str, Any], question: Question) -> Said:
     ]
     return Said(
         question.name,
-        round(question.depth, _DIGITS),
+        None if question.depth is None else round(question.depth, _DIGITS),
         len(question.answer),
         logprobs=[round(float(entry[0]), _DIGITS) for entry in entries],
         tops=[_kept(top) for top in tops],
         trace=round(sum(p for top in tops for _, p in top), _DIGITS),
-        right=all(entry[0] >= top[0][1] for entry, top in zip(entries, tops, strict=True)),
+        right=all(entry[0] >= top[0][1] for entry, top in zip(entries, tops, strict=True))
+        if question.answer_text
+        else None,
     )
 
 

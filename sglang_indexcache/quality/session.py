@@ -15,6 +15,7 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.quality.arms import Ask, Server, facts, longest_prompt, make_arms
+from sglang_indexcache.quality.chat import make_chat_ask
 from sglang_indexcache.quality.evaluation import Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.journal import EvaluationJournal, identity
 from sglang_indexcache.quality.plan import (
@@ -56,6 +57,8 @@ class Request:
         flags: of the command, to print beside the verdict.
         reply_tokens: let the model answer by itself, with so many tokens more than the right
             answer has; None to put the right answers in its mouth.
+        chat: whether it is asked by chat completions, where it has to answer by itself.
+        notices: what a reader must know besides: which rows of files are asked.
     """
 
     model: Path
@@ -65,6 +68,8 @@ class Request:
     plan: Plan
     flags: str
     reply_tokens: int | None = None
+    chat: bool = False
+    notices: tuple[str, ...] = ()
 
     @property
     def mode(self) -> Mode:
@@ -76,10 +81,13 @@ class Request:
         """What else must stay the same until the end."""
         return {} if self.reply_tokens is None else {"reply_tokens": self.reply_tokens}
 
-    @property
-    def ask(self) -> Ask:
+    def ask(self, material: Material) -> Ask:
         """Likewise, as a function."""
-        return score if self.reply_tokens is None else partial(reply, spare=self.reply_tokens)
+        if self.reply_tokens is None:
+            return score
+        if self.chat:
+            return make_chat_ask(material, self.plan.selects_all, self.reply_tokens)
+        return partial(reply, spare=self.reply_tokens)
 
 
 def make_arm_list(request: Request) -> tuple[Arm, ...]:
@@ -143,7 +151,10 @@ def run_evaluation(
     arms = make_arm_list(request)
     serving = make_arms(arms, servers)
     for server in serving.servers:
-        check_fits(request.plan, longest_prompt(server), server.url)
+        most = longest_prompt(server)
+        if request.chat and most is not None:  # it holds the reply too
+            most -= request.reply_tokens or 0
+        check_fits(request.plan, most, server.url)
     lengths_of_tails = tails(request.plan, material)
     who = identity(
         request.plan,
@@ -162,20 +173,21 @@ def run_evaluation(
                 "commit": commit(),
                 "flags": request.flags,
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "notices": list(request.notices),
             }
         )
 
         def bill(found: float | None) -> Cost:
             return cost(request.plan, len(arms), lengths_of_tails, found)
 
-        for line in plan_in_words(request.plan, arms, bill(rate)):
+        for line in plan_in_words(request.plan, arms, bill(rate), request.notices):
             console.print(line, highlight=False)
         _ask_for_hours(bill(rate), agree)
         if journal.recorded.done:
             console.print(f"resuming: {len(journal.recorded.done)} contexts are in {journal.path}")
         try:
             return _under_way(
-                Run(serving, material, journal, request.ask), console, bill, rate, agree
+                Run(serving, material, journal, request.ask(material)), console, bill, rate, agree
             )
         except KeyboardInterrupt:
             console.print(f"interrupted: what was asked is in {output}; the same command goes on")
@@ -209,29 +221,45 @@ def _under_way(
         return run.run()
 
 
-def plan_in_words(plan: Plan, arms: Sequence[Arm], whole: Cost) -> list[str]:
+def plan_in_words(
+    plan: Plan, arms: Sequence[Arm], whole: Cost, notices: Sequence[str] = ()
+) -> list[str]:
     """What will be asked, what it costs, and what it can show; a line each."""
-    design, cells = plan.design, len(plan.tasks) * len(plan.lengths)
+    design, cells = plan.design, plan.scored
     lengths = ", ".join(format_length(length) for length in plan.lengths)
-    pairs = design.contexts * plan.questions
+    pairs = sum(len(rows) * plan.questions_of(task) for (task, _), rows in cells.items())
+    made = f"{plan.contexts} of each of {', '.join(plan.tasks)} at {lengths}; " * bool(plan.tasks)
     lines = [
         f"arms       {', '.join(f'{arm.name} ({arm.role.value})' for arm in arms)}; the reference "
         f"again on every {AGAIN_EVERY}th context (A/A)",
-        f"contexts   {plan.contexts} of each of {', '.join(plan.tasks)} at {lengths}: {cells} "
-        f"cells, {pairs:,} paired questions; control at {plan.control_length} tokens",
+        *(f"file       {notice}" for notice in notices),
+        f"contexts   {made}{len(cells)} cells, {pairs:,} paired questions; control at "
+        f"{plan.control_length} tokens",
         f"cost       {whole.total:,} tokens at most, {_hours(whole)}; looks: {plan.looks}, the "
         "evaluation ends at the one that decides",
+    ]
+    if not cells:
+        lines.append("can show   how far each pattern moves the model; no answer is right or wrong")
+        return lines
+    lines.append(
         f"can show   a loss of {100 * detectable(plan):.1f} points, with {design.power:.0%} "
         f"probability, if {DISCORDANCE:.0%} of the pairs differ (correlation {CORRELATION:g} "
-        "within a context); both are assumed here, and measured in the report",
-    ]
+        "within a context); both are assumed here, and measured in the report"
+    )
     if (contexts := needed(plan)) > design.contexts:
         lines.append(
             f"warning    no loss beyond {100 * plan.margin:g} points can hardly be shown: that "
             f"needs {contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-            "planned. Plan more (--contexts), or take a wider --margin."
+            f"planned. {_mend(plan)}, or take a wider --margin."
         )
     return lines
+
+
+def _mend(plan: Plan) -> str:
+    """How to have more contexts."""
+    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
+        return "Plan more (--contexts)"
+    return "The files have no more: ask generated tasks beside them (--task)"
 
 
 def _hours(whole: Cost) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Answer, Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.quality.tasks import UNSCORED
 from sglang_indexcache.quality.verdict import Verdict, at_ceiling, blind_cells, points
 from sglang_indexcache.support.lengths import format_length
 
@@ -98,6 +99,25 @@ class Limit:
 
 
 @dataclass(frozen=True)
+class Closeness:
+    """How near an arm stays to what the reference said behind prompts without a right answer.
+
+    Attributes:
+        arm: its name, or :data:`NOISE`.
+        length: tokens; 0 for all.
+        kl: mean divergence from the reference, in nats for each token, from below.
+        agreement: share of tokens at which the likeliest is the reference's.
+        prompts: behind it.
+    """
+
+    arm: str
+    length: int
+    kl: float
+    agreement: float
+    prompts: int
+
+
+@dataclass(frozen=True)
 class Step:
     """Where a pattern stood at a look, as standard normal values to hold against the boundary.
 
@@ -123,6 +143,8 @@ class Summary:
         lengths: the same by arm and length over all tasks.
         control: the arms at or below ``index_topk`` tokens.
         nll: added nats per answer token by arm and length.
+        scores: the sources' own metric by arm and task, where the model answered by itself.
+        closeness: by arm and length, on prompts without a right answer.
         rights: mean right answers by arm and length.
         kl: mean divergence from the reference by arm and length, in nats; A/A too.
         agreement: share of answer tokens at which the likeliest is the reference's.
@@ -139,6 +161,8 @@ class Summary:
     lengths: tuple[Difference, ...]
     control: tuple[Difference, ...]
     nll: tuple[Difference, ...]
+    scores: tuple[Difference, ...]
+    closeness: tuple[Closeness, ...]
     rights: tuple[Level, ...]
     kl: tuple[Level, ...]
     agreement: tuple[Level, ...]
@@ -167,6 +191,8 @@ def summarise(evaluation: Evaluation, verdicts: Verdicts | None = None) -> Summa
         lengths=_differences(evaluation, long, lambda row: ("", row.length)),
         control=_differences(evaluation, short, lambda row: ("", row.length)),
         nll=_differences(evaluation, nats, lambda row: ("", row.length), bounded=False),
+        scores=_scores(evaluation) if right else (),
+        closeness=_closeness(evaluation),
         # A/A is asked on some contexts alone: its level would not compare, its difference does.
         rights=_levels(evaluation, [row for row in long if row.repeat == 0]),
         kl=_levels(evaluation, _long(evaluation, "kl")),
@@ -187,9 +213,26 @@ def outcomes(evaluation: Evaluation, look: int | None = None) -> list[Outcome]:
 def headlines(evaluation: Evaluation, summary: Summary) -> list[str]:
     """The sentence to paste, one for each pattern, with all that a reader needs to judge it."""
     where = provenance(evaluation)
+    if not evaluation.scored:
+        return [f"{_unjudged(arm.name, summary)} {where}" for arm in evaluation.candidates]
     if not summary.verdicts:
         return [f"No verdict yet: the first look has not been reached. {where}"]
     return [f"{verdict.sentence} {where}" for _, verdict in summary.verdicts.values()]
+
+
+def _unjudged(arm: str, summary: Summary) -> str:
+    found = {row.arm: row for row in summary.closeness if not row.length}
+    if arm not in found:
+        return f"{arm}: nothing was asked yet."
+    row, noise = found[arm], found.get(NOISE)
+    beside = (
+        f" (A/A: {noise.agreement:.1%} and {noise.kl:.4f})" if noise else " (A/A: not asked twice)"
+    )
+    return (
+        f"{arm}: no verdict, since these prompts have no right answer. Over what the reference "
+        f"said behind {row.prompts:,} of them, the likeliest token is the same at "
+        f"{row.agreement:.1%} and the divergence {row.kl:.4f} nats a token{beside}."
+    )
 
 
 def provenance(evaluation: Evaluation) -> str:
@@ -222,8 +265,8 @@ def plain(summary: Summary) -> dict[str, Any]:
         "secondary": {
             name: [asdict(row) for row in getattr(summary, name)]
             for name in (
-                "lengths", "cells", "control", "nll", "rights", "kl", "agreement", "spots", "steps",
-                "limits",
+                "lengths", "cells", "control", "nll", "scores", "closeness", "rights", "kl",
+                "agreement", "spots", "steps", "limits",
             )
         },
     }  # fmt: skip
@@ -248,8 +291,39 @@ def _finite(value: Any) -> Any:
 
 
 def _long(evaluation: Evaluation, value: str) -> list[Outcome]:
+    """Of tasks that have right answers, if any has."""
     rows = evaluation.outcomes(value)
-    return [row for row in rows if row.length > evaluation.selects_all]
+    return [
+        row
+        for row in rows
+        if row.length > evaluation.selects_all and (row.task != UNSCORED or not evaluation.scored)
+    ]
+
+
+def _scores(evaluation: Evaluation) -> tuple[Difference, ...]:
+    if evaluation.mode is not Mode.GENERATE:
+        return ()
+    return _differences(evaluation, _long(evaluation, "score"), lambda row: (row.task, 0))
+
+
+def _closeness(evaluation: Evaluation) -> tuple[Closeness, ...]:
+    groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
+    lost = {missing.context for missing in evaluation.missing}
+    for row in evaluation.answers:
+        if row.task == UNSCORED and row.context not in lost and row.kl is not None:
+            name = NOISE if row.repeat else row.arm
+            for length in (0, row.length):
+                groups[name, length].append(row)
+    return tuple(
+        Closeness(
+            arm,
+            length,
+            float(np.mean([row.kl for row in rows])),
+            float(np.mean([row.agreement for row in rows])),
+            len(rows),
+        )
+        for (arm, length), rows in sorted(groups.items())
+    )
 
 
 def _others(evaluation: Evaluation) -> Iterable[tuple[str, str, int]]:
@@ -333,6 +407,8 @@ def _spots(evaluation: Evaluation, value: str) -> tuple[Spot, ...]:
         groups: dict[tuple[int, int], list[float]] = defaultdict(list)
         for key, (row, number) in values(arm).items():
             if key in base:
+                if row.depth is None:  # a user's file does not tell
+                    continue
                 part = min(int(row.depth * DEPTHS), DEPTHS - 1)
                 groups[row.length, part].append(number - base[key][1])
         found += [

@@ -14,6 +14,7 @@ from sglang_indexcache.quality.journal import load
 from tests.quality.evaluate import evaluate
 from tests.quality.fake_server import Fake, serving
 from tests.quality.logs.made import DATA, lm_eval
+from tests.quality.tasks.published import mrcr_row, prompt_row, write
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 SMALL = (
@@ -117,6 +118,67 @@ def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], said: str) -> 
     result = call("eval", "run", "1/4", *SMALL, "-o", tmp_path / "out", *given)
     assert result.exit_code == 1
     assert said in words(result)
+
+
+FILES = ("--model", TINY, "--length", "512", "--looks", "1", "--margin", "20")
+
+
+def test_a_users_files_are_planned_and_what_is_left_out_is_told(
+    tmp_path: Path, haystack: Path
+) -> None:
+    mrcr = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(6)])
+    own = write(tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)])
+    result = call(
+        *("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--rate", "10"),
+        *("--mrcr", mrcr, "--prompts", own, "--contexts", "4"),
+    )
+    assert result.exit_code == 0, result.output
+    said = words(result)
+    assert (
+        "mrcr: 4 of 6 rows are asked: 4 at 512 tokens. Left out: 2 more than --contexts 4" in said
+    )
+    assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in said
+    assert "1 of at most 64 tokens (index_topk)" in said
+    assert "2 cells, 7 paired questions; control at 48 tokens" in said
+    assert "Plan more (--contexts)" in said
+    whole = words(call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own))
+    assert "The files have no more: ask generated tasks beside them (--task)" in whole
+
+
+def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "own.jsonl", [prompt_row(1), {"prompt": 7}])
+    result = call("eval", "plan", "1/4", *FILES, "--prompts", path)
+    assert result.exit_code == 1
+    assert "line 2 of" in result.output
+    assert "prompt is empty, or no text" in words(result)
+
+
+def test_prompts_without_answers_end_without_a_verdict(tmp_path: Path, haystack: Path) -> None:
+    path = write(tmp_path / "own.jsonl", [prompt_row(n) for n in range(4)])
+    with serving(Fake(in_requests=True)) as url:
+        result = call(
+            *("eval", "run", "1/4", *FILES, "--url", url, "-o", tmp_path / "out"),
+            *("--haystack", haystack, "--prompts", path),
+        )
+    assert result.exit_code == 0, result.output
+    said = words(result)
+    assert "how far each pattern moves the model; no answer is right or wrong" in said
+    assert "1/4: no verdict, since these prompts have no right answer" in said
+    assert "--prompts own.jsonl" in said
+    assert load(tmp_path / "out").notices[0].startswith("prompts: 4 of 4 rows are asked")
+
+
+def test_another_engine_is_asked_by_chat_completions(tmp_path: Path, haystack: Path) -> None:
+    """And found out: this one counts words, and not the model's tokens."""
+    path = write(tmp_path / "mrcr.jsonl", [mrcr_row(n) for n in range(4)])
+    command = ("eval", "run", "1/4", *FILES, "--haystack", haystack, "--mrcr", path)
+    with serving(Fake(fault="truncates")) as url:
+        given = [f"--url={arm}={url}/v1" for arm in ("full", "1/4", "first-layer-only")]
+        result = call(*command, *given, "-o", tmp_path / "out")
+        mixed = call(*command, *given[:2], f"--url=first-layer-only={url}", "-o", tmp_path / "b")
+    assert result.exit_code == 1
+    assert "by the tokenizer and chat template of --model: it cuts long prompts" in words(result)
+    assert "full, 1/4 is asked by chat completions" in words(mixed)
 
 
 def compare(*arguments: object) -> tuple[int, str]:

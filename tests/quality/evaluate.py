@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_indexcache.client import Client
 from sglang_indexcache.quality.arms import make_arms
+from sglang_indexcache.quality.chat import ChatEndpoint, is_chat
 from sglang_indexcache.quality.evaluation import Arm, Evaluation, Mode, Role
 from sglang_indexcache.quality.journal import EvaluationJournal, identity
 from sglang_indexcache.quality.plan import Material, Plan
@@ -37,12 +38,14 @@ def evaluate(
     plan: Plan = PLAN,
     arms: tuple[Arm, ...] = ARMS,
     mode: Mode = Mode.TEACHER_FORCED,
+    material: Material | None = None,
     **run: Any,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
-    serving = make_arms(arms, {name: Client(url) for name, url in named.items()})
-    material = material_of(plan)
+    clients = {n: ChatEndpoint(url) if is_chat(url) else Client(url) for n, url in named.items()}
+    serving = make_arms(arms, clients)
+    material = material or material_of(plan)
     who = identity(
         plan,
         arms,
@@ -53,7 +56,7 @@ def evaluate(
         pattern_verified=serving.verified,
     )
     with EvaluationJournal(folder, who) as journal:
-        journal.note({"started": "then"})
+        journal.note({"started": "then", "notices": ["Told."]})
         return Run(serving, material, journal, **run).run()
 
 

@@ -28,8 +28,11 @@ class Words:
     """A tokenizer of words, spaces and signs, the same in every process."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
-        assert not add_special_tokens
+        del add_special_tokens  # it has none
         return {"input_ids": [[_id(piece) for piece in _pieces(one)] for one in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(_SEEN[i] for i in ids)
 
     def get_vocab(self) -> Mapping[str, int]:
         words = sorted({*ADJECTIVES, *NOUNS})
@@ -40,8 +43,13 @@ def _pieces(text: str) -> list[str]:
     return re.findall(r" ?\w+|\s|[^\w\s]", text)
 
 
+_SEEN: dict[int, str] = {}
+
+
 def _id(piece: str) -> int:
-    return zlib.crc32(piece.encode()) % (1 << 30) + 1
+    number = zlib.crc32(piece.encode()) % (1 << 30) + 1
+    _SEEN[number] = piece
+    return number
 
 
 HAYSTACK = "\n".join(f"line {n} says {n * 7919 % 997} of {n * 31 % 89}" for n in range(400))
@@ -60,6 +68,8 @@ class Fake:
         noise: share of answers that are wrong by chance, anew on each call.
         info: of ``/server_info`` besides.
         known: right answers by prompt, for when it answers by itself.
+        told: likewise by the last message of a conversation.
+        models: of the chat completions.
     """
 
     fault: str = ""
@@ -72,6 +82,8 @@ class Fake:
     noise: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)
+    models: tuple[str, ...] = ("m",)
 
     def __post_init__(self) -> None:
         self.guard = threading.Lock()
@@ -161,9 +173,37 @@ class Fake:
     def _said(self, info: dict[str, Any], ids: list[int], pattern: str, most: int) -> list[int]:
         """The right answer, or one more than its first token, and then the line's end."""
         info["finish_reason"] = {"type": "length" if self.fault == "rambles" else "stop"}
-        answer = self.known[tuple(ids)]
+        answer = self.known.get(tuple(ids), [len(ids), 6, 8])
         right = self._is_right([*ids, *answer], pattern)
         return [*answer, 5][:most] if right else [answer[0] + 1, 5][:most]
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A completion; the engine has one pattern, and does not say which."""
+        self.calls += 1
+        self.asked.append(body)
+        assert body["model"] in self.models
+        texts = [message["content"] for message in body["messages"]]
+        ids = Words()(texts, add_special_tokens=False)["input_ids"]
+        every = [i for part in ids for i in part]
+        right = self._is_right(every, self.pattern)
+        said = self.told.get(texts[-1], "?") if right else "I do not know."
+        counted = len(every) + 4 * len(texts)
+        if self.faulty and self.fault == "truncates":
+            counted = min(counted, 100)
+        if self.faulty and self.fault == "another tokenizer":
+            counted *= 2
+        reply: dict[str, Any] = {
+            "choices": [
+                {
+                    "message": {"role": "assistant", "content": said},
+                    "finish_reason": "length" if self.fault == "rambles" else "stop",
+                }
+            ],
+            "usage": {"prompt_tokens": counted},
+        }
+        if self.faulty and self.fault == "no usage":
+            del reply["usage"]
+        return reply
 
     def _cached(self, key: str, ids: list[int]) -> int:
         kept = self.cache.setdefault(key, [])
@@ -219,6 +259,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer({}, 503)
             elif self.path == "/health":
                 self._answer({})
+            elif self.path == "/v1/models":
+                about = {"owned_by": "fake", "max_model_len": 8192}
+                self._answer({"data": [{"id": model, **about} for model in self.fake.models]})
             else:
                 self._answer(self.fake.server_info())
 
@@ -234,6 +277,10 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer({})
             elif fake.faulty and fake.fault == "stops":
                 self._answer({}, 503)
+            elif fake.faulty and fake.fault == "half an answer":
+                self._answer({"choices": []}, cut=4)
+            elif self.path == "/v1/chat/completions" and fake.fault != "garbage":
+                self._answer(fake.chat(body))
             elif fake.fault == "one context" and len(body["input_ids"][0]) % 4 == 0:
                 self._answer({"error": "too hard"}, 500)
             elif fake.faulty and fake.fault == "garbage":
@@ -245,8 +292,8 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(fake.generate(body))
 
-    def _answer(self, data: Any, status: int = 200) -> None:
-        text = json.dumps(data).encode()
+    def _answer(self, data: Any, status: int = 200, cut: int | None = None) -> None:
+        text = json.dumps(data).encode()[:cut]
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

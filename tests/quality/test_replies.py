@@ -10,10 +10,13 @@ import pytest
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.evaluation import Mode
 from sglang_indexcache.quality.metrics import METRICS
+from sglang_indexcache.quality.plan import Material, Plan
 from sglang_indexcache.quality.replies import reply
-from sglang_indexcache.quality.tasks import TASKS
-from tests.quality.evaluate import PLAN, evaluate, material_of
-from tests.quality.fake_server import Fake, serving
+from sglang_indexcache.quality.shelf import Bounds, fill_shelf
+from sglang_indexcache.quality.tasks import FILES, TASKS
+from tests.quality.evaluate import ARMS, PLAN, evaluate, material_of
+from tests.quality.fake_server import HAYSTACK, TOPK, Fake, Words, serving
+from tests.quality.tasks.published import prompt_row, write
 
 
 def knowing(**changes: object) -> Fake:
@@ -44,8 +47,30 @@ def test_replies_that_are_cut_are_refused(tmp_path: Path) -> None:
         evaluate(tmp_path, url, mode=Mode.GENERATE, ask=reply)
 
 
+def test_replies_to_a_users_file_end_where_the_model_ends_them(tmp_path: Path) -> None:
+    """And are right where the published metric says so, whatever their tokens."""
+    path = write(tmp_path / "p.jsonl", [prompt_row(n, "Token") for n in range(8)])
+    shelf = fill_shelf({"prompts": path}, Words(), Bounds((512,), 4096, TOPK, 8, 1, 0, True))
+    plan = Plan((), (512,), 8, 4, TOPK, margin=0.5, looks=1, taken=shelf.taken)
+    material = Material(Words(), HAYSTACK, 4, shelf.items)
+    made = [material.make(one) for one in plan.planned]
+    fake = Fake(known={tuple(c.ids + q.ids): q.answer for c in made for q in c.questions})
+    with serving(fake) as url:
+        found = evaluate(tmp_path / "out", url, plan, ARMS, Mode.GENERATE, material, ask=reply)
+    rows = [row for row in found.answers if row.task == "prompts"]
+    assert rows
+    assert all(row.reply and row.right and row.score == 1.0 for row in rows)  # " token[..]"
+    asked = [body for body in fake.asked if body["sampling_params"][0]["max_new_tokens"]]
+    stops = {
+        (len(ids) > TOPK, "stop" in parameters)
+        for body in asked
+        for ids, parameters in zip(body["input_ids"], body["sampling_params"], strict=True)
+    }
+    assert stops == {(True, False), (False, True)}  # the file, and the control's lines
+
+
 def test_every_task_has_a_metric() -> None:
-    assert set(METRICS) == set(TASKS)
+    assert set(METRICS) == {*TASKS, *FILES}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Long-context tasks, generated offline to an exact number of tokens: one file each, one row here.
+"""Long-context tasks: one file each, and one row here.
 
+`TASKS` are generated offline to an exact number of tokens; `FILES` are read from what a user has.
 The rules and prompts are those of their published sources as far as they need no download; each
 file says what it takes from where, and which known defects of the source it does not copy.
 """
@@ -9,11 +10,16 @@ from __future__ import annotations
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.design import QUESTIONS
 from sglang_indexcache.quality.tasks.context import Context, Question, Task, Tokenizer, fitted
+from sglang_indexcache.quality.tasks.graphwalks import graphwalks
+from sglang_indexcache.quality.tasks.items import Item, Reader
+from sglang_indexcache.quality.tasks.longbench import longbench
 from sglang_indexcache.quality.tasks.lookup import LETTERS, lookup
+from sglang_indexcache.quality.tasks.mrcr import mrcr
 from sglang_indexcache.quality.tasks.needles import needles
 from sglang_indexcache.quality.tasks.needles_text import needles_text
 from sglang_indexcache.quality.tasks.notes import notes
 from sglang_indexcache.quality.tasks.parents import parents
+from sglang_indexcache.quality.tasks.prompts import prompts
 from sglang_indexcache.quality.tasks.rounds import rounds
 from sglang_indexcache.quality.tasks.tracking import tracking
 
@@ -28,10 +34,34 @@ TASKS: dict[str, Task] = {
 }
 DEFAULT = tuple(task for task in TASKS if task != "notes")
 """What a released model is asked; notes are for small ones."""
-CHANCE = {"lookup": 1 / len(LETTERS)}
+FILES: dict[str, Reader] = {
+    "mrcr": mrcr,
+    "graphwalks": graphwalks,
+    "longbench-v2": longbench,
+    "prompts": prompts,
+}
+"""What a user's file can hold; its option is called the same."""
+UNSCORED = "continuations"
+"""The task of prompts without an answer: nobody is right or wrong, so no verdict counts it."""
+CONTROL = "notes"
+"""What the control asks where nothing else is generated: short, and easy for every model."""
+CHANCE = {"lookup": 1 / len(LETTERS), "longbench-v2": 1 / len(LETTERS)}
 """Share of right answers that guessing gives, where it gives any."""
 
-__all__ = ["CHANCE", "DEFAULT", "TASKS", "Context", "Question", "Task", "Tokenizer", "make_context"]
+__all__ = [
+    "CHANCE",
+    "CONTROL",
+    "DEFAULT",
+    "FILES",
+    "TASKS",
+    "UNSCORED",
+    "Context",
+    "Item",
+    "Question",
+    "Task",
+    "Tokenizer",
+    "make_context",
+]
 
 
 def make_context(

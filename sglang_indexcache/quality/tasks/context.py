@@ -32,6 +32,9 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> Mapping[str, int]:
         """Every piece and its id; a leading space is U+0120 or U+2581."""
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of these ids."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -70,10 +73,11 @@ class Question:
     Attributes:
         name: unique in the context.
         ids: its tokens, which follow the context's.
-        answer: the answer's tokens, which follow those.
+        answer: the answer's tokens, which follow those; none where no answer is known.
         text: the question.
-        answer_text: the answer.
-        depth: where in the context the first line lies that the answer follows from, 0 to 1.
+        answer_text: the answer; empty where none is known.
+        depth: where in the context the first line lies that the answer follows from, 0 to 1; None
+            where a user's file does not tell.
     """
 
     name: str
@@ -81,7 +85,7 @@ class Question:
     answer: list[int]
     text: str
     answer_text: str
-    depth: float
+    depth: float | None
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Context:
         length: tokens of the context with its longest question and that question's answer.
         ids: the context's tokens.
         questions: each asked behind the context alone, none behind another.
+        messages: the conversation that a user's file has; empty for what is generated.
     """
 
     name: str
@@ -101,6 +106,7 @@ class Context:
     length: int
     ids: list[int]
     questions: list[Question]
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
