@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/host_device.h"
 #include "simt.h"
@@ -154,6 +155,13 @@ inline void wait_copies() {
 }
 
 inline void fence_async_proxy() {}
+
+// -- arithmetic --------------------------------------------------------------------------------
+
+inline float exp2_flushed(float x) {
+  const float result = std::exp2(x);
+  return result < 0x1p-126f ? 0.0f : result;
+}
 
 // -- registers ---------------------------------------------------------------------------------
 
