@@ -68,8 +68,8 @@ class Instruction:
 
     @cached_property
     def is_barrier(self) -> bool:
-        """Whether it waits for the other warps."""
-        return self.name.startswith("BAR.SYNC")
+        """Whether it waits for the other warps; one of 128 threads is for a warpgroup alone."""
+        return self.name.startswith("BAR.SYNC") and not self.text.endswith(", 0x80")
 
     @property
     def target(self) -> int | None:
@@ -151,6 +151,32 @@ class Loop:
                 return found
             index = following
             found.append(self.code[index])
+
+    def shortest_through(self, name: str) -> list[Instruction]:
+        """The iteration with the fewest instructions among those that execute one called so.
+
+        Raises:
+            KernelError: none does.
+        """
+        ways = [self._shortest({i}) for i in self.body if self.code[i].name.startswith(name)]
+        found = [way for way in ways if way]
+        if not found:
+            raise KernelError(f"no iteration of the loop executes {name}")
+        return [self.code[index] for index in min(found, key=len)]
+
+    def _shortest(self, through: set[int]) -> list[int]:
+        """Indices of the shortest iteration through one of some instructions; empty if none."""
+        # What is ahead of every instruction, with such a one on the way and without.
+        best: dict[tuple[int, bool], list[int]] = {}
+        for index in _children_first(self.header, self.edges):
+            for met in (False, True):
+                done = met or index in through
+                ways = [best[after, done] for after in self.edges[index] if (after, done) in best]
+                if index in self.ends and done:
+                    ways.append([])
+                if ways:
+                    best[index, met] = [index, *min(ways, key=len)]
+        return best.get((self.header, False), [])
 
     @cached_property
     def _ways(self) -> dict[int, list[int | None]]:

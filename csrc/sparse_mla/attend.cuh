@@ -172,7 +172,24 @@ __device__ __forceinline__ uint32_t raw_place(int key, int chunk) {
   return uint32_t(key * kTileRowBytes + (chunk ^ (key & 1) * 4) * 16);
 }
 
-__device__ __forceinline__ void copy_raw(Shared& shared, const Params& params, const ListPart& part,
+// What a loading thread needs of the list for a step of FP8 rows; read before there is room for them.
+struct Fp8Step {
+  int slots[kFp8KeysOfThread];
+  uint32_t mask;
+};
+
+__device__ __forceinline__ Fp8Step fp8_step(const ListPart& part) {
+  const int thread = threadIdx.x - kMathThreads;
+  Fp8Step step;
+#pragma unroll
+  for (int j = 0; j < kFp8KeysOfThread; ++j) {
+    step.slots[j] = part.slot(j * kFp8Together + thread / 8);
+  }
+  step.mask = thread < kKeys ? part.mask(thread) : 0;
+  return step;
+}
+
+__device__ __forceinline__ void copy_raw(Shared& shared, const Params& params, const Fp8Step& step,
                                          int stage) {
   const int thread = threadIdx.x - kMathThreads;
   const int lane = thread % 8;
@@ -180,9 +197,9 @@ __device__ __forceinline__ void copy_raw(Shared& shared, const Params& params, c
 #pragma unroll
   for (int j = 0; j < kFp8KeysOfThread; ++j) {
     const int key = j * kFp8Together + thread / 8;
-    const int slot = part.slot(key);
-    const bool valid = slot >= 0;
-    const unsigned char* row = params.cache + int64_t(valid ? slot : 0) * kFp8RowBytes + lane * 16;
+    const bool valid = step.slots[j] >= 0;
+    const unsigned char* row =
+        params.cache + int64_t(valid ? step.slots[j] : 0) * kFp8RowBytes + lane * 16;
 #pragma unroll
     for (int g = 0; g < kFp8Groups; ++g) {
       copy16(tile + 2 * g * kTileBytes + raw_place(key, lane), row + g * kFp8GroupValues, valid);
@@ -191,7 +208,7 @@ __device__ __forceinline__ void copy_raw(Shared& shared, const Params& params, c
     copy16(tile + (kTiles - 1) * kTileBytes + swizzle128(key, lane * 16), rotary, valid);
     if (lane == 0) copy16(shared_address(shared.scales[stage][key]), row + kValueDim, valid);
   }
-  if (thread < kKeys) note_selected(shared.selected[stage], thread, part.mask(thread));
+  if (thread < kKeys) note_selected(shared.selected[stage], thread, step.mask);
 }
 
 // One lane's share of a raw row: of every group eight values of the first half, eight of the second.
@@ -250,21 +267,25 @@ __device__ __forceinline__ void convert(Shared& shared, int stage) {
 __device__ __forceinline__ void load_fp8(Shared& shared, const Params& params, const int* list,
                                          const unsigned char* masks, int length, int begin,
                                          int end) {
+  const auto step_at = [&](int step) { return fp8_step(part_of(list, masks, length, step)); };
   for (int step = begin; step < smaller(begin + kStages, end); ++step) {
-    copy_raw(shared, params, part_of(list, masks, length, step), step - begin);
+    copy_raw(shared, params, step_at(step), step - begin);
   }
   for (int step = begin; step < end; ++step) {
     const int stage = (step - begin) % kStages;
+    // The stage before this one is refilled while the math warps are at this one.
+    const int before = step - 1;
+    const int following = before + kStages;
+    const bool refill = before >= begin && following < end;
+    const Fp8Step next = step_at(refill ? following : step);
     wait_copies();
     __syncwarp();  // a row was copied by the lanes of the warp that converts it
     convert(shared, stage);
     fence_async_proxy();  // WGMMA reads the keys through the async proxy
     mbarrier_arrive(&shared.full[stage]);
-    // The stage before this one is refilled while the math warps are at this one.
-    const int before = step - 1;
-    if (before < begin || before + kStages >= end) continue;
+    if (!refill) continue;
     mbarrier_wait(&shared.empty[1 - stage], (before - begin) / kStages & 1);
-    copy_raw(shared, params, part_of(list, masks, length, before + kStages), 1 - stage);
+    copy_raw(shared, params, next, 1 - stage);
   }
 }
 
@@ -322,23 +343,28 @@ __device__ __forceinline__ void score(float (&scores)[32], const Shared& shared,
 __device__ __forceinline__ void find_peaks(float (&scores)[32], float (&peak)[2],
                                            const uint32_t (&selected)[kMaskRows][2],
                                            const int (&mask_bit)[2], float scale_log2) {
-  float highest[2] = {-INFINITY, -INFINITY};
+  // The thread's first key at bit 0, so that the others are at bits that the compiler knows.
+  const uint32_t first = threadIdx.x % 4 * 2;
+  uint32_t wanted[2][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // The thread's first key at bit 0, so that the others are at bits that the compiler knows.
-    const uint32_t first = threadIdx.x % 4 * 2;
-    const uint32_t low = selected[mask_bit[half]][0] >> first;
-    const uint32_t high = selected[mask_bit[half]][1] >> first;
+    wanted[half][0] = selected[mask_bit[half]][0] >> first;
+    wanted[half][1] = selected[mask_bit[half]][1] >> first;
+  }
+  // Of each row two chains of maxima, so that one need not wait for the last.
+  float highest[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (((i >> 1) & 1) != half) continue;
-      const int key = accumulator_column(0, i);
-      const bool chosen = (key < 32 ? low >> key : high >> (key - 32)) & 1;
-      scores[i] = chosen ? scores[i] * scale_log2 : -INFINITY;
-      highest[half] = fmaxf(highest[half], scores[i]);
-    }
-    highest[half] = quad_max(highest[half]);
-    if (highest[half] > peak[half] + kSlack) peak[half] = highest[half];
+  for (int i = 0; i < 32; ++i) {
+    const int half = (i >> 1) & 1;
+    const int key = accumulator_column(0, i);
+    const bool chosen = wanted[half][key / 32] >> (key % 32) & 1;
+    scores[i] = chosen ? scores[i] * scale_log2 : -INFINITY;
+    highest[half][i & 1] = fmaxf(highest[half][i & 1], scores[i]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float most = quad_max(fmaxf(highest[half][0], highest[half][1]));
+    if (most > peak[half] + kSlack) peak[half] = most;
   }
 }
 

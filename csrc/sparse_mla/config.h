@@ -35,7 +35,7 @@ constexpr int kMathRegisters = 208;
 constexpr int kLoadRegisters = 88;
 constexpr int kMaxCluster = 16;  // beyond 8 a launch has to allow it, and the card to have room
 
-constexpr int kMaxQueries = 4;              // of a tile (kMaxPackedRows of pack.h)
+constexpr int kMaxQueries = 4;              // of a tile
 constexpr int kNoQuery = 8;                 // a tile row without a head
 constexpr int kMaskRows = kNoQuery + 1;
 constexpr int kRotaryTile = kTiles - 1;     // probabilities take its place once there are scores

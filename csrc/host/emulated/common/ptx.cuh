@@ -150,6 +150,7 @@ inline void copy16(uint32_t destination, const void* source, bool valid) {
 }
 
 inline void wait_copies() {
+  simt::delay(32);
   for (auto& copy : simt::self().copies) copy();
   simt::self().copies.clear();
 }
