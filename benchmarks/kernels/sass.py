@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -152,30 +152,51 @@ class Loop:
             index = following
             found.append(self.code[index])
 
-    def shortest_through(self, name: str) -> list[Instruction]:
-        """The iteration with the fewest instructions among those that execute one called so.
+    def through(
+        self, name: str, *, longest: bool = False, without: Container[Instruction] = ()
+    ) -> list[Instruction]:
+        """The shortest iteration that executes an instruction called so.
+
+        Never one through what brings parted lanes together again: a copy of the code for a case
+        that does not happen.
+
+        Args:
+            longest: the longest through the same instruction instead.
+            without: instructions that the longest must not execute.
 
         Raises:
-            KernelError: none does.
+            KernelError: no iteration does.
         """
-        ways = [self._shortest({i}) for i in self.body if self.code[i].name.startswith(name)]
-        found = [way for way in ways if way]
-        if not found:
+        marks = [index for index in self.body if self.code[index].name.startswith(name)]
+        ways = [way for mark in marks if (way := self._walk(mark, min, ()))]
+        if not ways:
             raise KernelError(f"no iteration of the loop executes {name}")
-        return [self.code[index] for index in min(found, key=len)]
+        found = min(ways, key=len)
+        if longest:
+            found = self._walk(next(index for index in found if index in marks), max, without)
+        return [self.code[index] for index in found]
 
-    def _shortest(self, through: set[int]) -> list[int]:
-        """Indices of the shortest iteration through one of some instructions; empty if none."""
-        # What is ahead of every instruction, with such a one on the way and without.
+    def _walk(
+        self,
+        mark: int,
+        choose: Callable[..., list[int]],
+        without: Container[Instruction],
+    ) -> list[int]:
+        """Indices of an iteration through one of them; empty if there is none."""
+        # What is ahead of every instruction, with the mark still to come and without.
         best: dict[tuple[int, bool], list[int]] = {}
         for index in _children_first(self.header, self.edges):
+            if self.code[index] in without or index in self.spins:
+                continue
+            parted = "BRA.DIV" in self.code[index].name
+            after = [o for o in self.edges[index] if not parted or o == index + 1]
             for met in (False, True):
-                done = met or index in through
-                ways = [best[after, done] for after in self.edges[index] if (after, done) in best]
+                done = met or index == mark
+                ways = [best[other, done] for other in after if (other, done) in best]
                 if index in self.ends and done:
                     ways.append([])
                 if ways:
-                    best[index, met] = [index, *min(ways, key=len)]
+                    best[index, met] = [index, *choose(ways, key=len)]
         return best.get((self.header, False), [])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Sparse MLA's device code with one wait, arrival or barrier taken out: the emulated GPU notices each.
+"""Sparse MLA's device code with one wait, arrival or barrier taken out: the emulator notices each.
 
 All of them are compiled at once, every one in a namespace of its own. What the emulator does not
 model (csrc/README.md) has no mutant here: fences, and `setmaxnreg`.
@@ -29,10 +29,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "mbarrier_wait(&shared.full[stage], (step / kStages) & 1);", "", "both",
     ),
     "keys never arrive": (
-        "wait_copies();\n    fence_async_proxy();  // WGMMA reads the keys through the async proxy\n"
-        "    mbarrier_arrive(&shared.full[stage]);", "", "bf16",
+        "wait_copies();\n    fence_async_proxy();  // WGMMA reads the keys through the async proxy"
+        "\n    mbarrier_arrive(&shared.full[stage]);", "", "bf16",
     ),
-    "keys arrive before their copies": ("    wait_copies();\n    fence_async", "fence_async", "bf16"),
+    "keys arrive before their copies": (
+        "    wait_copies();\n    fence_async", "fence_async", "bf16",
+    ),
     "bfloat16 keys are overwritten": ("mbarrier_wait(&shared.empty[stage], parity);", "", "bf16"),
     "FP8 keys are overwritten": (
         "mbarrier_wait(&shared.empty[1 - stage], (before - begin) / kStages & 1);", "", "fp8",
@@ -53,7 +55,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "probabilities are not complete": (
         "sync_math();  // the probabilities are complete", "", "both",
     ),
-    "the other group's sums are not scaled": ("      rescale(state, peak);\n    }", "    }", "both"),
+    "the other group's sums are not scaled": (
+        "      rescale(state, peak);\n    }", "    }", "both",
+    ),
     "sums over keys in use": ("sync_math();  // the keys are done with", "// the keys", "both"),
     "a cluster reads what is not there": (
         "  cluster_sync();\n  combine(", "  __syncthreads();\n  combine(", "both",

@@ -25,8 +25,8 @@ from sglang_indexcache.kernels.contract import (
     PAGE_BYTES,
     PAGE_TOKENS,
     IndexerBatch,
-    Select,
     Kept,
+    Select,
     SparseMLA,
 )
 from sglang_indexcache.serving.cuda.choice import Phase, Route
