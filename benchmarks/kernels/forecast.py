@@ -23,16 +23,25 @@ from benchmarks.kernels import engine_loops, gate_counts, hot_loops
 from benchmarks.kernels.hot_loops import Modelled
 from benchmarks.kernels.machine import (
     CLUSTERS,
+    GATHER_BYTES_PER_SECOND,
+    GATHER_START,
     GHZ,
     MEMORY_BYTES_PER_SECOND,
     MULTIPROCESSORS,
+    PORT_BYTES_PER_CLOCK,
     SILICON,
 )
 from benchmarks.kernels.predictions import predictions
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels.build import nvcc_version
-from sglang_indexcache.kernels.contract import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS
+from sglang_indexcache.kernels.contract import (
+    FP8_ROW_BYTES,
+    INDEX_DIM,
+    LATENT_DIM,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+)
 from sglang_indexcache.kernels.indexer.cuda import select_rows
 from sglang_indexcache.kernels.sparse_mla.cuda import cluster_size, rows_per_tile
 
@@ -113,6 +122,10 @@ OVERLAP = {"optimistic": 1.2, "central": 1.25, "pessimistic": 1.6}
 and are drawn anew every 64 rows: 1.25."""
 PACK_US = {"optimistic": 150.0, "central": 170.0, "pessimistic": 200.0}
 """Packing the lists of 8192 rows: assumed."""
+STEP_KEYS = 64
+CONVERSION_CLOCKS = {"optimistic": 0.0, "central": 0.0, "pessimistic": 50.0 * STEP_KEYS}
+"""Of a step's FP8 rows at the least: FlashMLA's guide counts 50 clocks a key for an SM; the model
+of the instructions finds fewer."""
 TILE_START, DECODE_START, DECODE_END = 7000.0, 5000.0, 5000.0
 """Clocks of a tile beside its steps; in decode before the first step, after the last: assumed."""
 
@@ -239,26 +252,79 @@ def decode_topk_us(loop: Modelled, context: int, mood: Mood) -> float:
     return 2 * context / 8192 * clocks(loop, mood) / GHZ[mood] / 1e3 + 8
 
 
-def mla_prefill_us(step: Modelled, heads: int, mood: Mood, *, reused: bool = False) -> float:
+@dataclass(frozen=True)
+class Step:
+    """Clocks of one step of 64 keys in a tile, by what may take them; they run side by side.
+
+    With two stages the rows of one are under way while the math warps work on the other, and a
+    third does not fit into shared memory. So a step takes what the slowest of these takes.
+    """
+
+    math: float
+    gather: float
+    load: float
+
+    @property
+    def clocks(self) -> float:
+        """Of the slowest."""
+        return max(self.math, self.gather, self.load)
+
+    @property
+    def bound_by(self) -> str:
+        """The slowest, in words."""
+        names = {
+            self.math: "products and softmax, one after the other",
+            self.gather: "the gather of rows",
+            self.load: "latency and conversion of rows",
+        }
+        return names[self.clocks]
+
+
+def mla_step(
+    loops: Mapping[str, Modelled], mood: Mood, *, fp8: bool, sms: int, memory: bool
+) -> Step:
+    """What a step takes.
+
+    Args:
+        fp8: rows are converted.
+        sms: that gather at once.
+        memory: rows come from there (decode), not from L2.
+    """
+    row = FP8_ROW_BYTES if fp8 else 2 * LATENT_DIM
+    source = GATHER_BYTES_PER_SECOND[mood]
+    if memory:
+        source = min(source, MEMORY_BYTES_PER_SECOND * MEMORY_PART["ours"])
+    each = min(PORT_BYTES_PER_CLOCK, source / (sms * GHZ[mood] * 1e9))
+    convert = max(clocks(loops["attend_fp8_load"], mood), CONVERSION_CLOCKS[mood]) if fp8 else 0.0
+    arrive = GATHER_START[mood] + STEP_KEYS * row / PORT_BYTES_PER_CLOCK
+    return Step(
+        math=clocks(loops["attend_fp8" if fp8 else "attend_bf16"], mood),
+        gather=STEP_KEYS * row / each,
+        load=arrive + convert,
+    )
+
+
+def mla_prefill_us(
+    loops: Mapping[str, Modelled], heads: int, mood: Mood, *, reused: bool = False
+) -> float:
     """8192 rows; a tile is the rows that fit into 64 heads, over the union of their lists."""
     together = rows_per_tile(ROWS, heads, TOPK, MULTIPROCESSORS)
     union = OVERLAP[mood] if together > 1 else 1.0
-    tile = math.ceil(TOPK * union / 64) * clocks(step, mood) + TILE_START
+    step = mla_step(loops, mood, fp8=False, sms=MULTIPROCESSORS, memory=False)
+    tile = math.ceil(TOPK * union / STEP_KEYS) * step.clocks + TILE_START
     pack = PACK_US[mood] if together > 1 and not reused else 0.0
     return math.ceil(ROWS / together) / MULTIPROCESSORS * tile / GHZ[mood] / 1e3 + pack
 
 
 def mla_decode_us(
-    step: Modelled, batch: int, heads: int, mood: Mood, load: Modelled | None = None
+    loops: Mapping[str, Modelled], batch: int, heads: int, mood: Mood, *, fp8: bool
 ) -> float:
-    """A list is split over a cluster; with FP8 rows two stages load side by side, then convert."""
-    size = cluster_size(batch, heads, TOPK, MULTIPROCESSORS)
-    steps = TOPK // 64 // size
+    """A list is split over a cluster; before the first step FP8 rows are converted."""
+    size = cluster_size(batch, heads, TOPK, CLUSTERS.__getitem__)
     waves = math.ceil(batch / CLUSTERS[size])
-    if load is None:
-        spent = steps * clocks(step, mood)
-    else:
-        spent = math.ceil(steps / 2) * clocks(load, mood) + clocks(step, mood)
+    step = mla_step(loops, mood, fp8=fp8, sms=min(batch * size, MULTIPROCESSORS), memory=True)
+    first = clocks(loops["attend_fp8_load"], mood) if fp8 else 0.0
+    spent = first + TOPK // STEP_KEYS // size * step.clocks
     return waves * (DECODE_START + spent + DECODE_END) / GHZ[mood] / 1e3
 
 
@@ -312,24 +378,30 @@ def _decode_rows(loops: Mapping[str, Modelled]) -> list[Row]:
 
 
 def _attention_rows(loops: Mapping[str, Modelled]) -> list[Row]:
-    step, load = loops["attend_bf16"], loops["attend_fp8_load"]
     padded = ROWS * TOPK * 64 * (576 + 512) * 2 / FLASH_MLA_FLOPS * 1e6
     found = []
+    prefill = mla_step(loops, "central", fp8=False, sms=MULTIPROCESSORS, memory=False)
     for name, heads, reused in (
         ("mla_prefill_20", 20, False),
         ("mla_prefill_20_lists_kept", 20, True),
         ("mla_prefill_64", 64, False),
     ):
-        ours = {mood: mla_prefill_us(step, heads, mood, reused=reused) for mood in MOODS}
-        bound = "shared memory in QK; softmax not overlapped"
+        ours = {mood: mla_prefill_us(loops, heads, mood, reused=reused) for mood in MOODS}
         theirs = dict.fromkeys(MOODS, padded)
+        bound = prefill.bound_by
         shape = f"{ROWS} rows, {heads} heads"
+        if heads == 64:
+            bound += "; auto leaves it to the engine"
         found.append(row(name, shape, ours, theirs, bound, "FlashMLA's README: 640 TFLOPS"))
-    for name, converted in (("bf16", None), ("fp8", load)):
+    for name in ("bf16", "fp8"):
         for batch, central in FLASH_MLA_DECODE_US.items():
-            ours = {mood: mla_decode_us(step, batch, 20, mood, converted) for mood in MOODS}
+            fp8 = name == "fp8"
+            ours = {mood: mla_decode_us(loops, batch, 20, mood, fp8=fp8) for mood in MOODS}
             theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
-            bound = "serial steps on few SMs" if converted is None else "one or two loads in flight"
+            sms = batch * cluster_size(batch, 20, TOPK, CLUSTERS.__getitem__)
+            step = mla_step(loops, "central", fp8=fp8, sms=sms, memory=True)
+            start = (DECODE_START + DECODE_END) / GHZ["central"] / 1e3
+            bound = "start and end" if start > ours["central"] / 2 else step.bound_by
             source = "pegainfer #624" if batch < 64 else "FlashMLA's README, scaled"
             shape = f"{_requests(batch)}, 20 heads"
             found.append(row(f"mla_decode_20_{name}", shape, ours, theirs, bound, source))
@@ -397,8 +469,7 @@ def record(
     rows = [one.to_json() for one in rows_of(loops, engine)]
 
     def decode_us(batch: int, fp8: bool) -> float:
-        load = loops["attend_fp8_load"] if fp8 else None
-        return mla_decode_us(loops["attend_bf16"], batch, 20, "central", load)
+        return mla_decode_us(loops, batch, 20, "central", fp8=fp8)
 
     return {
         "status": "forecast by a model; no card has run these kernels",
@@ -410,6 +481,8 @@ def record(
             "logit_mean": LOGIT_MEAN,
             "union_of_three_lists": OVERLAP,
             "memory_part": MEMORY_PART,
+            "gather_bytes_per_second": GATHER_BYTES_PER_SECOND,
+            "gather_start_clocks": GATHER_START,
         },
         "calibration": calibration(engine),
         "engine": engine,

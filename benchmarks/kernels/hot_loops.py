@@ -11,9 +11,11 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.kernels.cycles import DISCIPLINES, simulate
 from benchmarks.kernels.machine import LOAD_CLOCKS, blocks_of_an_sm, pipe_of
@@ -25,8 +27,14 @@ from sglang_indexcache.kernels.disassembly import Usage, listing, usage
 ALLOWED_SLOWDOWN = 1.03
 TAKEN = (1.0, 0.75)
 """How often a page's slots have something to offer: always, or as under the benchmark's logits."""
+RESCALED = (0.0, 0.25)
+"""How often a warpgroup scales its sums anew at a step: never, where the largest of a row's first
+64 scores is within 2^8 of the largest of all; at the most at every fourth (assumed)."""
 STARTS = (0.0, 700.0)
 """Clocks between two warpgroups' first pages: in phase, and about half a page apart."""
+
+
+_Draw: TypeAlias = Callable[[], Sequence[Instruction]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class HotLoop:
         kernel: as ``disassembly.readable`` names it.
         holds: instructions that it has at least so many of, by how their names begin.
         warps: of one sub-partition that run it, of all the blocks of an SM.
+        turns: for roles that alternate: each turn, by an instruction that only it executes. Warp w
+            begins with turn w.
         unit: what they do together in an iteration each.
         threads: of a block.
         shared: dynamic shared memory of a block, as the launch has it in C++.
@@ -52,6 +62,7 @@ class HotLoop:
     threads: int
     shared: str
     loads: tuple[float, ...] = (LOAD_CLOCKS,)
+    turns: tuple[str, ...] = ()
 
 
 def _indexer(kernel: str, tile: str, warps: int, unit: str, threads: int = 384) -> HotLoop:
@@ -63,6 +74,8 @@ _SELECT = "SelectShared<indexer::SelectTile<{}>>"
 _SELECT_UNIT = "2 pages of 64 keys x 256 columns, in halves"
 _RING = "Ring<indexer::Tile<{}>>"
 _ATTEND = "sparse_mla::kSharedBytes"
+_ATTEND_TURNS = ("HGMMA.64x64", "LDS")
+"""A warpgroup's own step, and the other's, of which it reads the peaks."""
 HOT_LOOPS: dict[str, HotLoop] = {
     "select_32": _indexer("select_kernel<32, 8>", _SELECT.format("32, 8"), 4, _SELECT_UNIT, 640),
     "select_64": _indexer("select_kernel<64, 4>", _SELECT.format("64, 4"), 4, _SELECT_UNIT, 640),
@@ -90,16 +103,28 @@ HOT_LOOPS: dict[str, HotLoop] = {
         "64 keys: scores, softmax, output",
         384,
         _ATTEND,
+        turns=_ATTEND_TURNS,
+    ),
+    "attend_fp8": HotLoop(
+        "sparse_mla",
+        "attend_kernel<1>",
+        {"HGMMA": 40},
+        2,
+        "64 keys: scores, softmax, output",
+        384,
+        _ATTEND,
+        turns=_ATTEND_TURNS,
     ),
     "attend_fp8_load": HotLoop(
         "sparse_mla",
         "attend_kernel<1>",
-        {"F2FP": 100, "LDG": 8},
+        {"F2FP": 100, "LDGSTS": 16},
         1,
-        "64 keys loaded and converted by 2 warps",
+        "64 keys asked for and converted by 4 warps",
         384,
         _ATTEND,
         (300.0, 600.0),
+        turns=("LDGSTS",),
     ),
 }
 
@@ -169,7 +194,12 @@ def model(hot: HotLoop, code: list[Instruction], registers: int, shared: int) ->
     """One loop of a kernel's code."""
     loop = innermost(code, hot.holds)
     longest, shortest = loop.iteration(lambda: True), loop.iteration(lambda: False)
-    runs = clocks_of(loop, hot.warps, hot.loads)
+    if hot.turns:
+        traces = [loop.through(name) for name in hot.turns]
+        longest, shortest = max(traces, key=len), min(traces, key=len)
+        runs = clocks_of_turns(loop, hot)
+    else:
+        runs = clocks_of(loop, hot.warps, hot.loads)
     least = min(runs)
     return Modelled(
         kernel=hot.kernel,
@@ -208,6 +238,39 @@ def clocks_of(
                     )
                     found.append((run.iteration * warps, run.tensor, run.issue))
     return found
+
+
+def clocks_of_turns(loop: Loop, hot: HotLoop) -> list[tuple[float, float, float]]:
+    """As :func:`clocks_of`, of warps that alternate; what a turn seldom does: :data:`RESCALED`."""
+    usual = [loop.through(name) for name in hot.turns]
+    most = [
+        loop.through(name, longest=True, without=_only_others(usual, turn))
+        for turn, name in enumerate(hot.turns)
+    ]
+    found = []
+    for seldom in RESCALED:
+        chance = random.Random(5)
+
+        def turns_of(warp: int, seldom: float = seldom, chance: random.Random = chance) -> _Draw:
+            turn = cycle([*range(warp, len(usual)), *range(warp)])
+            return lambda: (most if chance.random() < seldom else usual)[next(turn)]
+
+        for load in hot.loads:
+            for discipline in DISCIPLINES if len(usual) > 1 else DISCIPLINES[:1]:
+                run = simulate(
+                    [turns_of(warp) for warp in range(hot.warps)],
+                    discipline=discipline,
+                    load_clocks=load,
+                    clocks=60_000,
+                )
+                found.append((run.iteration * hot.warps, run.tensor, run.issue))
+    return found
+
+
+def _only_others(traces: Sequence[Sequence[Instruction]], own: int) -> set[Instruction]:
+    """What the other turns execute and this one does not."""
+    others = {each for turn, trace in enumerate(traces) if turn != own for each in trace}
+    return others - set(traces[own])
 
 
 def shared_sizes(expressions: Sequence[str]) -> dict[str, int]:

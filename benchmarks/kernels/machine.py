@@ -14,11 +14,19 @@ from benchmarks.kernels.sass import Instruction
 
 MULTIPROCESSORS = 132
 """H100 and H200 SXM (data sheet)."""
-CLUSTERS = {1: 132, 2: 66, 4: 31, 8: 15}
+CLUSTERS = {1: 132, 2: 66, 4: 31, 8: 15, 16: 7}
 """Clusters of so many blocks, one an SM, that run at once. 15 of 8: published for H100 SXM
-(accel-sim gpu-app-collection #87; cuBLAS's grid of 120 in cutlass #1921); 31 of 4: assumed."""
+(accel-sim gpu-app-collection #87; cuBLAS's grid of 120 in cutlass #1921); 31 of 4, 7 of 16: assumed
+(GPCs of 16 and 18 SMs and one smaller). The kernels ask the driver."""
 MEMORY_BYTES_PER_SECOND = 4.8e12
 """H200 (data sheet)."""
+GATHER_BYTES_PER_SECOND = {"optimistic": 6.0e12, "central": 5.3e12, "pessimistic": 4.5e12}
+"""Rows that all SMs together gather from L2. 5.3: what FlashMLA's published 640 TFLOPS imply, at
+73,728 bytes a step of 64 rows; the others: assumed, about what is reported for reads of L2."""
+GATHER_START = {"optimistic": 600.0, "central": 900.0, "pessimistic": 1300.0}
+"""Clocks until the first rows of a step are there, from memory in decode: assumed."""
+PORT_BYTES_PER_CLOCK = 64
+"""That one SM takes from L2: assumed."""
 SHARED_BYTES_PER_CLOCK = 128
 """Of an SM (CUDA programming guide: 32 banks of 4 bytes)."""
 SHARED_LIMIT = 227 * 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,8 +68,8 @@ class Instruction:
 
     @cached_property
     def is_barrier(self) -> bool:
-        """Whether it waits for the other warps."""
-        return self.name.startswith("BAR.SYNC")
+        """Whether it waits for the other warps; one of 128 threads is for a warpgroup alone."""
+        return self.name.startswith("BAR.SYNC") and not self.text.endswith(", 0x80")
 
     @property
     def target(self) -> int | None:
@@ -151,6 +151,53 @@ class Loop:
                 return found
             index = following
             found.append(self.code[index])
+
+    def through(
+        self, name: str, *, longest: bool = False, without: Container[Instruction] = ()
+    ) -> list[Instruction]:
+        """The shortest iteration that executes an instruction called so.
+
+        Never one through what brings parted lanes together again: a copy of the code for a case
+        that does not happen.
+
+        Args:
+            longest: the longest through the same instruction instead.
+            without: instructions that the longest must not execute.
+
+        Raises:
+            KernelError: no iteration does.
+        """
+        marks = [index for index in self.body if self.code[index].name.startswith(name)]
+        ways = [way for mark in marks if (way := self._walk(mark, min, ()))]
+        if not ways:
+            raise KernelError(f"no iteration of the loop executes {name}")
+        found = min(ways, key=len)
+        if longest:
+            found = self._walk(next(index for index in found if index in marks), max, without)
+        return [self.code[index] for index in found]
+
+    def _walk(
+        self,
+        mark: int,
+        choose: Callable[..., list[int]],
+        without: Container[Instruction],
+    ) -> list[int]:
+        """Indices of an iteration through one of them; empty if there is none."""
+        # What is ahead of every instruction, with the mark still to come and without.
+        best: dict[tuple[int, bool], list[int]] = {}
+        for index in _children_first(self.header, self.edges):
+            if self.code[index] in without or index in self.spins:
+                continue
+            parted = "BRA.DIV" in self.code[index].name
+            after = [o for o in self.edges[index] if not parted or o == index + 1]
+            for met in (False, True):
+                done = met or index == mark
+                ways = [best[other, done] for other in after if (other, done) in best]
+                if index in self.ends and done:
+                    ways.append([])
+                if ways:
+                    best[index, met] = [index, *choose(ways, key=len)]
+        return best.get((self.header, False), [])
 
     @cached_property
     def _ways(self) -> dict[int, list[int | None]]:

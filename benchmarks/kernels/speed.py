@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import engine_kernels as anchors
+from benchmarks.kernels.predictions import LISTS_KEPT
 from benchmarks.kernels.timing import interleaved, summary
 from benchmarks.kernels.workloads import (
     Workload,
@@ -57,13 +58,15 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
         arguments = attention.q, attention.cache, attention.slots, attention.scale
     op = OPS[work.family]
 
-    def maker(implementation: dispatch.Implementation) -> Maker:
+    def maker(implementation: dispatch.Implementation, **more: Any) -> Maker:
         def make() -> Callable[[], Any]:
             function = implementation.check(op, machine).load(op)
-            return lambda: function(*arguments)
+            return lambda: function(*arguments, **more)
 
         return make
 
+    if work.family == "mla_prefill":
+        others[LISTS_KEPT] = maker(dispatch.named("cuda"), kept={})
     # The reference loops over rows; on a GPU timing it would only take the others' time.
     on_gpu = machine.capability is not None
     ours = (one for one in dispatch.IMPLEMENTATIONS if not (on_gpu and one.is_reference))

@@ -106,7 +106,7 @@ def workloads() -> Iterator[Workload]:
             for fp8 in (False, True):
                 yield Workload("mla_decode", batch, context, 20, fp8=fp8)
         yield Workload("topk", 2048, context, 0)
-    for batch in (15, 16, 17):  # whether 16 clusters of 8 blocks fit (predictions.py)
+    for batch in (7, 15, 16):  # how many clusters of 16 and of 8 blocks fit (predictions.py)
         yield Workload("mla_decode", batch, 122_880, 20)
     for context in order:
         for batch in (1, 8, 64):

@@ -128,6 +128,15 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// -- arithmetic ----------------------------------------------------------------------------------
+
+// 2^x in one instruction, its error below 2^-22 of it; results below 2^-126 become 0.
+__device__ __forceinline__ float exp2_flushed(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // -- registers -----------------------------------------------------------------------------------
 
 template <int kRegisters>

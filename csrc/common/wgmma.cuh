@@ -120,14 +120,15 @@ template <int kN, bool kTransposeB>
 struct Bf16Wgmma;
 
 template <bool kTransposeB>
-struct Bf16Wgmma<32, kTransposeB> {
-  static __device__ __forceinline__ void step(float (&d)[16], uint64_t a, uint64_t b, int add) {
+struct Bf16Wgmma<64, kTransposeB> {
+  static __device__ __forceinline__ void step(float (&d)[32], uint64_t a, uint64_t b, int add) {
     asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, p, 1, 1, 0, %19;\n}\n"
-      : IC_ACC16(d, 0)
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, %35;\n}\n"
+      : IC_ACC32(d, 0)
       : "l"(a), "l"(b), "r"(add), "n"(int(kTransposeB)));
   }
 };

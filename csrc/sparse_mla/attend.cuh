@@ -4,9 +4,14 @@
 // their lists (pack.h): three rows of 20 heads fill 60 of 64. A list is split over the blocks of a
 // cluster, which combine their partial results through distributed shared memory, in rank order.
 //
-//   loading warpgroup   gathers 64 keys a step; warps 0-1 fill stage 0, warps 2-3 stage 1
-//   math warpgroup w    scores of keys [32w, 32w + 32): S = Q K^T; then, with the probabilities of
-//                       both in shared memory, value columns [256w, 256w + 256) of O += P V
+//   loading warpgroup   gathers 64 keys a step. bfloat16: warps 0-1 fill stage 0, warps 2-3 stage 1;
+//                       FP8: all four fill a stage with the raw rows, and convert them in place
+//   math warpgroup w    owns the steps of stage w: S = Q K^T of all 64 keys, the probabilities, which
+//                       take the place of the keys' rotary part; then, of every step, value columns
+//                       [256w, 256w + 256) of O += P V
+//
+// One warpgroup multiplies all 64 keys because half of them each would read Q twice: shared memory,
+// not the tensor cores, would set the pace.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -80,20 +85,71 @@ __device__ __forceinline__ void load_queries(Shared& shared, const Params& param
 
 // -- the loading warpgroup ------------------------------------------------------------------------
 
-// Eight lanes a key: each copies one 16-byte chunk of every 128-byte tile row.
-__device__ __forceinline__ void gather_bf16(uint32_t tile, const unsigned char* cache,
-                                            const int (&slots)[8], int thread) {
+// Which of the step's keys each query of the tile selected, 32 keys a word. `key` is the calling
+// thread's: whole warps, from a multiple of 32 on. Without masks a key that is there is query 0's.
+__device__ __forceinline__ void note_selected(uint32_t (&selected)[kMaskRows][2], int key,
+                                              uint32_t mask) {
+#pragma unroll
+  for (int query = 0; query < kMaxQueries; ++query) {
+    const uint32_t bits = __ballot_sync(~0u, mask >> query & 1);
+    if (key % 32 == query) selected[query][key / 32] = bits;
+  }
+}
+
+// A step's keys as a loading thread sees them.
+struct ListPart {
+  const int* keys;
+  const unsigned char* masks;  // or null
+  int left;                    // keys of the list from here on
+
+  __device__ __forceinline__ int slot(int key) const { return key < left ? keys[key] : -1; }
+
+  __device__ __forceinline__ uint32_t mask(int key) const {
+    if (key >= left) return 0;
+    return masks == nullptr ? keys[key] >= 0 : masks[key];
+  }
+};
+
+__device__ __forceinline__ ListPart part_of(const int* list, const unsigned char* masks, int length,
+                                            int step) {
+  return {list + step * kKeys, masks == nullptr ? nullptr : masks + step * kKeys,
+          length - step * kKeys};
+}
+
+// Half of the warps a stage. Eight lanes a key: each copies one 16-byte chunk of every 128-byte tile
+// row.
+__device__ __forceinline__ void load_bf16(Shared& shared, const Params& params, const int* list,
+                                          const unsigned char* masks, int length, int begin,
+                                          int end) {
+  constexpr int kTogether = kBf16Loaders / 8;
+  const int thread = (threadIdx.x - kMathThreads) % kBf16Loaders;
+  const int stage = (threadIdx.x - kMathThreads) / kBf16Loaders;
   const int chunk = thread % 8;
+  const uint32_t tile = shared_address(shared.keys[stage]);
+  int parity = 1;
+  for (int step = begin + stage; step < end; step += kStages, parity ^= 1) {
+    const ListPart part = part_of(list, masks, length, step);
+    int slots[kKeys / kTogether];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int key = j * 8 + thread / 8;
-    const bool valid = slots[j] >= 0;
-    const unsigned char* row = cache + int64_t(valid ? slots[j] : 0) * (kDim * 2) + chunk * 16;
-    const uint32_t to = tile + swizzle128(key, chunk * 16);
+    for (int j = 0; j < kKeys / kTogether; ++j) slots[j] = part.slot(j * kTogether + thread / 8);
+    const uint32_t mask = part.mask(thread);
+
+    mbarrier_wait(&shared.empty[stage], parity);
+    note_selected(shared.selected[stage], thread, mask);
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      copy16(to + t * kTileBytes, row + t * kTileRowBytes, valid);
+    for (int j = 0; j < kKeys / kTogether; ++j) {
+      const bool valid = slots[j] >= 0;
+      const unsigned char* row =
+          params.cache + int64_t(valid ? slots[j] : 0) * (kDim * 2) + chunk * 16;
+      const uint32_t to = tile + swizzle128(j * kTogether + thread / 8, chunk * 16);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        copy16(to + t * kTileBytes, row + t * kTileRowBytes, valid);
+      }
     }
+    wait_copies();
+    fence_async_proxy();  // WGMMA reads the keys through the async proxy
+    mbarrier_arrive(&shared.full[stage]);
   }
 }
 
@@ -106,73 +162,130 @@ __device__ __forceinline__ uint32_t dequantise(uint32_t pair, float scale) {
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
-// Eight lanes a key: of each group of 128 values a lane converts 16, two chunks of bfloat16.
-__device__ __forceinline__ void gather_fp8(uint32_t tile, const unsigned char* cache,
-                                           const int (&slots)[8], int thread) {
+// Eight lanes a key, all four warps a step. A raw row lies within the bfloat16 row that it becomes:
+// the 128 bytes of group g where the first half of its values will be (tile 2g), so that all of a
+// step's bytes are under way at once and no other memory is needed.
+//
+// Every second row has the two halves of its raw bytes exchanged: the lanes of two rows, which read
+// eight bytes each, then find them on different banks.
+__device__ __forceinline__ uint32_t raw_place(int key, int chunk) {
+  return uint32_t(key * kTileRowBytes + (chunk ^ (key & 1) * 4) * 16);
+}
+
+// What a loading thread needs of the list for a step of FP8 rows; read before there is room for them.
+struct Fp8Step {
+  int slots[kFp8KeysOfThread];
+  uint32_t mask;
+};
+
+__device__ __forceinline__ Fp8Step fp8_step(const ListPart& part) {
+  const int thread = threadIdx.x - kMathThreads;
+  Fp8Step step;
+#pragma unroll
+  for (int j = 0; j < kFp8KeysOfThread; ++j) {
+    step.slots[j] = part.slot(j * kFp8Together + thread / 8);
+  }
+  step.mask = thread < kKeys ? part.mask(thread) : 0;
+  return step;
+}
+
+__device__ __forceinline__ void copy_raw(Shared& shared, const Params& params, const Fp8Step& step,
+                                         int stage) {
+  const int thread = threadIdx.x - kMathThreads;
   const int lane = thread % 8;
+  const uint32_t tile = shared_address(shared.keys[stage]);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int key = j * 8 + thread / 8;
-    uint4 values[kFp8Groups] = {};
-    uint4 rotary = {};
-    float4 scales = {};
-    if (slots[j] >= 0) {
-      const uint4* row = reinterpret_cast<const uint4*>(cache + int64_t(slots[j]) * kFp8RowBytes);
-#pragma unroll
-      for (int g = 0; g < kFp8Groups; ++g) values[g] = __ldg(row + g * 8 + lane);
-      scales = __ldg(reinterpret_cast<const float4*>(row + kValueDim / 16));
-      rotary = __ldg(row + kValueDim / 16 + 1 + lane);
-    }
-    const float scale_of[kFp8Groups] = {scales.x, scales.y, scales.z, scales.w};
+  for (int j = 0; j < kFp8KeysOfThread; ++j) {
+    const int key = j * kFp8Together + thread / 8;
+    const bool valid = step.slots[j] >= 0;
+    const unsigned char* row =
+        params.cache + int64_t(valid ? step.slots[j] : 0) * kFp8RowBytes + lane * 16;
 #pragma unroll
     for (int g = 0; g < kFp8Groups; ++g) {
-      const uint32_t words[4] = {values[g].x, values[g].y, values[g].z, values[g].w};
-      const uint32_t to = tile + (2 * g + lane / 4) * kTileBytes;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t low = words[2 * half];
-        const uint32_t high = words[2 * half + 1];
-        store_shared(to + swizzle128(key, (lane % 4) * 32 + half * 16),
-                    make_uint4(dequantise(low & 0xFFFF, scale_of[g]),
-                               dequantise(low >> 16, scale_of[g]),
-                               dequantise(high & 0xFFFF, scale_of[g]),
-                               dequantise(high >> 16, scale_of[g])));
-      }
+      copy16(tile + 2 * g * kTileBytes + raw_place(key, lane), row + g * kFp8GroupValues, valid);
     }
-    store_shared(tile + (kTiles - 1) * kTileBytes + swizzle128(key, lane * 16), rotary);
+    const unsigned char* rotary = row + kValueDim + 16;
+    copy16(tile + (kTiles - 1) * kTileBytes + swizzle128(key, lane * 16), rotary, valid);
+    if (lane == 0) copy16(shared_address(shared.scales[stage][key]), row + kValueDim, valid);
+  }
+  if (thread < kKeys) note_selected(shared.selected[stage], thread, step.mask);
+}
+
+// One lane's share of a raw row: of every group eight values of the first half, eight of the second.
+struct RawShare {
+  uint2 words[kFp8Groups][2];
+};
+
+__device__ __forceinline__ RawShare read_raw(const Shared& shared, int stage, int key, int lane) {
+  RawShare share;
+#pragma unroll
+  for (int g = 0; g < kFp8Groups; ++g) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned char* from = shared.keys[stage] + 2 * g * kTileBytes +
+                                  raw_place(key, half * 4 + lane / 2) + lane % 2 * 8;
+      share.words[g][half] = *reinterpret_cast<const uint2*>(from);
+    }
+  }
+  return share;
+}
+
+__device__ __forceinline__ void write_converted(const RawShare& share, float4 scales, uint32_t tile,
+                                                int key, int lane) {
+  const float scale_of[kFp8Groups] = {scales.x, scales.y, scales.z, scales.w};
+#pragma unroll
+  for (int g = 0; g < kFp8Groups; ++g) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 raw = share.words[g][half];
+      store_shared(tile + (2 * g + half) * kTileBytes + swizzle128(key, lane * 16),
+                  make_uint4(dequantise(raw.x & 0xFFFF, scale_of[g]),
+                             dequantise(raw.x >> 16, scale_of[g]),
+                             dequantise(raw.y & 0xFFFF, scale_of[g]),
+                             dequantise(raw.y >> 16, scale_of[g])));
+    }
   }
 }
 
-template <bool kFp8>
-__device__ __forceinline__ void load_keys(Shared& shared, const Params& params, const int* list,
-                                          const unsigned char* masks, int length, int begin,
-                                          int end) {
-  const int thread = (threadIdx.x - kMathThreads) % kLoadersPerStage;
-  const int stage = (threadIdx.x - kMathThreads) / kLoadersPerStage;
+// In place: the lanes of a row have all read before one of them writes.
+__device__ __forceinline__ void convert(Shared& shared, int stage) {
+  const int thread = threadIdx.x - kMathThreads;
+  const int lane = thread % 8;
   const uint32_t tile = shared_address(shared.keys[stage]);
-  int parity = 1;
-  for (int step = begin + stage; step < end; step += kStages, parity ^= 1) {
-    const int* keys = list + step * kKeys;
-    const int left = length - step * kKeys;  // keys of the list from here on
-    int slots[8];
+  RawShare next = read_raw(shared, stage, thread / 8, lane);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int key = j * 8 + thread / 8;
-      slots[j] = key < left ? keys[key] : -1;
-    }
-    unsigned char mask = 0;
-    if (thread < left) mask = masks == nullptr ? keys[thread] >= 0 : masks[step * kKeys + thread];
+  for (int j = 0; j < kFp8KeysOfThread; ++j) {
+    const int key = j * kFp8Together + thread / 8;
+    const RawShare share = next;
+    const float4 scales = *reinterpret_cast<const float4*>(shared.scales[stage][key]);
+    __syncwarp();
+    if (j + 1 < kFp8KeysOfThread) next = read_raw(shared, stage, key + kFp8Together, lane);
+    write_converted(share, scales, tile, key, lane);
+  }
+}
 
-    mbarrier_wait(&shared.empty[stage], parity);
-    shared.masks[stage][thread] = mask;
-    if constexpr (kFp8) {
-      gather_fp8(tile, params.cache, slots, thread);
-    } else {
-      gather_bf16(tile, params.cache, slots, thread);
-      wait_copies();
-    }
+__device__ __forceinline__ void load_fp8(Shared& shared, const Params& params, const int* list,
+                                         const unsigned char* masks, int length, int begin,
+                                         int end) {
+  const auto step_at = [&](int step) { return fp8_step(part_of(list, masks, length, step)); };
+  for (int step = begin; step < smaller(begin + kStages, end); ++step) {
+    copy_raw(shared, params, step_at(step), step - begin);
+  }
+  for (int step = begin; step < end; ++step) {
+    const int stage = (step - begin) % kStages;
+    // The stage before this one is refilled while the math warps are at this one.
+    const int before = step - 1;
+    const int following = before + kStages;
+    const bool refill = before >= begin && following < end;
+    const Fp8Step next = step_at(refill ? following : step);
+    wait_copies();
+    __syncwarp();  // a row was copied by the lanes of the warp that converts it
+    convert(shared, stage);
     fence_async_proxy();  // WGMMA reads the keys through the async proxy
     mbarrier_arrive(&shared.full[stage]);
+    if (!refill) continue;
+    mbarrier_wait(&shared.empty[1 - stage], (before - begin) / kStages & 1);
+    copy_raw(shared, params, next, 1 - stage);
   }
 }
 
@@ -190,88 +303,116 @@ __device__ __forceinline__ float quad_sum(float value) {
 
 __device__ __forceinline__ void sync_math() { named_barrier_sync(kMathBarrier, kMathThreads); }
 
+// The warps of one math warpgroup.
+__device__ __forceinline__ void sync_group(int group) {
+  if (group == 0) {  // a number that the compiler knows: else a kernel takes all sixteen barriers
+    named_barrier_sync(kGroupBarrier, 128);
+  } else {
+    named_barrier_sync(kGroupBarrier + 1, 128);
+  }
+}
+
 // What a thread carries over the steps: two rows, 256 value columns of the tile.
 struct Accumulator {
   float out[128];
-  float peak[2];  // of the scores so far, in powers of two; -inf before the first
-  float sum[2];   // this warpgroup's keys, this thread's columns
+  float peak[2];  // what scores are relative to, in powers of two; -inf before a row's first
+  float sum[2];   // of this warpgroup's steps, this thread's columns
 };
 
-// S = Q K^T for this warpgroup's 32 keys.
-__device__ __forceinline__ void score(float (&scores)[16], const Shared& shared, int stage,
-                                      int group) {
+// S = Q K^T for the step's 64 keys.
+__device__ __forceinline__ void score(float (&scores)[32], const Shared& shared, int stage) {
   const uint64_t queries = k_major_descriptor(shared_address(shared.queries));
-  const uint64_t keys = k_major_descriptor(shared_address(shared.keys[stage]) +
-                                           group * (kKeys / 2) * kTileRowBytes);
+  const uint64_t keys = k_major_descriptor(shared_address(shared.keys[stage]));
   wgmma_fence();
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int byte = 0; byte < kTileRowBytes; byte += 32) {
       const int offset = t * kTileBytes + byte;
-      Bf16Wgmma<32, false>::step(scores, advance(queries, offset), advance(keys, offset),
-                                 offset > 0);
+      Bf16Wgmma<kKeys, false>::step(scores, advance(queries, offset), advance(keys, offset),
+                                    offset > 0);
     }
   }
   wgmma_commit();
   wgmma_wait(scores);
 }
 
-// Online softmax of one step, P to shared memory. Leaves the factor of what was there before.
-__device__ __forceinline__ void softmax(float (&scores)[16], Accumulator& state,
-                                        float (&factor)[2], Shared& shared, int stage, int group,
-                                        const int (&mask_bit)[2], float scale_log2) {
-  const int thread = threadIdx.x % 128;
-  const unsigned char* masks = shared.masks[stage] + group * (kKeys / 2);
-  float peak[2] = {-INFINITY, -INFINITY};
+// Scale and mask the scores; what each row's are to be relative to from this step on. It follows the
+// largest so far by kSlack at most: what is behind it by less only makes probabilities up to
+// 2^kSlack, which rounds like any other, and a higher one costs a product of all sums.
+__device__ __forceinline__ void find_peaks(float (&scores)[32], float (&peak)[2],
+                                           const uint32_t (&selected)[kMaskRows][2],
+                                           const int (&mask_bit)[2], float scale_log2) {
+  // The thread's first key at bit 0, so that the others are at bits that the compiler knows.
+  const uint32_t first = threadIdx.x % 4 * 2;
+  uint32_t wanted[2][2];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
+  for (int half = 0; half < 2; ++half) {
+    wanted[half][0] = selected[mask_bit[half]][0] >> first;
+    wanted[half][1] = selected[mask_bit[half]][1] >> first;
+  }
+  // Of each row two chains of maxima, so that one need not wait for the last.
+  float highest[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
     const int half = (i >> 1) & 1;
-    const bool selected = (masks[accumulator_column(thread, i)] >> mask_bit[half]) & 1;
-    scores[i] = selected ? scores[i] * scale_log2 : -INFINITY;
-    peak[half] = fmaxf(peak[half], scores[i]);
+    const int key = accumulator_column(0, i);
+    const bool chosen = wanted[half][key / 32] >> (key % 32) & 1;
+    scores[i] = chosen ? scores[i] * scale_log2 : -INFINITY;
+    highest[half][i & 1] = fmaxf(highest[half][i & 1], scores[i]);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = accumulator_row(thread, 2 * half);
-    peak[half] = quad_max(peak[half]);
-    if (thread % 4 == 0) shared.peaks[group][row] = peak[half];
+    const float most = quad_max(fmaxf(highest[half][0], highest[half][1]));
+    if (most > peak[half] + kSlack) peak[half] = most;
   }
-  sync_math();  // both know each other's peaks; both are done with the last probabilities
-  float shift[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = accumulator_row(thread, 2 * half);
-    const float before = state.peak[half];
-    state.peak[half] = fmaxf(before, fmaxf(shared.peaks[0][row], shared.peaks[1][row]));
-    shift[half] = state.peak[half] == -INFINITY ? 0.0f : state.peak[half];
-    factor[half] = exp2f(before - shift[half]);
-    state.sum[half] *= factor[half];
-  }
-  const uint32_t base = shared_address(shared.probabilities);
-#pragma unroll
-  for (int i = 0; i < 16; i += 2) {
-    const int half = (i >> 1) & 1;
-    const float first = exp2f(scores[i] - shift[half]);
-    const float second = exp2f(scores[i + 1] - shift[half]);
-    state.sum[half] += first + second;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    const int key = group * (kKeys / 2) + accumulator_column(thread, i);
-    store_shared(base + swizzle128(accumulator_row(thread, i), 2 * key),
-                 *reinterpret_cast<const uint32_t*>(&pair));
-  }
-  fence_async_proxy();
-  sync_math();  // the probabilities are complete
 }
 
-// O = factor * O + P V for this warpgroup's 256 value columns.
-__device__ __forceinline__ void accumulate(Accumulator& state, const float (&factor)[2],
-                                           const Shared& shared, int stage, int group) {
+// The step's probabilities, to where the keys' rotary part was: every warp of the group must be done
+// with the scores.
+__device__ __forceinline__ void exponentiate(const float (&scores)[32], const float (&peak)[2],
+                                             float (&sum)[2], uint32_t probabilities) {
+  const int thread = threadIdx.x % 128;
 #pragma unroll
-  for (int i = 0; i < 128; ++i) state.out[i] *= factor[(i >> 1) & 1];
-  const uint64_t probabilities = k_major_descriptor(shared_address(shared.probabilities));
-  const uint64_t values = mn_major_descriptor(
-      shared_address(shared.keys[stage]) + group * (kTiles / 2) * kTileBytes, kTileBytes);
+  for (int i = 0; i < 32; i += 2) {
+    const int half = (i >> 1) & 1;
+    const float shift = peak[half] == -INFINITY ? 0.0f : peak[half];
+    const float first = exp2_flushed(scores[i] - shift);
+    const float second = exp2_flushed(scores[i + 1] - shift);
+    sum[half] += first + second;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    store_shared(probabilities + swizzle128(accumulator_row(thread, i),
+                                            2 * accumulator_column(thread, i)),
+                 *reinterpret_cast<const uint32_t*>(&pair));
+  }
+}
+
+// Make what was summed so far relative to `peak`. Before a row's first score there is nothing.
+__device__ __forceinline__ void rescale(Accumulator& state, const float (&peak)[2]) {
+  const bool rises = (peak[0] != state.peak[0] && state.peak[0] != -INFINITY) ||
+                     (peak[1] != state.peak[1] && state.peak[1] != -INFINITY);
+  if (__ballot_sync(~0u, rises) != 0) {
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool first = state.peak[half] == -INFINITY;
+      factor[half] = first ? 1.0f : exp2_flushed(state.peak[half] - peak[half]);
+      state.sum[half] *= factor[half];
+    }
+#pragma unroll
+    for (int i = 0; i < 128; ++i) state.out[i] *= factor[(i >> 1) & 1];
+  }
+  state.peak[0] = peak[0];
+  state.peak[1] = peak[1];
+}
+
+// O += P V for this warpgroup's 256 value columns.
+__device__ __forceinline__ void accumulate(Accumulator& state, const Shared& shared, int stage,
+                                           int group) {
+  const uint32_t keys = shared_address(shared.keys[stage]);
+  const uint64_t probabilities = k_major_descriptor(keys + kRotaryTile * kTileBytes);
+  const uint64_t values =
+      mn_major_descriptor(keys + group * (kTiles / 2) * kTileBytes, kTileBytes);
   wgmma_fence(state.out);
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
@@ -282,9 +423,28 @@ __device__ __forceinline__ void accumulate(Accumulator& state, const float (&fac
   wgmma_wait(state.out);
 }
 
+// This step's scores and probabilities are this warpgroup's; the other gets the peaks.
+__device__ __forceinline__ void own_step(Accumulator& state, Shared& shared, int stage, int group,
+                                         const int (&mask_bit)[2], float scale_log2) {
+  const int thread = threadIdx.x % 128;
+  float scores[32];
+  score(scores, shared, stage);
+  float peak[2] = {state.peak[0], state.peak[1]};
+  find_peaks(scores, peak, shared.selected[stage], mask_bit, scale_log2);
+  if (thread % 4 == 0) {
+    shared.peaks[stage][accumulator_row(thread, 0)] = peak[0];
+    shared.peaks[stage][accumulator_row(thread, 2)] = peak[1];
+  }
+  rescale(state, peak);
+  sync_group(group);  // its four warps are done with the scores
+  exponentiate(scores, peak, state.sum,
+               shared_address(shared.keys[stage]) + kRotaryTile * kTileBytes);
+  fence_async_proxy();
+}
+
 __device__ __forceinline__ void attend(Shared& shared, const Params& params, const TileRows& tile,
                                        int steps) {
-  const int group = threadIdx.x / 128;
+  const int group = uniform(threadIdx.x / 128);
   const int thread = threadIdx.x % 128;
   const int mask_bit[2] = {tile.mask_bit_of(accumulator_row(thread, 0)),
                            tile.mask_bit_of(accumulator_row(thread, 2))};
@@ -296,12 +456,15 @@ __device__ __forceinline__ void attend(Shared& shared, const Params& params, con
 
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages;
-    float scores[16];
-    float factor[2];
     mbarrier_wait(&shared.full[stage], (step / kStages) & 1);
-    score(scores, shared, stage, group);
-    softmax(scores, state, factor, shared, stage, group, mask_bit, params.scale_log2);
-    accumulate(state, factor, shared, stage, group);
+    if (stage == group) own_step(state, shared, stage, group, mask_bit, params.scale_log2);
+    sync_math();  // the probabilities are complete
+    if (stage != group) {
+      const float peak[2] = {shared.peaks[stage][accumulator_row(thread, 0)],
+                             shared.peaks[stage][accumulator_row(thread, 2)]};
+      rescale(state, peak);
+    }
+    accumulate(state, shared, stage, group);
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[stage]);
   }
 
@@ -330,34 +493,32 @@ __device__ __forceinline__ void attend(Shared& shared, const Params& params, con
 // value columns; partial results are added in rank order.
 __device__ __forceinline__ void combine(Shared& shared, const Params& params, const TileRows& tile,
                                         int rank, int blocks) {
+  // What every block found, to here: 64 rows of six of them at a time.
+  for (int i = threadIdx.x; i < blocks * kRows; i += kThreads) {
+    const int from = i / kRows;
+    const int row = i % kRows;
+    shared.peer_peaks[from][row] = load_peer(peer_address(shared_address(&shared.peaks[0][row]), from));
+    shared.peer_sums[from][row] =
+        load_peer(peer_address(shared_address(&shared.sums[0][row]), from)) +
+        load_peer(peer_address(shared_address(&shared.sums[1][row]), from));
+  }
+  __syncthreads();
   const int m = threadIdx.x;
   if (m < tile.used()) {
-    float peaks[kMaxCluster];
-    float sums[kMaxCluster];
     float peak = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < kMaxCluster; ++r) {
-      if (r >= blocks) continue;
-      peaks[r] = load_peer(peer_address(shared_address(&shared.peaks[0][m]), r));
-      sums[r] = load_peer(peer_address(shared_address(&shared.sums[0][m]), r)) +
-                load_peer(peer_address(shared_address(&shared.sums[1][m]), r));
-      peak = fmaxf(peak, peaks[r]);
-    }
+    for (int r = 0; r < blocks; ++r) peak = fmaxf(peak, shared.peer_peaks[r][m]);
     const float shift = peak == -INFINITY ? 0.0f : peak;
     float sum = 0.0f;
-#pragma unroll
-    for (int r = 0; r < kMaxCluster; ++r) {
-      if (r < blocks) sum += sums[r] * exp2f(peaks[r] - shift);
+    for (int r = 0; r < blocks; ++r) {
+      sum += shared.peer_sums[r][m] * exp2f(shared.peer_peaks[r][m] - shift);
     }
     float denominator = sum;
     if (params.sinks != nullptr) {
       denominator += exp2f(params.sinks[tile.head_of(m)] * kLog2e - shift);
     }
-#pragma unroll
-    for (int r = 0; r < kMaxCluster; ++r) {
-      if (r < blocks) {
-        shared.weights[r][m] = sum > 0.0f ? exp2f(peaks[r] - shift) / denominator : 0.0f;
-      }
+    for (int r = 0; r < blocks; ++r) {
+      shared.weights[r][m] =
+          sum > 0.0f ? exp2f(shared.peer_peaks[r][m] - shift) / denominator : 0.0f;
     }
     if (rank == 0) {
       const int64_t row = tile.first_row + tile.query_of(m);
@@ -408,11 +569,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const Params params
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(&shared.full[stage], kLoadersPerStage);
+      mbarrier_init(&shared.full[stage], kFp8 ? kLoadThreads : kBf16Loaders);
       mbarrier_init(&shared.empty[stage], kMathThreads / 32);
     }
     fence_barrier_init();
   }
+  // No query's: what a tile row without a head may attend to.
+  if (threadIdx.x < kStages * 2) shared.selected[threadIdx.x / 2][kNoQuery][threadIdx.x % 2] = 0;
   load_queries(shared, params, tile);
   const int length = list_length(params, list, index);
   const int steps = ceil_div(length, kKeys);
@@ -422,7 +585,11 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const Params params
 
   if (threadIdx.x >= kMathThreads) {
     lower_registers<kLoadRegisters>();
-    load_keys<kFp8>(shared, params, list, masks, length, begin, end);
+    if constexpr (kFp8) {
+      load_fp8(shared, params, list, masks, length, begin, end);
+    } else {
+      load_bf16(shared, params, list, masks, length, begin, end);
+    }
   } else {
     raise_registers<kMathRegisters>();
     attend(shared, params, tile, end - begin);

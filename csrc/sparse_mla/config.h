@@ -26,11 +26,20 @@ constexpr int kMathGroups = 2;
 constexpr int kMathThreads = kMathGroups * 128;
 constexpr int kLoadThreads = 128;
 constexpr int kThreads = kMathThreads + kLoadThreads;
-constexpr int kLoadersPerStage = kLoadThreads / kStages;
+constexpr int kBf16Loaders = kLoadThreads / kStages;  // threads that fill one stage
+constexpr int kFp8Together = kLoadThreads / 8;        // FP8 keys that are under way with one instruction
+constexpr int kFp8KeysOfThread = kKeys / kFp8Together;
 constexpr int kMathBarrier = 1;
+constexpr int kGroupBarrier = 2;  // and 3: one of each math warpgroup
 constexpr int kMathRegisters = 208;
 constexpr int kLoadRegisters = 88;
-constexpr int kMaxCluster = 8;
+constexpr int kMaxCluster = 16;  // beyond 8 a launch has to allow it, and the card to have room
+
+constexpr int kMaxQueries = 4;              // of a tile
+constexpr int kNoQuery = 8;                 // a tile row without a head
+constexpr int kMaskRows = kNoQuery + 1;
+constexpr int kRotaryTile = kTiles - 1;     // probabilities take its place once there are scores
+constexpr float kSlack = 8;                 // in powers of two, that a peak may be behind
 
 // Row stride of the partial outputs, in floats: eight more than 512, so that the eight rows that a
 // warp stores at once begin on different banks.
@@ -43,12 +52,14 @@ struct Shared {
     struct {  // once the keys are done with
       float partial[kRows * kPartialStride];  // sum of 2^(s - peak) * value
       float weights[kMaxCluster][kRows];      // of every block's partial in the output
+      float peer_peaks[kMaxCluster][kRows];   // every block's
+      float peer_sums[kMaxCluster][kRows];
     };
   };
-  alignas(kSwizzlePeriod) unsigned char probabilities[kTileBytes];
-  float peaks[kMathGroups][kRows];
+  alignas(16) float scales[kStages][kKeys][kFp8Groups];
+  float peaks[kStages][kRows];
   float sums[kMathGroups][kRows];
-  unsigned char masks[kStages][kKeys];
+  uint32_t selected[kStages][kMaskRows][2];  // bit i of word w: the query wants key 32w + i
   uint64_t full[kStages];
   uint64_t empty[kStages];
 };
@@ -68,7 +79,7 @@ struct TileRows {
   IC_HD int used() const { return rows * heads; }
   IC_HD int query_of(int m) const { return m / heads; }  // within the tile
   // The bit of a key's mask that row m obeys: its query's, or one that is never set.
-  IC_HD int mask_bit_of(int m) const { return m < used() ? query_of(m) : 8; }
+  IC_HD int mask_bit_of(int m) const { return m < used() ? query_of(m) : kNoQuery; }
   IC_HD int head_of(int m) const { return first_head + m % heads; }
 };
 

@@ -37,6 +37,24 @@ void run_pack(TensorView slots, int64_t rows_per_tile, TensorView packed, Tensor
          data<unsigned char>(masks), data<int>(counts));
 }
 
+using AttendKernel = void (*)(Params);
+
+// Clusters of more than eight blocks have to be allowed.
+AttendKernel attend_of(bool fp8) {
+  const AttendKernel kernel = fp8 ? attend_kernel<true> : attend_kernel<false>;
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  return kernel;
+}
+
+// Clusters of `size` blocks of the attention kernel that the GPU of `cache` runs at once; 0 where it
+// has no such clusters.
+int64_t run_clusters(TensorView cache, int64_t size) {
+  const Place place(cache);
+  return active_clusters(attend_of(cache.size(1) == kFp8RowBytes), kThreads, kSharedBytes,
+                         int(size));
+}
+
 // q [T, H, 576] bfloat16, cache [N, 576] bfloat16 or [N, 656] bytes, slots [T, k] or a packed list
 // with its masks and counts, out [T, H, 512], lse [T, H]. `cluster` blocks share a list.
 void run_attend(TensorView q, TensorView cache, TensorView slots, Optional<TensorView> masks,
@@ -55,12 +73,13 @@ void run_attend(TensorView q, TensorView cache, TensorView slots, Optional<Tenso
                          rows, heads, int(rows_per_tile), float(scale * double(kLog2e)),
                          data<int>(slots), data_or_null<unsigned char>(masks),
                          data_or_null<int>(counts), int(slots.size(1))};
-  launch(fp8 ? attend_kernel<true> : attend_kernel<false>,
+  launch(attend_of(fp8),
          ::dim3(ceil_div(rows, int(rows_per_tile)) * cluster, head_blocks(heads)), kThreads,
          kSharedBytes, int(cluster), place.stream(), params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_mla_pack, run_pack);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_mla_attend, run_attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_mla_clusters, run_clusters);
 
 }  // namespace indexcache::sparse_mla

@@ -9,10 +9,11 @@
 #pragma once
 
 #include "common/select.h"
+#include "sparse_mla/config.h"
 
 namespace indexcache::sparse_mla {
 
-constexpr int kMaxPackedRows = 4;
+constexpr int kMaxPackedRows = kMaxQueries;
 constexpr int kMaxPackedSlots = 8192;  // rows * k
 constexpr int kTableBits = 14;
 constexpr int kTable = 1 << kTableBits;  // at most half full

@@ -70,7 +70,7 @@ it is, so that splits combine (FlashMLA's ``attn_sink``). A row without any slot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # who only asks what there is (server options, doctor) needs no torch
     import torch
@@ -214,6 +214,9 @@ class TopK(Protocol):
         ...
 
 
+Kept: TypeAlias = dict[object, Any]
+
+
 class SparseMLA(Protocol):
     """Attention over selected latent rows; the same for prefill (many rows) and decode (few)."""
 
@@ -227,6 +230,7 @@ class SparseMLA(Protocol):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        kept: Kept | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the op; the module says what every argument means.
 
@@ -235,6 +239,9 @@ class SparseMLA(Protocol):
             cache: ``[N, 576]`` bfloat16 or ``[N, 656]`` uint8.
             slots: ``[T, k]`` int32, contiguous, any ``k`` >= 1.
             scale: softmax scale, a natural-logarithm one.
+            kept: where an implementation may leave what it derives from ``slots`` alone, for the
+                next call with these slots. The caller gives the same dictionary again only while
+                ``slots`` holds what it held: layers that share a selection.
 
         Returns:
             ``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.

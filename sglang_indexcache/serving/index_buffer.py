@@ -27,6 +27,9 @@ class IndexBuffer:
     and once to record. So the layers of a pass can rely on what the same pass wrote before them,
     but never on an empty buffer. Captured forwards have one pattern.
 
+    Attributes:
+        writes: rises whenever indices come in; while it stands, layers share the same ones.
+
     Args:
         active: the model's layers, and the pattern where a forward does not say.
         first_layer: the first layer of this pipeline stage. What an earlier one selected is handed
@@ -34,6 +37,7 @@ class IndexBuffer:
     """
 
     def __init__(self, active: ActivePattern, first_layer: int = 0) -> None:
+        self.writes = 0
         self._active = active
         self._first_layer = first_layer
         self._rows: RowPatterns | None = None
@@ -51,6 +55,7 @@ class IndexBuffer:
         self._sources = (None,) * len(self._rows.patterns)
         self._written = None
         self._indices = None
+        self.writes += 1
 
     @property
     def rows(self) -> RowPatterns:
@@ -106,6 +111,7 @@ class IndexBuffer:
     def adopt(self, layer: int, indices: torch.Tensor) -> None:
         """Take over what an earlier pipeline stage selected for ``layer``."""
         self._sources, self._indices = self._sources_of(layer), indices
+        self.writes += 1
 
     def inherit(self, layer: int, whole: IndexBuffer, rows: tuple[int, int], before: int) -> None:
         """Take over what the whole batch selected of which this is a part, if ``layer`` needs it.
@@ -120,10 +126,12 @@ class IndexBuffer:
         is_due = self._indices is None or len(self.rows.patterns) == 1
         if is_due and whole._indices is not None and self._shares_from_before(layer, before):
             self._sources, self._indices = whole._sources, whole._indices[slice(*rows)]
+            self.writes += 1
 
     def _take(self, layer: int, selected: torch.Tensor) -> None:
         """Let the rows for which ``layer`` is F have ``selected``."""
         position = self._active.position(layer)
+        self.writes += 1  # the next pass of a capture may select into the same tensor
         if self._written == position and selected is self._indices:
             return
         patterns = self.rows.patterns

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.kernels import device_check, forecast, gate_counts, hot_loops
 from benchmarks.kernels.hot_loops import ALLOWED_SLOWDOWN, HOT_LOOPS, Modelled, slower
 from benchmarks.kernels.machine import SHARED_LIMIT
-from benchmarks.kernels.predictions import compare
+from benchmarks.kernels.predictions import LISTS_KEPT, compare
 from benchmarks.kernels.sass import Instruction
 from benchmarks.kernels.workloads import workloads
 from sglang_indexcache.errors import KernelError
@@ -133,17 +133,36 @@ def test_prefill_by_hand() -> None:
 
 
 def test_attention_by_hand() -> None:
-    step, load = loop_of((4000, 4000)), loop_of((10_000, 10_000))
+    math, load = loop_of((4000, 4000)), loop_of((3000, 3000))
+    loops = {"attend_bf16": math, "attend_fp8": math, "attend_fp8_load": load}
     # 2731 tiles of three rows, 40 steps each.
     tile = 40 * 4000 + 7000
-    assert forecast.mla_prefill_us(step, 20, "central", reused=True) == pytest.approx(
+    assert forecast.mla_prefill_us(loops, 20, "central", reused=True) == pytest.approx(
         2731 / 132 * tile / 1.7e3
     )
-    # Clusters of 8: four steps each; the 16th request waits for a second wave.
-    assert forecast.mla_decode_us(step, 15, 20, "central") == pytest.approx(26_000 / 1.7e3)
-    assert forecast.mla_decode_us(step, 16, 20, "central") == pytest.approx(52_000 / 1.7e3)
-    # FP8: two loads in turn, and the last step.
-    assert forecast.mla_decode_us(step, 1, 20, "central", load) == pytest.approx(34_000 / 1.7e3)
+
+    def decode(batch: int, *, fp8: bool = False) -> float:
+        return forecast.mla_decode_us(loops, batch, 20, "central", fp8=fp8) * 1.7e3
+
+    # Clusters of 16, 8 and 4: as many as 7, 15 and 31 requests; two, four and eight steps each.
+    assert [decode(batch) for batch in (1, 7, 8, 15, 16, 31)] == pytest.approx(
+        [18_000, 18_000, 26_000, 26_000, 42_000, 42_000]
+    )
+    # FP8: the first conversion, then 900 until rows arrive, 656 of transfer and one conversion.
+    assert decode(1, fp8=True) == pytest.approx(10_000 + 3000 + 2 * (900 + 656 + 3000))
+
+
+def test_a_step_takes_what_its_slowest_part_takes() -> None:
+    """Few SMs wait for products, all of them for rows: 73,728 bytes each at 5.3 TB/s together."""
+    math = loop_of((3000, 3000))
+    loops = {"attend_bf16": math, "attend_fp8": math, "attend_fp8_load": loop_of((1600, 1600))}
+    few = forecast.mla_step(loops, "central", fp8=False, sms=16, memory=True)
+    assert (few.clocks, few.bound_by) == (3000, "products and softmax, one after the other")
+    every = forecast.mla_step(loops, "central", fp8=False, sms=132, memory=False)
+    assert every.clocks == pytest.approx(73_728 * 132 / 5.3e12 * 1.7e9)
+    assert every.bound_by == "the gather of rows"
+    fp8 = forecast.mla_step(loops, "pessimistic", fp8=True, sms=16, memory=True)
+    assert fp8.clocks == 1300 + 656 + 50 * 64, "FlashMLA's guide: 50 clocks a key"
 
 
 def test_the_engine_is_as_published() -> None:
@@ -180,7 +199,7 @@ def test_the_gate_keeps_the_largest() -> None:
 
 def test_predictions_are_of_what_is_timed() -> None:
     timed = {str(work) for work in workloads()}
-    names = {"cuda", *device_check.ENGINE_ANCHORS}
+    names = {"cuda", LISTS_KEPT, *device_check.ENGINE_ANCHORS}
     measurable = [one for one in COMMITTED["predictions"] if "over" in one]
     assert len(measurable) >= len(GOALS)
     for one in measurable:

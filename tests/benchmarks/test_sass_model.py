@@ -72,6 +72,42 @@ def test_loops_and_iterations() -> None:
     assert shortest == [0x10, 0x20, 0x30, 0x40, 0x70, 0x80]
 
 
+ROLES = code(
+    "ISETP.NE.AND P1, PT, R7, UR4, PT",  # the loop
+    "@P1 BRA 0x60",
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT",
+    "@P2 BRA 0x50",
+    "FMUL R1, R1, R2",  # seldom
+    "BRA.DIV UR5, 0xc0",
+    "BAR.SYNC.DEFER_BLOCKING 0x1, 0x100",  # 0x60
+    "@!P1 BRA 0x90",
+    "LDS R3, [R4]",  # the other role
+    "STS [R4], R3",  # 0x90
+    "@P3 BRA 0x0",
+    "EXIT",
+    "WARPSYNC.COLLECTIVE R9, 0xd0",  # 0xc0: never
+    "NOP",
+    "BRA 0x60",
+)
+
+
+def test_iterations_of_each_role() -> None:
+    loop = innermost(ROLES, {"HGMMA": 1})
+
+    def addresses(trace: list[Instruction]) -> list[int]:
+        return [one.address for one in trace]
+
+    own, other = loop.through("HGMMA"), loop.through("LDS")
+    assert addresses(own) == [0, 0x10, 0x20, 0x30, 0x50, 0x60, 0x70, 0x90, 0xA0]
+    assert addresses(other) == [0, 0x10, 0x60, 0x70, 0x80, 0x90, 0xA0]
+    both = addresses(loop.through("HGMMA", longest=True))
+    assert both == [*range(0, 0xB0, 16)]
+    alone = loop.through("HGMMA", longest=True, without=set(other) - set(own))
+    assert addresses(alone) == [0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x90, 0xA0]
+    with pytest.raises(KernelError, match="no iteration of the loop executes MUFU"):
+        loop.through("MUFU")
+
+
 def test_the_smallest_loop_that_holds() -> None:
     assert innermost(SPIN_AND_SLOT, {"STG": 2}).header == 1
     assert innermost(SPIN_AND_SLOT, {"SYNCS": 1}).header == 11
@@ -150,6 +186,13 @@ def test_a_barrier_waits_for_the_last() -> None:
     fast = code(("FADD R1, R1, R1", {"stall": 2}), "BAR.SYNC.DEFER_BLOCKING 0x1, 0x40")
     found = simulate([lambda: slow, lambda: fast])
     assert found.iteration * 2 == pytest.approx(10 + 22, rel=0.01)
+
+
+def test_a_barrier_of_one_warpgroup_waits_for_nobody_else() -> None:
+    slow = code(("FADD R1, R1, R1", {"stall": 10}), "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80")
+    fast = code(("FADD R1, R1, R1", {"stall": 2}), "BAR.SYNC.DEFER_BLOCKING 0x3, 0x80")
+    found = simulate([lambda: slow, lambda: fast])
+    assert found.iteration == simulate([lambda: fast]).iteration, "the fast one goes on as if alone"
 
 
 def test_loads_take_what_is_assumed() -> None:

@@ -125,7 +125,7 @@ def test_indexer_uses_fp8_wgmma_and_tma(
 @pytest.mark.parametrize("kernel", ["attend_kernel<0>", "attend_kernel<1>"])
 def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> None:
     code = sass[kernel]
-    assert count(code, "HGMMA.64x32x16.F32.BF16") == 36, "576 / 16 steps of scores"
+    assert count(code, "HGMMA.64x64x16.F32.BF16") == 36, "576 / 16 steps of scores"
     assert count(code, "HGMMA.64x256x16.F32.BF16") == 4, "64 / 16 steps of output"
     assert count(code, "HGMMA") == 40
     assert count(code, "HMMA") == 0
@@ -134,7 +134,9 @@ def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> No
     fp8 = kernel == "attend_kernel<1>"
     unpacked = sum(number for name, number in code.items() if "E4M3.UNPACK" in name)
     assert (unpacked > 0) == fp8
-    assert count(code, "LDGSTS") >= (1 if fp8 else 72), "gathered by asynchronous copies"
+    loads = 6 * 4 if fp8 else 72
+    assert count(code, "LDGSTS") >= loads, "all of a stage's rows are under way at once"
+    assert count(code, "MUFU.EX2") >= 32, "of 32 scores each, without a case for subnormal results"
 
 
 def registers(line: str) -> set[int]:
@@ -277,6 +279,7 @@ def test_libraries_load_and_export(libraries: dict[str, BuiltKernels]) -> None:
         ("indexer", "indexer_select"),
         ("sparse_mla", "sparse_mla_pack"),
         ("sparse_mla", "sparse_mla_attend"),
+        ("sparse_mla", "sparse_mla_clusters"),
     ):
         assert getattr(cuda.library(folder), name) is not None
 
@@ -305,6 +308,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
         lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
         lambda: indexer.indexer_select(q, weights, pages, table, starts, rows, True, lists, chosen),
         lambda: mla.sparse_mla_pack(slots, 2, *packed),
+        lambda: mla.sparse_mla_clusters(cache, 8),
         lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),
         lambda: mla.sparse_mla_attend(queries, cache, slots, None, None, 1, 0.1, None, 8, out, lse),
     ]

@@ -28,19 +28,23 @@ from tests.kernels.cuda_host import pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
 
-@cache
-def emulator() -> ctypes.CDLL:
+def emulator_command(source: Path, target: Path) -> list[str]:
+    """What compiles ``source`` for the emulated GPU."""
     try:
         toolkit = build.find_nvcc().resolve().parent.parent
     except KernelError:
         pytest.skip("the emulator needs the CUDA toolkit's headers")
     includes = [build.DEFAULT_HOME / "include", toolkit / "include"]
     root = build.source_folder()
-    target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
     paths = [root / "host/emulated", root, *(path for path in includes if path.is_dir())]
-    source = root / "host/emulated/kernels.cpp"
-    command = ["g++", *flags, *(f"-I{path}" for path in paths), str(source), "-o", str(target)]
+    return ["g++", *flags, *(f"-I{path}" for path in paths), str(source), "-o", str(target)]
+
+
+@cache
+def emulator() -> ctypes.CDLL:
+    target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
+    command = emulator_command(build.source_folder() / "host/emulated/kernels.cpp", target)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     library = ctypes.CDLL(str(target))
@@ -294,6 +298,7 @@ MLA_CASES = [
     (20, 3, 1, True, True),
     (20, 1, 4, False, True),
     (20, 1, 2, True, False),
+    (20, 1, 16, False, False),
     (1, 4, 1, False, False),
     (64, 1, 1, False, False),
     (65, 1, 2, False, True),

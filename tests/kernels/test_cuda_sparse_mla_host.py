@@ -142,14 +142,22 @@ def test_choices_stay_within_the_kernels_limits(rows: int, heads: int, k: int, s
     assert 1 <= packed <= sparse_mla.MAX_PACKED_ROWS
     assert packed * sparse_mla.heads_per_block(heads) <= sparse_mla.TILE_ROWS
     assert packed == 1 or packed * k <= sparse_mla.MAX_PACKED_SLOTS
-    splits = sparse_mla.cluster_size(rows, heads, k, sms)
-    assert splits in (1, 2, 4, 8)
+    splits = sparse_mla.cluster_size(rows, heads, k, lambda size: sms // size)
+    assert splits in (1, 2, 4, 8, 16)
     assert splits == 1 or splits * rows * sparse_mla.head_blocks(heads) <= sms
 
 
 def test_decode_splits_and_prefill_packs() -> None:
     assert sparse_mla.rows_per_tile(8192, 20, 2048, 132) == 3
     assert sparse_mla.rows_per_tile(64, 20, 2048, 132) == 1
-    assert sparse_mla.cluster_size(1, 20, 2048, 132) == 8
-    assert sparse_mla.cluster_size(64, 20, 2048, 132) == 2
-    assert sparse_mla.cluster_size(1, 20, 64, 132) == 1
+    assert sparse_mla.cluster_size(1, 20, 64, lambda size: 132 // size) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits"), [(1, 16), (7, 16), (8, 8), (15, 8), (16, 4), (31, 4), (32, 2), (67, 1)]
+)
+def test_a_cluster_is_as_large_as_the_driver_has_room_for(rows: int, splits: int) -> None:
+    """H100: 132 SMs, of which clusters of 8 take 120, since they must lie in one GPC."""
+    room = {2: 66, 4: 31, 8: 15, 16: 7}
+    assert sparse_mla.cluster_size(rows, 20, 2048, room.__getitem__) == splits
+    assert sparse_mla.cluster_size(rows, 20, 2048, lambda size: 0) == 1, "no clusters at all"

@@ -116,6 +116,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
         monkeypatch.setattr(module, "require_hopper", lambda op, device: None)
     for module in (indexer, sparse_mla):
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
+    monkeypatch.setattr(
+        sparse_mla,
+        "clusters_at_once",
+        lambda cache, size: sparse_mla.multiprocessors(cache.device) // size,
+    )
     return library
 
 
@@ -247,6 +252,30 @@ def test_sparse_mla(
     want_out, want_lse = attention(q, latent, slots.numpy(), 0.05, sinks)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), want_out, rtol=2**-7, atol=2**-8)
+
+
+def test_layers_that_share_slots_share_their_packed_lists(
+    emulated: Emulated, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as packed anew; lists that are too long to keep are packed in every call."""
+    monkeypatch.setattr(sparse_mla, "multiprocessors", lambda device: 1)
+    torch.manual_seed(int(random.integers(1 << 31)))
+    q, latent = torch.randn(6, 20, 576).bfloat16(), torch.randn(90, 576).bfloat16()
+    slots = torch.stack([torch.randperm(80)[:40] for _ in range(6)]).int()
+    kept: dict[object, object] = {}
+    first = sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=kept)
+    again = sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=kept)
+    assert emulated.calls == ["sparse_mla_pack", "sparse_mla_attend 3 1", "sparse_mla_attend 3 1"]
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    sparse_mla.sparse_mla(q, latent, slots, 0.05)
+    assert emulated.calls[3:] == ["sparse_mla_pack", "sparse_mla_attend 3 1"]
+    monkeypatch.setattr(sparse_mla, "WORKSPACE_BYTES", 3 * 40 * 5 + 4)
+    kept = {}
+    for _ in range(2):
+        sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=kept)
+    assert emulated.calls[5:] == ["sparse_mla_pack", "sparse_mla_attend 3 1"] * 4
+    assert kept == {}
 
 
 def test_the_reference_agrees_with_the_oracle_of_these_tests(random: np.random.Generator) -> None:

@@ -77,8 +77,8 @@ struct WgmmaStep {
 
 struct Warpgroup {
   std::vector<WgmmaStep> steps[128];
-  int arrived = 0;
-  int generation = 0;
+  int waiting[4] = {};  // lanes of each warp that wait for their products
+  int made[4] = {};     // products of each warp that were waited for
 };
 
 struct Block {
@@ -89,6 +89,7 @@ struct Block {
   std::vector<Warpgroup> warpgroups;
   uint3 index;
   int rank;
+  int running = 0;  // threads that have not ended
 };
 
 struct Fibre {
@@ -145,6 +146,13 @@ inline void stumble() {
   if (machine().random() % 16 == 0) wait_until([] { return true; });
 }
 
+// Let others go first, fewer than `most` times.
+inline void delay(int most) {
+  for (int rounds = machine().random() % most; rounds > 0; --rounds) {
+    wait_until([] { return true; });
+  }
+}
+
 inline int meet(Meeting& meeting, int threads, int value = 0) {
   meeting.sum += value;
   if (++meeting.arrived == threads) {
@@ -178,6 +186,7 @@ inline const uint64_t* warp_meet(uint32_t mask, uint64_t value) {
 
 inline unsigned char* shared_pointer(uint32_t address) {
   Block& owner = *machine().blocks[address >> kRankShift];
+  if (owner.running == 0) fail("shared memory of a block that has ended");
   const uint32_t offset = address & ((1u << kRankShift) - 1);
   if (offset >= owner.memory.size()) fail("shared memory address out of range");
   return owner.memory.data() + offset;
@@ -197,6 +206,7 @@ inline void entry(unsigned low, unsigned high) {
   } catch (const std::exception&) {
   }
   fibre->done = true;
+  --fibre->block->running;
   swapcontext(&fibre->context, &machine().scheduler);
 }
 
@@ -256,6 +266,7 @@ inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, ui
         block->warpgroups.resize((threads + 127) / 128);
         block->index = make_uint3(x + rank, y, 0);
         block->rank = rank;
+        block->running = threads;
         for (int t = 0; t < threads; ++t) {
           auto fibre = std::make_unique<Fibre>();
           fibre->block = block.get();

@@ -261,6 +261,7 @@ class AttentionCase:
         sinks: None, "random", or "infinite" (one +inf, one -inf).
         repeats: a slot may be listed more than once.
         holes: padding stands anywhere in the lists, and not at their ends.
+        rising: what is listed later scores ever higher, so that no early maximum stands.
     """
 
     counts: tuple[int, ...]
@@ -270,11 +271,12 @@ class AttentionCase:
     sinks: Literal["random", "infinite"] | None = None
     repeats: bool = False
     holes: bool = False
+    rising: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.heads}-heads", "fp8" if self.fp8 else "bf16", f"k{self.topk}"]
         parts += [f"{self.sinks}-sinks"] * bool(self.sinks) + ["repeats"] * self.repeats
-        parts += ["holes"] * self.holes
+        parts += ["holes"] * self.holes + ["rising"] * self.rising
         return f"{'-'.join(parts)}-rows{len(self.counts)}"
 
 
@@ -288,6 +290,8 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase((70,), 128, 128, fp8=True, sinks="random"),
     AttentionCase((40, 0, 1, 300), 520, 20, holes=True),
     AttentionCase((40, 0, 1, 130), 200, 20, fp8=True, sinks="random", holes=True),
+    AttentionCase((200, 130, 70), 200, 20, rising=True),
+    AttentionCase((200, 130, 70), 200, 20, fp8=True, rising=True),
     AttentionCase((0, 0), 64, 3),
     AttentionCase((), 64, 20),
 )
@@ -309,6 +313,7 @@ LARGE_ATTENTION: tuple[AttentionCase, ...] = (
         for fp8 in (False, True)
     ),
     *(AttentionCase((1900, 3, 0, 700), 2048, 20, fp8, holes=True) for fp8 in (False, True)),
+    *(AttentionCase((2048, 1500), 2048, 20, fp8, rising=True) for fp8 in (False, True)),
     *(
         AttentionCase((2048, 1999) * (400 if heads == 20 else 150), 2048, heads, fp8)
         for heads in (20, 128)
@@ -336,6 +341,10 @@ def attention_inputs(
     pool = max(case.counts, default=0) * 2 + 10
     rows = torch.randn(pool, LATENT_DIM, generator=generator)
     rows *= torch.exp(torch.randn(pool, 1, generator=generator))  # some rows stand out
+    toward = torch.zeros(LATENT_DIM)
+    if case.rising:  # a query's score of a row rises by a ninth from slot to slot
+        toward = torch.nn.functional.normalize(torch.randn(LATENT_DIM, generator=generator), dim=0)
+        rows += torch.arange(pool)[:, None] / 9 * toward
     cache = rows.bfloat16()
     cache = quantize_latent(cache) if case.fp8 else cache
     slots = torch.full((len(case.counts), case.topk), PADDING, dtype=torch.int32)
@@ -344,13 +353,15 @@ def attention_inputs(
             drawn = torch.randint(0, pool // 4, (count,), generator=generator)
         else:
             drawn = torch.randperm(pool, generator=generator)[:count]
+            drawn = drawn.sort().values if case.rising else drawn
         row[:count] = drawn.to(torch.int32)
         if case.holes:
             row[:] = row[torch.randperm(case.topk, generator=generator)]
     listed = torch.zeros(pool, dtype=torch.bool)
     listed[slots[slots >= 0].long()] = True
     cache[~listed] = 0x7F if case.fp8 else float("nan")
-    q = torch.randn(len(case.counts), case.heads, LATENT_DIM, generator=generator).bfloat16()
+    q = torch.randn(len(case.counts), case.heads, LATENT_DIM, generator=generator)
+    q = (q + LATENT_DIM**0.5 * toward).bfloat16()
     # About as large as the sums that they join, or leaving them out would not show.
     sinks = None if case.sinks is None else 6 + 2 * torch.randn(case.heads, generator=generator)
     if sinks is not None and case.sinks == "infinite":

@@ -15,6 +15,7 @@ from sglang_indexcache.kernels.contract import (
     HOPPER_FP8_BITS,
     VALUE_DIM,
     IndexerBatch,
+    Kept,
     logits_tolerance,
     mla_tolerance,
 )
@@ -173,10 +174,11 @@ def check_sparse_mla(attend: Op, inputs: SparseMlaInputs) -> list[str]:
     arguments = (inputs.q, inputs.cache, inputs.slots, inputs.scale)
     results = []
     complaints: list[str] = []
+    kept: Kept = {}  # the second run finds what the first derived from the slots
     for _ in range(2):
         out = Guarded((tokens, heads, VALUE_DIM), torch.bfloat16, device)
         lse = Guarded((tokens, heads), torch.float32, device)
-        attend(*arguments, sinks=inputs.sinks, out=out.tensor, lse=lse.tensor)
+        attend(*arguments, sinks=inputs.sinks, out=out.tensor, lse=lse.tensor, kept=kept)
         complaints += out.complaints("sparse MLA output") + lse.complaints("sparse MLA LSE")
         results.append((out.tensor, lse.tensor))
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):

@@ -7,10 +7,20 @@ the blocks of a cluster, which combine their results inside the launch; tile row
 then idle, and the gather is what takes time.
 """
 
+from collections.abc import Callable
+from functools import cache as cache_results
+from functools import partial
+
 import torch
 
 from sglang_indexcache.kernels.checks import check_sparse_mla
-from sglang_indexcache.kernels.contract import VALUE_DIM, WORKSPACE_BYTES
+from sglang_indexcache.kernels.contract import (
+    FP8_ROW_BYTES,
+    LATENT_DIM,
+    VALUE_DIM,
+    WORKSPACE_BYTES,
+    Kept,
+)
 from sglang_indexcache.kernels.cuda import (
     library,
     multiprocessors,
@@ -21,7 +31,7 @@ from sglang_indexcache.kernels.cuda import (
 
 TILE_ROWS = 64
 TILE_KEYS = 64
-MAX_CLUSTER = 8
+MAX_CLUSTER = 16
 MAX_PACKED_ROWS = 4
 MAX_PACKED_SLOTS = 8192
 """``kRows``, ``kKeys``, ``kMaxCluster`` of csrc/sparse_mla/config.h, the rest of pack.h."""
@@ -41,8 +51,13 @@ def sparse_mla(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:class:`sglang_indexcache.kernels.contract.SparseMLA`."""
+    """:class:`sglang_indexcache.kernels.contract.SparseMLA`.
+
+    Args:
+        kept: the packed lists, where all of them fit the workspace.
+    """
     check_sparse_mla(q, cache, slots, sinks)
     require_hopper("sparse_mla", q.device)
     rows, heads = q.shape[:2]
@@ -51,16 +66,20 @@ def sparse_mla(
     require_aligned("sparse_mla", q=q, cache=cache, out=out)
     packed = rows_per_tile(rows, heads, slots.shape[1], multiprocessors(q.device))
     if packed == 1:
-        splits = cluster_size(rows, heads, slots.shape[1], multiprocessors(q.device))
         if rows:
+            splits = cluster_size(rows, heads, slots.shape[1], partial(clusters_at_once, cache))
             library("sparse_mla").sparse_mla_attend(
                 q, cache, slots, None, None, 1, scale, sinks, splits, out, lse
             )
         return out, lse
     at_once = packed * max(1, WORKSPACE_BYTES // (packed * slots.shape[1] * 5 + 4))
+    if kept is None or rows > at_once:
+        kept = {}
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
-        lists = pack(slots[part], packed)
+        lists = kept.get(packed) or pack(slots[part], packed)
+        if rows <= at_once:
+            kept[packed] = lists
         library("sparse_mla").sparse_mla_attend(
             q[part], cache, *lists, packed, scale, sinks, 1, out[part], lse[part]
         )
@@ -95,16 +114,34 @@ def rows_per_tile(rows: int, heads: int, k: int, sms: int) -> int:
     return max(1, min(fitting, enough))
 
 
-def cluster_size(rows: int, heads: int, k: int, sms: int) -> int:
-    """Blocks that share a list: the largest power of two that the GPU holds at once."""
+def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -> int:
+    """Blocks that share a list: the largest power of two that all run at once.
+
+    Args:
+        at_once: clusters of so many blocks that the GPU runs at once.
+    """
     size = 1
     while (
         size < MAX_CLUSTER
-        and 2 * size * rows * head_blocks(heads) <= sms
         and 2 * size * TILE_KEYS <= k + TILE_KEYS - 1
+        and rows * head_blocks(heads) <= at_once(2 * size)
     ):
         size *= 2
     return size
+
+
+def clusters_at_once(cache: torch.Tensor, size: int) -> int:
+    """What the driver says of the kernel for this cache's rows, on its GPU.
+
+    Not SMs over ``size``: a cluster needs its SMs in one GPC, and GPCs have different numbers.
+    """
+    return _clusters_at_once(cache.device, cache.dtype == torch.uint8, size)
+
+
+@cache_results
+def _clusters_at_once(device: torch.device, fp8: bool, size: int) -> int:
+    row = torch.empty(0, FP8_ROW_BYTES if fp8 else LATENT_DIM, device=device)
+    return int(library("sparse_mla").sparse_mla_clusters(row, size))
 
 
 def head_blocks(heads: int) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, VALUE_DIM
+from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, VALUE_DIM, Kept
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 
 
@@ -16,6 +16,7 @@ def sparse_mla(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over its selected latent rows (absorbed MLA), in float64.
 
@@ -29,11 +30,13 @@ def sparse_mla(
         scale: softmax scale.
         value_dim: width of the values (512 in DeepSeek-V3.2 and GLM-5).
         sinks: ``[H]`` float32, joins the denominator of the output but not the log-sum-exp.
+        kept: not used.
 
     Returns:
         ``[T, H, value_dim]`` output in ``q``'s dtype and ``[T, H]`` float32 log-sum-exp in nats.
         A query without any row gets zeros and -inf.
     """
+    del kept
     if out is None:
         out = q.new_empty(*q.shape[:2], value_dim)
     if lse is None:

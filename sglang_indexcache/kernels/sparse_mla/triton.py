@@ -15,6 +15,7 @@ from sglang_indexcache.kernels.contract import (
     LATENT_DIM,
     ROPE_DIM,
     VALUE_DIM,
+    Kept,
 )
 
 BLOCK_ROWS = 32
@@ -39,6 +40,7 @@ def sparse_mla(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    kept: Kept | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:class:`~sglang_indexcache.kernels.contract.SparseMLA`.
@@ -46,6 +48,7 @@ def sparse_mla(
     Args:
         splits: parts of a query's list; by default as many as keep the card busy.
     """
+    del kept  # every program reads its own row's list
     check_sparse_mla(q, cache, slots, sinks)
     rows, heads, _ = q.shape
     if out is None:

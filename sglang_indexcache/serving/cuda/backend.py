@@ -28,7 +28,7 @@ from sglang_indexcache.serving.cuda import graph_variants
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
-from sglang_indexcache.serving.cuda.kernels import EngineKernels, attend
+from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts_here
@@ -86,6 +86,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self._runner = runner
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
+        self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
@@ -150,24 +151,30 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
             return super()._forward_flashmla_sparse(**call)
-        slots, sinks = call["page_table_1"], call["attn_sink"]
-        return attend(
-            self._attention, call["q_all"], call["kv_cache"], slots, call["sm_scale"], sinks
-        )
+        return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
 
     def _forward_flashmla_kv(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
             return super()._forward_flashmla_kv(**call)
-        slots = call["page_table_1"]
-        return attend(self._attention, call["q_all"], call["kv_cache"], slots, call["sm_scale"])
+        return self._attend(call["q_all"], call["page_table_1"], call)
 
     def _forward_fa3(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
             return super()._forward_fa3(**call)
         assert not call["logit_cap"], "no DSA model caps its attention logits"
         q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
-        slots = call["page_table"]
-        return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"])
+        return self._attend(q, call["page_table"], call)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        slots: torch.Tensor,
+        call: dict[str, Any],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert self._attention is not None
+        kept = self._lists.of(slots, self.index_buffer.writes)
+        return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"], sinks, kept)
 
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, selected: torch.Tensor | None

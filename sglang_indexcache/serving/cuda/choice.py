@@ -34,6 +34,8 @@ ROUTED: tuple[tuple[OpName, Phase], ...] = (
 )
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
+TILE_ROWS = 64
+"""Query heads that the CUDA kernel's tile holds (``kRows`` of csrc/sparse_mla/config.h)."""
 RAW_FP8 = ("tilelang", "trtllm")
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
@@ -71,6 +73,7 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
         obstacle = next(_obstacles(op, phase, cfg, model), None)
         try:
             if asked == "auto":
+                obstacle = obstacle or _forecast_loss(op, phase, cfg, model, machine)
                 routes.append(Route(op, phase, *_automatic(op, machine, obstacle)))
             elif obstacle:
                 raise KernelError(f"{op} in {phase}: {obstacle}")
@@ -98,6 +101,24 @@ def _automatic(
     ours = (one for one in dispatch.IMPLEMENTATIONS if not one.is_reference)
     reasons = [f"{one.name}: {one.obstacle(op, machine) or one.doubt(machine)}" for one in ours]
     return None, f"none of ours can run on {machine.name}: {', '.join(reasons)}"
+
+
+def _forecast_loss(
+    op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine
+) -> str | None:
+    """Why the engine's kernel is the faster one by our own forecast; asked for by name, ours run.
+
+    The one place for such rules. A measurement (``dispatch.MEASURED``) overrules them.
+    """
+    if (op, machine.capability) in dispatch.MEASURED or machine.capability != (9, 0):
+        return None
+    heads = model.num_attention_heads * cfg.attn_dp_size * cfg.attn_cp_size // cfg.tp_size
+    if (op, phase) == ("sparse_mla", "prefill") and heads > TILE_ROWS // 2:
+        return (
+            f"with {heads} heads on a GPU no two rows share a tile, which is what ours would gain "
+            "from, and FlashMLA is forecast to be faster (docs/kernels.md)"
+        )
+    return None
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:

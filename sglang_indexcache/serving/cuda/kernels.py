@@ -25,6 +25,7 @@ from sglang_indexcache.kernels.contract import (
     PAGE_BYTES,
     PAGE_TOKENS,
     IndexerBatch,
+    Kept,
     Select,
     SparseMLA,
 )
@@ -288,6 +289,30 @@ def current() -> EngineKernels:
 # -- sparse attention --------------------------------------------------------------------------
 
 
+class KeptLists:
+    """What attention derived from one selection's slots, for the layers that share them.
+
+    Of the last selection only: memory stays that of one.
+    """
+
+    def __init__(self) -> None:
+        self._slots: torch.Tensor | None = None
+        self._selection = -1
+        self._kept: Kept = {}
+
+    def of(self, slots: torch.Tensor, selection: int) -> Kept:
+        """What was derived from ``slots``; empty if they are others than at the last call.
+
+        Args:
+            slots: as SGLang hands them over: the layers that share a selection get one tensor.
+            selection: how often indices were selected or taken over so far: memory that holds
+                another selection may be the same tensor.
+        """
+        if slots is not self._slots or selection != self._selection:
+            self._slots, self._selection, self._kept = slots, selection, {}
+        return self._kept
+
+
 def attend(
     kernel: SparseMLA,
     q: torch.Tensor,
@@ -295,6 +320,7 @@ def attend(
     slots: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None = None,
+    kept: Kept | None = None,
 ) -> torch.Tensor:
     """Sparse MLA over the rows that SGLang's kernels would read.
 
@@ -304,6 +330,7 @@ def attend(
             ``[N, 1, 656]`` FP8 rows under any one-byte dtype.
         slots: ``[T, k]`` int32 rows of ``kv_cache``, padded with -1.
         sinks: ``[Hq]``.
+        kept: of these slots (:class:`KeptLists`).
 
     Returns:
         ``[T, Hq, 512]`` bfloat16.
@@ -316,5 +343,6 @@ def attend(
         slots.contiguous(),
         scale,
         sinks=None if sinks is None else sinks.float(),
+        kept=kept,
     )
     return out

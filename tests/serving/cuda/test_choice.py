@@ -44,6 +44,9 @@ def server(**fields: Any) -> Any:
             "enable_prefill_cp": False,
             "enable_kv_cache_sharding": False,
             "dcp_size": 1,
+            "tp_size": 1,
+            "attn_dp_size": 1,
+            "attn_cp_size": 1,
             **fields,
         }
     )
@@ -64,6 +67,7 @@ def glm5(**fields: Any) -> Any:
         "qk_rope_head_dim": 64,
         "dtype": torch.bfloat16,
         "context_len": 202752,
+        "num_attention_heads": 20,
     }
     config |= {name: value for name, value in fields.items() if name.startswith("index_")}
     shape |= {name: value for name, value in fields.items() if name in shape}
@@ -110,6 +114,30 @@ def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(dispatch.MEASURED, ("select", (9, 0)), ("triton", "kernels/h100.json"))
     expected = every("cuda") | dict.fromkeys(SELECTIONS, "triton")
     assert names("auto", server(), glm5(), HOPPER) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "flags", "left"),
+    [
+        (32, {}, False),
+        (33, {}, True),
+        (64, {}, True),
+        (128, {"tp_size": 8}, False),
+        (64, {"tp_size": 8, "attn_dp_size": 8}, True),
+        (64, {"tp_size": 8, "attn_dp_size": 4}, False),
+    ],
+)
+def test_auto_leaves_what_is_forecast_to_be_slower(
+    heads: int, flags: dict[str, int], left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashMLA's own shape; by name ours are still to be had, and a measurement overrules."""
+    cfg, model = server(**flags), glm5(num_attention_heads=heads)
+    expected = every("cuda") | ({("sparse_mla", "prefill"): None} if left else {})
+    assert names("auto", cfg, model, HOPPER) == expected
+    assert names("auto", cfg, model, AMPERE) == every("triton")
+    assert names("cuda", cfg, model, HOPPER) == every("cuda")
+    monkeypatch.setitem(dispatch.MEASURED, ("sparse_mla", (9, 0)), ("cuda", "kernels/h200.json"))
+    assert names("auto", cfg, model, HOPPER) == every("cuda")
 
 
 def test_auto_leaves_what_a_bad_compiler_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,13 @@ def make_backend(
     fp8: bool = False,
     draft_tokens: int = 0,
     fused: bool = True,
+    pattern: str = "F",
 ) -> IndexCacheBackend:
     """Our backend as SGLang's ``__init__`` leaves it, without what needs a GPU."""
     monkeypatch.setattr(DeepseekSparseAttnBackend, "__init__", lambda self, runner: None)
-    plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "GlmMoeDsaForCausalLM")
+    layers = tuple(range(len(pattern)))
+    own = Pattern(pattern)
+    plan = Plan(own, "test", "static", own, layers, "GlmMoeDsaForCausalLM")
     made = IndexCacheBackend(runner(), ActivePattern(plan))
     table = torch.randint(0, SLOTS, (8, CONTEXT), dtype=torch.int32)  # unused entries: anything
     latent = torch.randn(SLOTS, 576).bfloat16()
@@ -613,6 +616,37 @@ def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: b
     rows = pool[flattened.long()] if prefix else fresh[:, 0]
     assert len(rows) == 220
     torch.testing.assert_close(out.double(), exact_attention(q, rows, slots), rtol=0.01, atol=0.005)
+
+
+@pytest.mark.parametrize("impl", ["fa3", "flashmla_sparse", "flashmla_kv"])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
+    monkeypatch: pytest.MonkeyPatch, impl: str, mode: ForwardMode
+) -> None:
+    """And no other does, even where SGLang selects into the same memory, as passes of a capture."""
+    backend = make_backend(monkeypatch, prefill=impl, decode=impl, pattern="FSSFS")
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    monkeypatch.setattr(backend, "_compute_flashmla_metadata", lambda **_: None)
+    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    seen: list[int] = []
+
+    def kernel(*_args: Any, kept: dict[object, Any], **_kw: Any) -> Any:
+        seen.append(kept.setdefault("first used by", len(seen)))
+        return None, None
+
+    backend.kernels = EngineKernels(sparse_mla_prefill=kernel, sparse_mla_decode=kernel)
+    decode = mode == ForwardMode.DECODE
+    batch = make_batch(backend, mode, [130] * 4, [1] * 4)
+    backend.init_forward_metadata(batch)
+    forward = backend.forward_decode if decode else backend.forward_extend
+    q, k, slots = torch.randn(4, 5, 576).bfloat16(), torch.zeros(4, 1, 512), random_slots(4)
+    parts = {"q_rope": q[..., 512:], "k_rope": torch.zeros(4, 1, 64)}
+    for _ in range(2):
+        for number in range(5):
+            layer = SimpleNamespace(**{**vars(LAYER), "layer_id": number})
+            query = q[..., :512].contiguous()
+            forward(query, k, k, layer, batch, topk_indices=slots, **parts)
+    assert seen == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8]
 
 
 def test_attention_sinks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/host_device.h"
 #include "simt.h"
@@ -149,11 +150,19 @@ inline void copy16(uint32_t destination, const void* source, bool valid) {
 }
 
 inline void wait_copies() {
+  simt::delay(32);
   for (auto& copy : simt::self().copies) copy();
   simt::self().copies.clear();
 }
 
 inline void fence_async_proxy() {}
+
+// -- arithmetic --------------------------------------------------------------------------------
+
+inline float exp2_flushed(float x) {
+  const float result = std::exp2(x);
+  return result < 0x1p-126f ? 0.0f : result;
+}
 
 // -- registers ---------------------------------------------------------------------------------
 

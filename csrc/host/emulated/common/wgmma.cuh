@@ -1,5 +1,6 @@
 // common/wgmma.cuh on the emulated GPU. Products are made when they are waited for, in float64 rounded
-// to float32 after each step: exact for the small integers of the tests.
+// to float32 after each step: exact for the small integers of the tests. Each warp of a warpgroup has
+// its rows when it waits itself: what it does next may come before another's are multiplied.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -68,15 +69,16 @@ inline float bf16(const unsigned char* bytes) {
   return value;
 }
 
-inline void multiply(simt::Warpgroup& group, size_t number, int rank) {
-  const simt::WgmmaStep& first = group.steps[0][number];
+// The 16 rows of one warp.
+inline void multiply(simt::Warpgroup& group, int warp, size_t number, int rank) {
+  const simt::WgmmaStep& first = group.steps[warp * 32][number];
   const Operand a(first.a, rank);
   const Operand b(first.b, rank);
   const int depth = first.kind == 0 ? 32 : 16;
   std::vector<float> left(64 * depth);
   std::vector<float> right(first.columns * depth);
   for (int k = 0; k < depth; ++k) {
-    for (int row = 0; row < 64; ++row) {
+    for (int row = warp * 16; row < warp * 16 + 16; ++row) {
       left[row * depth + k] = first.kind == 0 ? e4m3(a.k_major(row, k)) : bf16(a.k_major(row, 2 * k));
     }
     for (int column = 0; column < first.columns; ++column) {
@@ -85,7 +87,7 @@ inline void multiply(simt::Warpgroup& group, size_t number, int rank) {
                                                     : bf16(b.n_major(k, column));
     }
   }
-  for (int thread = 0; thread < 128; ++thread) {
+  for (int thread = warp * 32; thread < warp * 32 + 32; ++thread) {
     const simt::WgmmaStep& own = group.steps[thread][number];
     if (own.a != first.a || own.b != first.b || own.add != first.add || own.kind != first.kind) {
       simt::fail("the threads of a warpgroup disagree on a WGMMA");
@@ -119,20 +121,25 @@ void wgmma_wait(float (&d)[kCount]) {
   for (const simt::WgmmaStep& step : group.steps[simt::self().thread.x % 128]) {
     if (step.registers != d) simt::fail("a wait that does not name a WGMMA's accumulators");
   }
-  if (++group.arrived < 128) {
-    simt::wait_until([&group, then = group.generation] { return group.generation != then; });
+  const int warp = simt::self().thread.x % 128 / 32;
+  if (++group.waiting[warp] < 32) {
+    simt::wait_until([&group, warp, then = group.made[warp]] { return group.made[warp] != then; });
     return;
   }
-  const size_t count = group.steps[0].size();
-  for (auto& steps : group.steps) {
-    if (steps.size() != count) simt::fail("not every thread of a warpgroup issued every WGMMA");
+  // The tensor cores take their time, not the same for each warp.
+  simt::delay(16);
+  auto* lanes = group.steps + warp * 32;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (lanes[lane].size() != lanes[0].size()) {
+      simt::fail("not every thread of a warp issued every WGMMA");
+    }
   }
-  for (size_t number = 0; number < count; ++number) {
-    emulated::multiply(group, number, simt::block().rank);
+  for (size_t number = 0; number < lanes[0].size(); ++number) {
+    emulated::multiply(group, warp, number, simt::block().rank);
   }
-  for (auto& steps : group.steps) steps.clear();
-  group.arrived = 0;
-  ++group.generation;
+  for (int lane = 0; lane < 32; ++lane) lanes[lane].clear();
+  group.waiting[warp] = 0;
+  ++group.made[warp];
 }
 
 template <int kN>
