@@ -105,7 +105,7 @@ def select_top_k(
             best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
             places = places.masked_fill(best == float("-inf"), -1).int()
             found.append(pad(places, (0, width - places.shape[-1]), value=-1))
-    return torch.cat(found, dim=1)
+    return torch.cat(found[::-1], dim=1)
 
 
 def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

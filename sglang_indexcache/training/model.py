@@ -269,7 +269,7 @@ def attend(
         checkpoint(attend_block, rows, use_reentrant=False, preserve_rng_state=False)
         for rows in layout.blocks(block)
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return torch.cat(outputs[::-1], dim=2).transpose(1, 2)
 
 
 def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
