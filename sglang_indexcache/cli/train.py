@@ -23,6 +23,13 @@ from sglang_indexcache.cli.common import (
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
 
 
+class Kernel(str, Enum):
+    """What computes the loss over the selected keys."""
+
+    TORCH = "torch"
+    TRITON = "triton"
+
+
 class Weights(str, Enum):
     """What a frozen parameter is held in."""
 
@@ -222,6 +229,13 @@ def heal_command(
         bool,
         typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
     ] = False,
+    loss_kernel: Annotated[
+        Kernel,
+        typer.Option(
+            help="What computes the loss in sparse steps: torch, or triton on a GPU, where no card "
+            "has shown yet that it is faster."
+        ),
+    ] = Kernel.TORCH,
     seed: SeedOption = 0,
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
@@ -254,6 +268,7 @@ def heal_command(
             seed=seed,
             dtype=dtype,
             from_disk=from_disk,
+            loss_kernel=loss_kernel.value,
         )
     )
 
