@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.card import loss
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training import losses_triton
@@ -259,6 +260,14 @@ def test_healing_by_it_takes_the_same_step(tmp_path: Path) -> None:
         assert ran.called == (kernel is LossKernel.TRITON)
         assert Adapter.read(output).record["options"]["loss_kernel"] == kernel
     same_first_step(tmp_path / "torch", tmp_path / "triton", rel=1e-3)
+
+
+@runs
+@pytest.mark.parametrize("case", loss.TINY, ids=str)
+def test_what_a_card_will_be_asked(case: loss.Case) -> None:
+    """The check's own inputs and comparison, which a dry run gives a stand-in."""
+    found = loss.difference(case, loss.by_triton, DEVICE)
+    assert max(found.values()) <= loss.TOLERANCE[case.dtype], found
 
 
 def test_the_warm_up_form_is_the_other() -> None:
