@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.training.frozen import FrozenBody, dequantised, placed
+from sglang_indexcache.training.frozen import FrozenBody, placed
 from sglang_indexcache.training.local import LocalSharing
 from sglang_indexcache.training.model import DistilledModel
 from sglang_indexcache.training.packing import Layout
 from sglang_indexcache.training.sharing import Stage
+from sglang_indexcache.training.stored import dequantised
 from tests.training.checkpoints import BLOCK, checkpoint, quantise
 from tests.training.models import FAMILIES, LAYERS, TOPK, one_document, tokens
 
