@@ -142,6 +142,13 @@ def _healing_grid(folder: Path, path: str) -> str:
     return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
 
 
+def _healing_memory(folder: Path, path: str) -> str:
+    """Peak memory of a step by the length of its row."""
+    from benchmarks import heal_memory
+
+    return heal_memory.table(json.loads((folder / path).read_text())["rows"])
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -187,6 +194,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "quality-errors": (_quality_errors, "quality/statistics.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
+    "healing-memory": (_healing_memory, "heal_memory.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }
