@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, one command for a machine with an H100 or H200, torch and
-# CUDA 13: ten checks, each for itself, and a verdict in one JSON. No network is needed.
+# CUDA 13: eleven checks, each for itself, and a verdict in one JSON. No network is needed.
 #
 #   benchmarks/device_check.sh [--only 3,5] [--out FILE] [--seconds 570]    on a GPU; called again,
 #                               it adds the checks that are missing

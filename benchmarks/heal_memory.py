@@ -2,17 +2,20 @@
 
     python -m benchmarks.heal_memory [--lengths 8192 32768 131072]
 
-A model of two layers (one F, one S) and tiny width, made at random; one row of one document, in
-the dense warm-up and in the sparse stage: forward, losses, gradients. Each measurement is a
-process of its own, as a process's peak memory never falls. MiB are above what the process had
-before the step, model included. Writes results/heal_memory.json.
+One F layer of tiny width, made at random; one row of one document, in the dense warm-up and in the
+sparse stage: forward, loss, gradients. Each measurement is a process of its own, as a process's
+peak memory never falls. MiB are above what the process had before the step, model included. libc
+keeps freed memory, as a GPU's allocator does, and does not map every large tensor anew: that would
+take most of the time. Writes results/heal_memory.json after each.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import resource
+from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +33,9 @@ from sglang_indexcache.training.packing import Layout
 from sglang_indexcache.training.sharing import Stage
 
 RESULT = Path(__file__).parent / "results" / "heal_memory.json"
-PATTERN, TOPK, BLOCK = Pattern("FS"), 64, 256
+PATTERN, TOPK, BLOCK = Pattern("F"), 64, 256
+M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
+"""Of ``mallopt``, as ``malloc.h`` has them."""
 FIELDS: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -76,8 +81,15 @@ def peak_mib() -> float:
 
 def in_a_process(folder: Path, length: int, stage: Stage) -> float:
     """:func:`step`, in a process of its own."""
-    with get_context("fork").Pool(1) as pool:
+    with get_context("fork").Pool(1, keep_freed_memory) as pool:
         return pool.apply(step, (folder, length, stage))
+
+
+def keep_freed_memory() -> None:
+    """Tell this process's libc to."""
+    libc = ctypes.CDLL("libc.so.6")
+    if not (libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, -1)):
+        raise OSError("this libc does not take these options")
 
 
 def main() -> None:
@@ -86,28 +98,39 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as made:
         folder = Path(made)
         torch.manual_seed(0)
         GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**FIELDS)).save_pretrained(folder)
         for length in arguments.lengths:
-            row: dict[str, Any] = {"length": length}
+            rows.append({"length": length, "square_mib": length**2 * 4 / 2**20})
             for name, stage in (("dense", Stage.WARMUP), ("sparse", Stage.SPARSE)):
-                row[f"{name}_mib"] = in_a_process(folder, length, stage)
-            row["square_mib"] = length**2 * 4 / 2**20
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            result = {
-                "what": "peak memory of one step of healing, one row, float32, CPU",
-                "machine": machine() | {"threads": 1},
-                "pattern": str(PATTERN),
-                "fields": FIELDS,
-                "block": BLOCK,
-                "square_mib": "what one float32 matrix of length x length would take",
-                "rows": rows,
-            }
-            write_json(arguments.output, result)
+                rows[-1][f"{name}_mib"] = in_a_process(folder, length, stage)
+                print(json.dumps(rows[-1]), flush=True)
+                result = {
+                    "what": "peak memory of one step of healing, one row, float32, CPU",
+                    "machine": machine() | {"threads": 1},
+                    "pattern": str(PATTERN),
+                    "fields": FIELDS,
+                    "block": BLOCK,
+                    "square_mib": "what one float32 matrix of length x length would take",
+                    "rows": rows,
+                }
+                write_json(arguments.output, result)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: MiB by length."""
+    lines = [
+        "| tokens of a row | dense step, MiB | sparse step, MiB | one L x L, MiB |",
+        "|---" * 4 + "|",
+    ]
+    for row in rows:
+        measured = (row.get(f"{name}_mib") for name in ("dense", "sparse", "square"))
+        cells = ("not measured" if mib is None else f"{mib:,.0f}" for mib in measured)
+        lines.append(f"| {row['length']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

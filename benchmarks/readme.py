@@ -158,6 +158,13 @@ def _request_patterns(folder: Path, path: str) -> str:
     return request_patterns.table(json.loads((folder / path).read_text()))
 
 
+def _healing_memory(folder: Path, path: str) -> str:
+    """Peak memory of a step by the length of its row."""
+    from benchmarks import heal_memory
+
+    return heal_memory.table(json.loads((folder / path).read_text())["rows"])
+
+
 def _plan(_folder: Path, _path: str) -> str:
     """The planner's roofline beside the paper's measurement, for the paper's model and node."""
     shape = PRESETS["30b"]
@@ -204,6 +211,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
+    "healing-memory": (_healing_memory, "heal_memory.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
     "request-patterns": (_request_patterns, "request_patterns.json"),

@@ -1,4 +1,4 @@
-"""The first half hour on a card: ten checks, each a process of its own, and a verdict.
+"""The first half hour on a card: eleven checks, each a process of its own, and a verdict.
 
     python -m benchmarks.card.pack          where SGLang is installed: makes the archive
     benchmarks/device_check.sh              on the machine with the card

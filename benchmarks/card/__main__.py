@@ -1,4 +1,4 @@
-"""Ten checks of everything that only a card can prove, into one JSON, with a verdict.
+"""Eleven checks of everything that only a card can prove, into one JSON, with a verdict.
 
     benchmarks/device_check.sh [--only 3,5] [--seconds 570] [--out FILE]      on a GPU
     benchmarks/device_check.sh --dry [--with-servers]                         its logic, on a CPU
@@ -63,7 +63,7 @@ def todo(report: dict[str, Any], only: list[int]) -> Iterator[Check]:
 
 
 def verdict(report: dict[str, Any]) -> list[tuple[str, int, str, str]]:
-    """Outcome, check, claim and reason of everything that the ten checks can decide."""
+    """Outcome, check, claim and reason of everything that the eleven checks can decide."""
     rows = []
     for check in CHECKS:
         found = report["checks"].get(str(check.number)) or skipped(check, "not asked for yet")

@@ -1,4 +1,4 @@
-"""The ten checks, the cheapest and most fundamental first, and the process that runs one.
+"""The eleven checks, the cheapest and most fundamental first, and the process that runs one.
 
 python -m benchmarks.card.checks 3 --seconds 60 [--dry]
 """
@@ -102,6 +102,13 @@ CHECKS = (
     ),
     Check(9, "sanitized", ("compute-sanitizer finds nothing in our CUDA kernels",), 120, 40),
     Check(10, "speed", ("the kernels were timed", "the index buffer was timed"), 150, 40),
+    Check(
+        11,
+        "loss",
+        ("the Triton distillation loss is right", "the Triton distillation loss was timed"),
+        120,
+        30,
+    ),
 )
 
 

@@ -55,12 +55,16 @@ class Gpu:
         bf16: FLOP/s.
         fp8: FLOP/s.
         bandwidth: of the memory, bytes/s.
+        float32: FLOP/s, not of the matrix units.
+        memory: bytes.
     """
 
     name: str
     bf16: float
     fp8: float
     bandwidth: float
+    float32: float
+    memory: float
 
     def bound(self, flops: float, memory_bytes: float, *, fp8: bool) -> tuple[float, str]:
         """The least seconds for some work, and what sets them.
@@ -76,9 +80,9 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12),
-    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12),
-    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12),
+    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12, 67e12, 80e9),
+    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12, 67e12, 141e9),
+    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12, 75e12, 180e9),
 }
 
 

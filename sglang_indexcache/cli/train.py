@@ -23,6 +23,13 @@ from sglang_indexcache.cli.common import (
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
 
 
+class Kernel(StrEnum):
+    """What computes the loss over the selected keys."""
+
+    TORCH = "torch"
+    TRITON = "triton"
+
+
 class Weights(StrEnum):
     """What a frozen parameter is held in."""
 
@@ -76,18 +83,27 @@ def plan_command(
     ] = 100.0,
     context: ContextOption = "32Ki",
     gpus: Annotated[int, typer.Option(help="How many GPUs share the model.")] = 8,
-    gpu: Annotated[str, typer.Option(help="Their peak rates: h100, h200 or b200.")] = "h200",
-    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU, GB.")] = 141.0,
+    gpu: Annotated[str, typer.Option(help="Their data sheet: h100, h200 or b200.")] = "h200",
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Memory of one GPU, GB, if not the data sheet's.")
+    ] = None,
     mfu: Annotated[float, typer.Option(help="Share of the peak rates that is reached.")] = 0.3,
     float32_tflops: Annotated[
-        float, typer.Option(help="Peak rate of float32 products (the loss), TFLOP/s.")
-    ] = 67.0,
+        float | None,
+        typer.Option(
+            help="Peak rate of float32 products (the loss), TFLOP/s, if not the data sheet's."
+        ),
+    ] = None,
     weights: Annotated[
         Weights, typer.Option(help="How heal holds the frozen weights.")
     ] = Weights.BF16,
+    rows: Annotated[int, typer.Option(help="Rows of each of heal's steps.")] = 4,
+    disk_rate: Annotated[
+        float, typer.Option(help="Rate at which heal --from-disk reads weights, GB/s.")
+    ] = 5.0,
     dense_share: Annotated[
         float, typer.Option(help="Part of heal's tokens in its dense warm-up.")
-    ] = 0.25,
+    ] = 1.0,
 ) -> None:
     """Memory, GPU-hours and GPUs of heal and of full training: arithmetic, not measured."""
     from rich.box import SIMPLE
@@ -101,15 +117,18 @@ def plan_command(
 
     shape = shape_of(model)
     chosen = Library.default().resolve(pattern, checkpoint_of(shape)).pattern
+    sheet = find_gpu(gpu)
     assumed = Assumptions(
         gpus=gpus,
-        gpu_memory=gpu_memory,
+        gpu_memory=gpu_memory or sheet.memory / 1e9,
         million_tokens=million_tokens,
         length=parse_length(context),
+        rows=rows,
         mfu=mfu,
-        bf16_tflops=find_gpu(gpu).bf16 / 1e12,
-        float32_tflops=float32_tflops,
+        bf16_tflops=sheet.bf16 / 1e12,
+        float32_tflops=float32_tflops or sheet.float32 / 1e12,
         weight_bytes=1.0 if weights is Weights.FP8 else 2.0,
+        disk_rate=disk_rate,
         dense_share=dense_share,
     )
     found = plan(shape, chosen, assumed)
@@ -222,6 +241,13 @@ def heal_command(
         bool,
         typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
     ] = False,
+    loss_kernel: Annotated[
+        Kernel,
+        typer.Option(
+            help="What computes the loss in sparse steps: torch, or triton on a GPU, where no card "
+            "has shown yet that it is faster."
+        ),
+    ] = Kernel.TORCH,
     seed: SeedOption = 0,
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
@@ -254,6 +280,7 @@ def heal_command(
             seed=seed,
             dtype=dtype,
             from_disk=from_disk,
+            loss_kernel=loss_kernel.value,
         )
     )
 

@@ -125,13 +125,15 @@ def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
 
     Args:
         plan: this server's.
-        adapted: the adapter's weights, or else the checkpoint's own.
+        adapted: the adapter's weights, or else the checkpoint's own. Where the checkpoint's are
+            dequantised while they load (on a CPU), so are these.
 
     Raises:
         CheckpointError: the adapter is not the one that the server was started with.
     """
     from sglang.srt.runtime_context import get_model
 
+    from sglang_indexcache.serving.cpu import fp8
     from sglang_indexcache.training.stored import like_stored, read_stored
 
     adapter, base = Adapter.read(Path(plan.adapter)), Path(get_model().model_path)
@@ -140,7 +142,9 @@ def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
             f"the adapter {plan.adapter} was replaced since this server was started. Start the "
             "server again, or put the adapter that it was started with back."
         )
-    return like_stored(base, adapter.tensors()) if adapted else read_stored(base, adapter.names())
+    found = like_stored(base, adapter.tensors()) if adapted else read_stored(base, adapter.names())
+    size = fp8.blocks()
+    return found if size is None else dict(fp8.plain(found.items(), size))
 
 
 def put(model: Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ from sglang_indexcache.serving import (
 )
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
+from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import check_reference, choose
 from sglang_indexcache.serving.settings import (
@@ -329,6 +330,8 @@ def merged_overrides(plan: Plan, overrides: Mapping[str, Any], config: Any) -> d
 
 def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config: Any) -> None:
     merged = merged_overrides(plan, overrides, config)
+    if platform_cpu.is_active():
+        merged |= fp8.overrides(config)
     cfg = resolving_view(server_args)
     fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
     if plan.mode == "live":

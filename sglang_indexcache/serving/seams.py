@@ -705,6 +705,12 @@ CPU_SEAMS = (
         "let an idle scheduler rest under dp_attention too",
     ),
     Seam("sglang.srt.utils.numa_utils", "init_threads_binding", "reads the core binding we set"),
+    Seam(
+        _LOADER,
+        "DefaultModelLoader._get_weights_iterator",
+        "dequantise block-FP8 weights, for which SGLang has GPU kernels only",
+        ("source",),
+    ),
 )
 """What the CPU platform needs."""
 

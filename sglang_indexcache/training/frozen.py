@@ -23,7 +23,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.indexer import LightningIndexer, Rotation
 from sglang_indexcache.training.model import check_trainable, install, is_indexer
 from sglang_indexcache.training.sharing import Sharing
-from sglang_indexcache.training.stored import DTYPES, stored
+from sglang_indexcache.training.stored import DTYPES, dequantised, stored
 
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"
@@ -251,20 +251,6 @@ class WeightFiles:
             self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
         tensor: torch.Tensor = self._open[path].get_tensor(name)
         return tensor
-
-
-def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """A block-FP8 weight in float32.
-
-    Source: ``weight_dequant`` of DeepSeek-V3's released inference code.
-
-    Args:
-        weight: ``[N, K]`` e4m3.
-        scales: ``[ceil(N / blocks[0]), ceil(K / blocks[1])]``, what a block is multiplied by.
-        blocks: rows and columns of a block.
-    """
-    spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
-    return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
 
 
 def placed(pattern: Pattern, devices: Sequence[torch.device]) -> list[torch.device]:

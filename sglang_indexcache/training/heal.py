@@ -32,7 +32,7 @@ from sglang_indexcache.training.data.files import FileRows, Row
 from sglang_indexcache.training.frozen import FrozenBody
 from sglang_indexcache.training.heal_run import Evaluation, HealRun, State
 from sglang_indexcache.training.local import LocalForward, LocalSharing
-from sglang_indexcache.training.losses import DEFAULT_BLOCK
+from sglang_indexcache.training.losses import DEFAULT_BLOCK, LossKernel
 from sglang_indexcache.training.optimizer import (
     BETAS,
     adamw_groups,
@@ -81,9 +81,10 @@ class HealOptions:
         dtype: of the body: "bfloat16" or "float32".
         from_disk: read a layer's weights each time it runs, for a model that does not fit.
         block: queries per block of chunked work.
+        loss_kernel: of the loss in sparse steps: "torch", or "triton" on a GPU.
 
     Raises:
-        TrainingError: nothing to do, or an unknown dtype.
+        TrainingError: nothing to do, an unknown dtype, or a kernel for no step.
     """
 
     checkpoint: Path
@@ -108,12 +109,21 @@ class HealOptions:
     dtype: str = "bfloat16"
     from_disk: bool = False
     block: int = DEFAULT_BLOCK
+    loss_kernel: str = LossKernel.TORCH.value
 
     def __post_init__(self) -> None:
         if min(self.dense_steps, self.sparse_steps) < 0 or not any(s.steps for s in self.stages):
             raise TrainingError("there is nothing to do: ask for dense or for sparse steps")
         if self.dtype not in DTYPES:
             raise TrainingError(f"the body's dtype is {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.loss_kernel not in list(LossKernel):
+            known = ", ".join(LossKernel)
+            raise TrainingError(f"the loss's kernel is {known}, got {self.loss_kernel!r}")
+        if self.loss_kernel != LossKernel.TORCH and not self.sparse_steps:
+            raise TrainingError(
+                f"the {self.loss_kernel} form of the loss is for sparse steps, and none are asked "
+                "for. Ask for sparse steps, or leave the loss to torch."
+            )
         counts = ("rows", "micro_rows", "held_out", "evaluate_every", "save_every", "block")
         for name in counts:
             if getattr(self, name) < 1:
@@ -219,6 +229,8 @@ class _Healing:
         self.length = options.length or 4 * self.topk
         self._check_length()
         self.accelerator = Accelerator()
+        self.kernel = LossKernel(options.loss_kernel)
+        self.kernel.check(self.accelerator.device)
         if options.rows < self.accelerator.num_processes:
             raise TrainingError(
                 f"{self.accelerator.num_processes} processes share the {options.rows} rows of a "
@@ -278,7 +290,9 @@ class _Healing:
 
     def _load(self) -> None:
         options = self.options
-        self.sharing = LocalSharing(self.pattern, self.topk, block=options.block)
+        self.sharing = LocalSharing(
+            self.pattern, self.topk, block=options.block, kernel=self.kernel
+        )
         self.body = FrozenBody(
             options.checkpoint,
             self.pattern,

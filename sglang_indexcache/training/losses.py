@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -35,6 +36,34 @@ GATHERED_FROM = 16
 Measured on a CPU (``benchmarks/results/distillation_loss.json``): gathering takes 1/1.3 of the time
 of scoring and masking all keys at 16 times, and 3.4 times as long at 8. Not measured on a GPU.
 """
+
+
+class LossKernel(StrEnum):
+    """What computes the sparse form of the loss; the warm-up form has PyTorch's only."""
+
+    TORCH = "torch"
+    TRITON = "triton"
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what cannot run on ``device``, before any work.
+
+        Raises:
+            TrainingError: Triton, where it is not installed or has no GPU.
+        """
+        if self is LossKernel.TORCH:
+            return
+        try:
+            from triton import knobs
+        except ImportError as error:
+            raise TrainingError(
+                f"the Triton form of the loss needs Triton, which cannot be imported ({error}). "
+                "Install triton, or leave the loss to torch."
+            ) from error
+        if device.type == "cpu" and not knobs.runtime.interpret:
+            raise TrainingError(
+                "the Triton form of the loss needs a GPU, and there is none here. Leave the loss "
+                "to torch, or set TRITON_INTERPRET=1 to test it."
+            )
 
 
 @dataclass(frozen=True)
@@ -105,7 +134,7 @@ def select_top_k(
             best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
             places = places.masked_fill(best == float("-inf"), -1).int()
             found.append(pad(places, (0, width - places.shape[-1]), value=-1))
-    return torch.cat(found, dim=1)
+    return torch.cat(found[::-1], dim=1)
 
 
 def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

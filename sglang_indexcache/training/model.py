@@ -24,7 +24,12 @@ from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.indexer import BorrowedSelection, LightningIndexer
 from sglang_indexcache.training.lm_loss import next_token_losses
-from sglang_indexcache.training.losses import DEFAULT_BLOCK, AttentionInputs, IndexInputs
+from sglang_indexcache.training.losses import (
+    DEFAULT_BLOCK,
+    AttentionInputs,
+    IndexInputs,
+    LossKernel,
+)
 from sglang_indexcache.training.packing import IGNORED, Layout
 from sglang_indexcache.training.sharing import Sharing, Stage
 
@@ -66,6 +71,7 @@ class DistilledModel(nn.Module):
         pattern: one character per layer.
         cross_layer: L_multi if true; each indexer against its own layer only if false.
         block: queries per block of chunked work.
+        kernel: of the sparse form of the loss.
 
     Raises:
         TrainingError: a model of another type.
@@ -78,12 +84,13 @@ class DistilledModel(nn.Module):
         pattern: Pattern,
         cross_layer: bool = True,
         block: int = DEFAULT_BLOCK,
+        kernel: LossKernel = LossKernel.TORCH,
     ) -> None:
         super().__init__()
         check_trainable(model, pattern)
         self.model = model
         self.pattern = pattern
-        self.sharing = Sharing(pattern, model.config.index_topk, cross_layer, block)
+        self.sharing = Sharing(pattern, model.config.index_topk, cross_layer, block, kernel)
         install(model, pattern, self.sharing)
 
     def forward(
@@ -269,7 +276,7 @@ def attend(
         checkpoint(attend_block, rows, use_reentrant=False, preserve_rng_state=False)
         for rows in layout.blocks(block)
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return torch.cat(outputs[::-1], dim=2).transpose(1, 2)
 
 
 def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:

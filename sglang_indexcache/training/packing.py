@@ -78,10 +78,15 @@ class Layout:
         return visible & selected_mask(selected[:, rows], self.length)[..., : rows.stop]
 
     def blocks(self, size: int) -> Iterator[slice]:
-        """Cut the queries into blocks of ``size``."""
+        """Cut the queries into blocks of ``size``, the last of them first.
+
+        It sees the most keys, so what it takes and frees can serve every other block. From the
+        first on, each would take a little more than any before had freed, and an allocator that
+        keeps what is freed would come to hold O(L^2).
+        """
         if size < 1:
             raise TrainingError(f"a block holds at least one query, got {size}")
-        for start in range(0, self.length, size):
+        for start in reversed(range(0, self.length, size)):
             yield slice(start, min(start + size, self.length))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_indexcache.bench.shapes import ModelShape
     from sglang_indexcache.pattern import Pattern
 
-Unit = Literal["parameters", "keys", "FLOP", "bytes", "hours", "GPUs"]
+Unit = Literal["parameters", "keys", "FLOP", "bytes", "hours", "GPUs", "steps"]
 TITLE = "Arithmetic, not measured"
 
 
@@ -28,10 +28,12 @@ class Assumptions:
         gpu_memory: of one, GB (1e9 bytes).
         million_tokens: that are trained on.
         length: tokens of a row; one row is in work at a time.
+        rows: of a step of heal, all of which wait between two layers.
         mfu: share of the peak rates that is reached.
         bf16_tflops: peak rate of bfloat16 products, for the body.
         float32_tflops: the same of float32, in which the distillation loss is computed.
         weight_bytes: of one parameter of the frozen body: 2 for bfloat16, 1 for FP8.
+        disk_rate: GB/s (1e9 bytes) at which weights are read from disk.
         dense_share: of heal's tokens, those of the dense warm-up.
         block: queries of the loss that are in work at a time.
     """
@@ -40,11 +42,13 @@ class Assumptions:
     gpu_memory: float = 141.0
     million_tokens: float = 100.0
     length: int = 32_768
+    rows: int = 4
     mfu: float = 0.3
     bf16_tflops: float = 989.0
     float32_tflops: float = 67.0
     weight_bytes: float = 2.0
-    dense_share: float = 0.25
+    disk_rate: float = 5.0
+    dense_share: float = 1.0
     block: int = 256
 
     def __post_init__(self) -> None:
@@ -137,8 +141,22 @@ FORMULAS: dict[str, tuple[Formula, ...]] = {
             "length * (8 * (index_heads * index_dim + index_dim + index_heads) + 4 * k)"),
         Formula("loss", "scores of a block of queries, float32, three at a time", "bytes",
             "12 * block * index_heads * length"),
+        Formula("waiting", "what all rows of a step keep: residuals, index, rotation", "bytes",
+            "rows * (index + 2 * length * (hidden + 2 * rope))"),
         Formula("heal_memory", "heal in all", "bytes",
-            "heal_weights + heal_layer_weights + heal_state + layer + index + loss"),
+            "heal_weights + heal_layer_weights + heal_state + waiting + layer + loss"),
+    ),
+    "Heal from disk (--from-disk), one GPU": (
+        Formula("steps", "steps, each of which reads every layer once", "steps",
+            "million_tokens * 1e6 / (rows * length)"),
+        Formula("disk_read", "read in one step", "bytes",
+            "(model - 2 * vocab * hidden) * weight_bytes"),
+        Formula("disk_hours", "reading, while nothing is computed", "hours",
+            "steps * disk_read / (disk_rate * 1e9) / 3600"),
+        Formula("disk_wall", "wall time", "hours", "heal + disk_hours"),
+        Formula("disk_memory", "memory: one layer as stored for all weights, and the embedding",
+            "bytes",
+            "heal_memory - heal_weights + weight_bytes * (attention + moe) + 2 * vocab * hidden"),
     ),
     "Full training, memory of one GPU": (
         Formula("train_state", "float32 weights, gradients, two moments, spread", "bytes",
@@ -166,7 +184,8 @@ multiplies every visible key, as this package's does.
 
 LEFT_OUT = (
     "Left out: communication, the optimizer's step, reading data, norms and softmax, the memory "
-    "allocator's losses, MTP layers. One row is in work on each GPU at a time."
+    "allocator's losses, MTP layers, evaluations (a forward pass each, and from disk one more "
+    "reading). One row is in work on each GPU at a time."
 )
 
 
@@ -219,7 +238,20 @@ class TrainingPlan:
         return [
             self._verdict("Heal", "heal", assumed),
             self._verdict("Full training", "train", assumed),
+            self._from_disk(assumed),
         ]
+
+    def _from_disk(self, assumed: Assumptions) -> str:
+        needed = f"{self['disk_memory'] / 1e9:,.0f} GB"
+        if self["disk_memory"] > assumed.gpu_memory * 1e9:
+            return (
+                f"Heal from disk does not fit on one GPU: {needed}. Take a shorter context or "
+                "fewer rows a step."
+            )
+        return (
+            f"Heal from disk fits on one GPU: {needed}; {self['disk_wall']:,.0f} h, of which "
+            f"{self['disk_hours']:,.0f} h read."
+        )
 
     def _verdict(self, what: str, name: str, assumed: Assumptions) -> str:
         needed = f"{self[f'{name}_memory'] / 1e9:,.0f} GB a GPU"

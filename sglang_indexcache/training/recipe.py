@@ -13,6 +13,7 @@ from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.library import Library
 from sglang_indexcache.models import BY_NAME, Family, small_config
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.training.losses import LossKernel
 
 
 class _Part(BaseModel):
@@ -138,6 +139,7 @@ class Recipe(_Part):
         weight_decay: of AdamW and Muon, matrices only.
         clip: largest gradient norm, separately for indexers and body.
         block: queries per block of chunked work.
+        loss_kernel: of the distillation loss in sparse stages: "torch", or "triton" on a GPU.
         gradient_checkpointing: recompute layers in the backward pass.
         save_every: steps between resumable states.
         log_every: steps between log lines.
@@ -157,6 +159,7 @@ class Recipe(_Part):
     weight_decay: float = Field(default=0.01, ge=0)
     clip: float = Field(default=1.0, gt=0)
     block: int = Field(default=256, ge=1)
+    loss_kernel: LossKernel = LossKernel.TORCH
     gradient_checkpointing: bool = False
     save_every: int = Field(default=100, ge=1)
     log_every: int = Field(default=10, ge=1)
@@ -172,6 +175,17 @@ class Recipe(_Part):
             raise ValueError(
                 f"model.dtype is {self.model.dtype}, but a {min(others)} stage trains those "
                 "weights: leave model.dtype out, or keep to warmup stages"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_kernel_is_used(self) -> Recipe:
+        if self.loss_kernel is not LossKernel.TORCH and not any(
+            stage.kind == "sparse" for stage in self.stages
+        ):
+            raise ValueError(
+                f"loss_kernel is {self.loss_kernel}, which is for sparse stages, and there is "
+                "none: leave it out"
             )
         return self
 

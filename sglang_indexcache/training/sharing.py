@@ -13,6 +13,7 @@ from sglang_indexcache.training.losses import (
     DEFAULT_BLOCK,
     AttentionInputs,
     IndexInputs,
+    LossKernel,
     distillation_loss,
     select_top_k,
 )
@@ -55,13 +56,20 @@ class Sharing:
         cross_layer: distil an indexer for all the layers it serves (L_multi); for its own only if
             false, the paper's ablation.
         block: queries per block of chunked work.
+        kernel: of the sparse form of the loss.
     """
 
     def __init__(
-        self, pattern: Pattern, topk: int, cross_layer: bool = True, block: int = DEFAULT_BLOCK
+        self,
+        pattern: Pattern,
+        topk: int,
+        cross_layer: bool = True,
+        block: int = DEFAULT_BLOCK,
+        kernel: LossKernel = LossKernel.TORCH,
     ) -> None:
         self.pattern, self.topk = pattern, topk
         self.cross_layer, self.block = cross_layer, block
+        self.kernel = kernel
         self.forward: Forward | None = None
 
     def start(self, stage: Stage, layout: Layout) -> Forward:
@@ -121,7 +129,12 @@ class Sharing:
             return
         served = self.pattern.sources.count(source) if self.cross_layer else 1
         loss = distillation_loss(
-            run.index[source], [attention], run.layout, self.attended(layer), self.block
+            run.index[source],
+            [attention],
+            run.layout,
+            self.attended(layer),
+            self.block,
+            triton=self.kernel is LossKernel.TRITON,
         )
         run.losses.setdefault(layer, loss / served)
 

@@ -7,7 +7,7 @@ dtype and leaves the MTP layers out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -126,6 +126,20 @@ def to_block_fp8(
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
     values = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     return values.view(padded.shape)[:n, :k].contiguous(), scales
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """A block-FP8 weight in float32.
+
+    Source: ``weight_dequant`` of DeepSeek-V3's released inference code.
+
+    Args:
+        weight: ``[N, K]`` e4m3.
+        scales: ``[ceil(N / blocks[0]), ceil(K / blocks[1])]``, what a block is multiplied by.
+        blocks: rows and columns of a block.
+    """
+    spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
+    return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
 
 
 def take_over(

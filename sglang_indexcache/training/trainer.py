@@ -80,11 +80,14 @@ class Trainer:
         _check_lengths(recipe)
         self.pattern = recipe.resolved_pattern()
         self.accelerator = Accelerator()
+        recipe.loss_kernel.check(self.accelerator.device)
         main = self.accelerator.is_main_process
         folder.mkdir(parents=True, exist_ok=True)
         with self.accelerator.main_process_first():
             model, self.tokenizer = build(recipe.model, recipe.seed, folder / "tokenizer")
-        self.model = DistilledModel(model, self.pattern, recipe.cross_layer, recipe.block)
+        self.model = DistilledModel(
+            model, self.pattern, recipe.cross_layer, recipe.block, recipe.loss_kernel
+        )
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.topk = self.model.sharing.topk

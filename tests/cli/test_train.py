@@ -100,8 +100,11 @@ def test_plan_shows_its_arithmetic(runner: CliRunner) -> None:
     assert "22 of 78 layers" in done.output
     said = " ".join(done.output.split())
     assert "2 * vocab * hidden" in said
-    assert "Heal fits: 135 GB a GPU, 8 GPUs have 141 GB each." in said
+    assert "Heal does not fit: 141 GB a GPU. It needs 9 such GPUs" in said
+    assert "Heal from disk fits on one GPU: 60 GB" in said
     assert "Full training does not fit" in said
+    larger = runner.invoke(app, [*arguments, "--gpu", "b200"])
+    assert "Heal fits: 141 GB a GPU, 8 GPUs have 180 GB each." in " ".join(larger.output.split())
     refused = runner.invoke(app, [*arguments, "--mfu", "2"])
     assert refused.exit_code == 1
     assert "mfu is 2.0; it is a share, at most 1" in refused.output

@@ -1,24 +1,32 @@
 """An adapter served over its unchanged base answers as transformers does with the merged weights.
 
-Its indexers are the base's with noise, which is enough to make them select other tokens.
+Its indexers are the base's with noise, which is enough to make them select other tokens; those of
+the block-FP8 checkpoint are healed.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from sglang_indexcache.adapter import Adapter, indexer_layer, write_adapter
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.training.heal import HealOptions, heal
 from sglang_indexcache.training.merge import merge
+from sglang_indexcache.training.stored import SCALES, dequantised
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, logprobs
 from tests.e2e.test_parallel import SMALL_POOL, TWO_RANKS, check
 from tests.oracle import Oracle
+from tests.training.checkpoints import quantise
 
 PATTERN = Pattern("FFSFSS")  # a pipeline's second stage, which has three layers too, starts on F
 LENGTHS = (1, 300, 66, 129)
@@ -51,18 +59,90 @@ def base(glm: Path) -> Oracle:
     return Oracle(glm, torch.float32)
 
 
-def test_static(glm: Path, adapter: Adapter, merged: Oracle, base: Oracle, serve: Serve) -> None:
-    arguments = ["--indexcache-adapter", str(adapter.folder), "--indexcache-pattern", str(PATTERN)]
-    with serve(glm, *SMALL_POOL, *arguments) as client:
+@dataclass(frozen=True)
+class Healed:
+    """A block-FP8 checkpoint and what healing made of it.
+
+    Attributes:
+        folder: the checkpoint.
+        adapter: trained on it for a few steps.
+        merged: both as one checkpoint, in block-FP8 too.
+    """
+
+    folder: Path
+    adapter: Adapter
+    merged: Path
+
+
+@pytest.fixture(scope="module")
+def healed(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Healed:
+    made = tmp_path_factory.mktemp("fp8")
+    shutil.copytree(glm, made / "base")
+    quantise(made / "base")
+    options = HealOptions(
+        made / "base",
+        str(PATTERN),
+        ("machine",),
+        made / "adapter",
+        dense_steps=3,
+        held_out=2,
+        rows=2,
+        lr=0.03,
+        dtype="float32",
+    )
+    found = heal(options, Console(quiet=True)).adapter
+    merge(found.folder, made / "base", made / "merged", lambda _: None)
+    return Healed(made / "base", found, made / "merged")
+
+
+def dequantised_oracle(folder: Path, to: Path) -> Oracle:
+    """Transformers with a block-FP8 checkpoint's weights, multiplied by their scales."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    blocks = config.pop("quantization_config")["weight_block_size"]
+    (to / "config.json").write_text(json.dumps(config))
+    for path in to.glob("*.safetensors"):
+        tensors = load_file(path)
+        plain = {
+            name: dequantised(t, tensors[name + SCALES], blocks) if name + SCALES in tensors else t
+            for name, t in tensors.items()
+            if not name.endswith(SCALES)
+        }
+        save_file(plain, path, metadata={"format": "pt"})
+    return Oracle(to, torch.float32)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, as bytes."""
+    found = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {n: t.flatten().view(torch.uint8) for file in found for n, t in file.items()}
+
+
+def test_a_block_fp8_checkpoint_healed_and_served(
+    healed: Healed, serve: Serve, tmp_path: Path
+) -> None:
+    """Static, over the unchanged checkpoint; nothing but indexers differs from it by a bit."""
+    before = {path.name: path.read_bytes() for path in healed.folder.iterdir()}
+    untouched, merged = tensors_of(healed.folder), tensors_of(healed.merged)
+    kept = {name for name in merged if indexer_layer(name.removesuffix(SCALES)) is None}
+    assert kept == {n for n in untouched if indexer_layer(n.removesuffix(SCALES)) is None}
+    assert sum(name.endswith(SCALES) for name in kept) > 20
+    assert all(torch.equal(merged[name], untouched[name]) for name in kept)
+    wanted = dequantised_oracle(healed.merged, tmp_path / "merged")
+    base = dequantised_oracle(healed.folder, tmp_path / "base")
+    arguments = ["--indexcache-adapter", str(healed.adapter.folder)]
+    arguments += ["--indexcache-pattern", str(PATTERN), "--dtype", "float32"]
+    with serve(healed.folder, *SMALL_POOL, *arguments) as client:
         [state] = client.states()
         assert state["pattern"] == str(PATTERN)
-        assert state["adapter"] == str(adapter.folder)
-        assert state["adapter_digest"] == adapter.digest
+        assert state["adapter"] == str(healed.adapter.folder)
+        assert state["adapter_digest"] == healed.adapter.digest
         assert state["adapter_in_effect"]
-        check(client, merged, PATTERN, LENGTHS)
-        ids = decided_prompt(merged, 300, PATTERN)
+        check(client, wanted, PATTERN, LENGTHS)
+        ids = decided_prompt(wanted, 300, PATTERN)
         without = base.answer(ids, PATTERN).logprobs
         assert (logprobs(client, ids) - without).abs().max() > 1e-2
+    assert {path.name: path.read_bytes() for path in healed.folder.iterdir()} == before
 
 
 def _agrees(client: Client, oracle: Oracle, pattern: Pattern) -> None:

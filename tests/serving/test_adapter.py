@@ -1,8 +1,8 @@
 """How an adapter comes into SGLang: refused before weights load, or loaded as weights are there.
 
-SGLang serves no block-FP8 weights without a GPU (its products are Triton's and CUDA's), so what
-becomes of a quantised indexer is tested up to SGLang's own loading of it. That servers then answer
-with the adapter is in ``tests/e2e/test_adapter.py``.
+SGLang multiplies no block-FP8 weights without a GPU or AMX, so what becomes of a quantised indexer
+there is tested up to SGLang's own loading of it. That servers answer with the adapter, over a
+block-FP8 checkpoint that the CPU platform dequantises too, is in ``tests/e2e/test_adapter.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import adapter as served
+from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.settings import OPTIONS, Plan
-from sglang_indexcache.training.stored import SCALES, to_block_fp8
+from sglang_indexcache.training.stored import SCALES, dequantised, to_block_fp8
 from tests.serving.plans import plan
 from tests.serving.test_plugin import hf_config, resolve
 
@@ -169,7 +170,7 @@ def model(*, fused: bool) -> nn.Module:
         DeepseekV2WeightLoaderMixin,
     )
 
-    fp8 = Fp8Config.from_config(QUANTIZATION)
+    quantised = Fp8Config.from_config(QUANTIZATION)
 
     def linear(inputs: int, outputs: int, config: Any = None) -> nn.Module:
         return ReplicatedLinear(
@@ -177,7 +178,7 @@ def model(*, fused: bool) -> nn.Module:
         )
 
     class Model(DeepseekV2WeightLoaderMixin, nn.Module):
-        quant_config = fp8
+        quant_config = quantised
         num_fused_shared_experts = 0
         pp_group = SimpleNamespace(is_last_rank=True)
         config = SimpleNamespace(
@@ -192,11 +193,11 @@ def model(*, fused: bool) -> nn.Module:
 
     def indexer() -> nn.Module:
         found = nn.Module()
-        found.wq_b = linear(SHAPE["q_lora_rank"], HEADS * WIDTH, fp8)
+        found.wq_b = linear(SHAPE["q_lora_rank"], HEADS * WIDTH, quantised)
         if fused:  # as on NVIDIA GPUs for GLM-5
             found.wk_weights_proj = linear(SHAPE["hidden_size"], WIDTH + HEADS)
         else:
-            found.wk = linear(SHAPE["hidden_size"], WIDTH, fp8)
+            found.wk = linear(SHAPE["hidden_size"], WIDTH, quantised)
             found.weights_proj = linear(SHAPE["hidden_size"], HEADS)
         found.k_norm = nn.LayerNorm(WIDTH)
         return found
@@ -262,7 +263,7 @@ def fp8_plan(fp8_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     served.check(trained, fp8_base)
     made = plan("FS", adapter=str(trained.folder), adapter_digest=trained.digest)
     monkeypatch.setattr(served, "published_plan", lambda: made)
-    bag = SimpleNamespace(model_path=str(fp8_base))
+    bag = SimpleNamespace(model_path=str(fp8_base), json_model_override_args="{}")
     monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: bag)
     return made
 
@@ -309,6 +310,21 @@ def test_it_is_quantised_on_loading_like_the_checkpoint(
     assert same(got, plain)
     served.put(got, served.indexers(fp8_plan, adapted=True))
     assert same(got, wanted)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_where_weights_are_dequantised_its_are_too(
+    fp8_plan: Plan, monkeypatch: pytest.MonkeyPatch, adapted: bool
+) -> None:
+    stored = served.indexers(fp8_plan, adapted=adapted)
+    blocks = QUANTIZATION["weight_block_size"]
+    monkeypatch.setattr(fp8, "blocks", lambda: blocks)
+    plain = served.indexers(fp8_plan, adapted=adapted)
+    assert plain.keys() == {name for name in stored if not name.endswith(SCALES)}
+    for name, tensor in plain.items():
+        scales = stored.get(name + SCALES)
+        wanted = stored[name] if scales is None else dequantised(stored[name], scales, blocks)
+        assert torch.equal(tensor, wanted)
 
 
 def test_weights_that_came_another_way(fp8_plan: Plan) -> None:

@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from random import randrange
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from benchmarks.card import loss
+from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.training import losses_triton
+from sglang_indexcache.training.heal import heal
 from sglang_indexcache.training.losses import (
     AttentionInputs,
     IndexInputs,
+    LossKernel,
     distillation_loss,
     multi_layer_loss,
     select_top_k,
 )
 from sglang_indexcache.training.packing import Layout
+from tests.training.checkpoints import checkpoint
+from tests.training.test_heal import options, same_first_step
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs = pytest.mark.skipif(
@@ -238,6 +246,28 @@ def test_a_cpu_is_refused() -> None:
     selected = select_top_k(index, layout, 4)
     with pytest.raises(TrainingError, match="index queries are on the CPU"):
         distillation_loss(index, attentions, layout, selected, triton=True)
+
+
+@runs
+def test_healing_by_it_takes_the_same_step(tmp_path: Path) -> None:
+    """The switch reaches the loss of every layer, and the adapter says so."""
+    checkpoint(tmp_path / "base")
+    for kernel in LossKernel:
+        output = tmp_path / kernel
+        small = {"length": 12, "rows": 1, "held_out": 1, "dense_steps": 0, "sparse_steps": 1}
+        with patch.object(losses_triton, "divergence", wraps=losses_triton.divergence) as ran:
+            heal(options(tmp_path, output=output, loss_kernel=kernel.value, **small))
+        assert ran.called == (kernel is LossKernel.TRITON)
+        assert Adapter.read(output).record["options"]["loss_kernel"] == kernel
+    same_first_step(tmp_path / "torch", tmp_path / "triton", rel=1e-3)
+
+
+@runs
+@pytest.mark.parametrize("case", loss.TINY, ids=str)
+def test_what_a_card_will_be_asked(case: loss.Case) -> None:
+    """The check's own inputs and comparison, which a dry run gives a stand-in."""
+    found = loss.difference(case, loss.by_triton, DEVICE)
+    assert max(found.values()) <= loss.TOLERANCE[case.dtype], found
 
 
 def test_the_warm_up_form_is_the_other() -> None:

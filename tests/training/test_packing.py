@@ -28,6 +28,8 @@ def test_blocks_of_the_mask_are_causal_and_stay_in_their_document() -> None:
             assert torch.equal(layout.visible(rows), expected[..., : rows.stop])
             assert torch.equal(layout.sees(rows, everyone[:, rows]), expected)
             assert not expected[..., rows.stop :].any()
+        stops = [rows.stop for rows in layout.blocks(size)]
+        assert stops == sorted(stops, reverse=True)  # the one that sees the most keys is first
 
 
 def test_padding_counts_in_no_loss() -> None:

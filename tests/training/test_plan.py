@@ -40,10 +40,12 @@ ASSUMED = Assumptions(
     gpu_memory=1.0,
     million_tokens=1.0,
     length=7,
+    rows=3,
     mfu=0.5,
     bf16_tflops=1e-6,
     float32_tflops=5e-7,
     weight_bytes=2.0,
+    disk_rate=1e-6,
     dense_share=0.25,
     block=3,
 )
@@ -74,6 +76,10 @@ BY_HAND = {
     "layer": 2 * 7 * (20 + 40 + 2 * 35),
     "index": 7 * (8 * 26 + 16),
     "loss": 12 * 3 * 2 * 7,
+    "waiting": 3 * (7 * (8 * 26 + 16) + 2 * 7 * (10 + 4)),
+    "steps": 1e6 / 21,
+    "disk_read": 2 * 6266,  # neither embedding nor head
+    "disk_hours": 1e6 / 21 * 12532 / 1000 / 3600,
     "train_state": 16 * (8266 + 392) / 2,
     "train_layer_weights": 8 * 1774,
     "kept": 4 * 4 * 7 * 10,
@@ -86,8 +92,12 @@ def test_every_step_by_hand() -> None:
     assert found["heal"] == pytest.approx(BY_HAND["heal_body"] + BY_HAND["heal_loss"])
     assert found["heal_wall"] == pytest.approx(found["heal"] / 2)
     assert found["train_wall"] == pytest.approx(found["train"] / 2)
-    parts = ("heal_weights", "heal_layer_weights", "heal_state", "layer", "index", "loss")
-    assert found["heal_memory"] == pytest.approx(sum(BY_HAND[part] for part in parts))
+    parts = ("heal_layer_weights", "heal_state", "layer", "waiting", "loss")
+    own = sum(BY_HAND[part] for part in parts)
+    assert found["heal_memory"] == pytest.approx(BY_HAND["heal_weights"] + own)
+    # A layer as it is stored, 2 * (344 + 1430), and the embedding, 2 * 1000.
+    assert found["disk_memory"] == pytest.approx(own + 3548 + 2000)
+    assert found["disk_wall"] == pytest.approx(found["heal"] + BY_HAND["disk_hours"])
     own = BY_HAND["train_layer_weights"] + BY_HAND["kept"] + 2 * BY_HAND["layer"]
     own += BY_HAND["index"] + BY_HAND["loss"]
     assert found["train_memory"] == pytest.approx(BY_HAND["train_state"] + own)
@@ -138,11 +148,15 @@ def test_verdicts_agree_with_the_numbers() -> None:
     for gpus in (1, 2, 4, 8, 16):
         assumed = Assumptions(gpus=gpus, gpu_memory=80)
         found = plan(shape, pattern, assumed)
-        for what, sentence in zip(("heal", "train"), found.verdicts(assumed), strict=True):
+        *shared, alone = found.verdicts(assumed)
+        for what, sentence in zip(("heal", "train"), shared, strict=True):
             assert (" fits: " in sentence) == (gpus >= found[f"{what}_gpus"]), sentence
+        assert "from disk fits on one GPU" in alone
     hopeless = Assumptions(gpu_memory=1.0)
     found = plan(shape, pattern, hopeless)
-    assert all("any number" in sentence for sentence in found.verdicts(hopeless))
+    *shared, alone = found.verdicts(hopeless)
+    assert all("any number" in sentence for sentence in shared)
+    assert "from disk does not fit" in alone
     assert [line.shown for line in found.sections["GPUs"]] == ["none", "none"]
 
 

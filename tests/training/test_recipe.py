@@ -95,6 +95,11 @@ def test_overrides_replace_fields(tmp_path: Path) -> None:
         ({"data": {**tiny()["data"], "files": ["x"]}}, "belong together"),
         ({"model": {"preset": "gpt"}}, "glm-5, deepseek-v3.2"),
         ({"model": {"checkpoint": "x", "fields": {"hidden_size": 8}}}, "not both"),
+        ({"loss_kernel": "cuda"}, "loss_kernel"),
+        (
+            {"loss_kernel": "triton", "stages": tiny()["stages"][:2]},
+            "loss_kernel is triton, which is for sparse stages",
+        ),
         ({"model": {"dtype": "bfloat16"}}, "give model.checkpoint"),
         ({"model": {"checkpoint": "x", "dtype": "bfloat16"}}, "but a dense stage trains those"),
     ],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, TrainingError
 from sglang_indexcache.training.checkpoints import load
+from sglang_indexcache.training.losses import LossKernel
 from sglang_indexcache.training.model import DistilledModel
 from sglang_indexcache.training.run_folder import RunLog, read_metrics
 from sglang_indexcache.training.scores import evaluate_checkpoint
@@ -218,3 +219,13 @@ def test_a_pattern_that_cannot_fit_is_refused_before_anything_is_built(
     with pytest.raises(PatternError, match="layers 1, 3 are F"):
         Trainer(tiny_recipe(model=model, pattern="FFFF"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_kernel_of_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(loss_kernel="triton")
+    if not torch.cuda.is_available():
+        with pytest.raises(TrainingError, match="needs a GPU, and there is none here"):
+            Trainer(recipe, tmp_path)
+        assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(LossKernel, "check", lambda *_: None)
+    assert Trainer(recipe, tmp_path).model.sharing.kernel is LossKernel.TRITON

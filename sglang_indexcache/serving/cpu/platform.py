@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.serving.cpu.fp8 import read_plain
 from sglang_indexcache.serving.hooks import after, around
 from sglang_indexcache.serving.settings import KERNELS, Plan
 
@@ -101,6 +102,8 @@ def _platform_class() -> type:
             indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
             after(f"{indexer}.__init__", _keep_gate_precision)
             after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
+            loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
+            around(f"{loader}._get_weights_iterator", read_plain)
 
     return CpuReferencePlatform
 

@@ -94,8 +94,8 @@ class FileRows:
     ) -> FileRows:
         """Read, tokenise, split and pack; reads no further than needed.
 
-        A document of more than ``length`` tokens is cut into windows. Whether a document (or a
-        window) is held out its own tokens say.
+        A document of more than ``length`` tokens is cut into windows. Whether a document is held
+        out, with all its windows, its own tokens say.
 
         Args:
             sources: as for :func:`~sglang_indexcache.data.documents.read_documents`.
@@ -110,8 +110,8 @@ class FileRows:
             TrainingError: not one row to train on, or to hold out where some are wanted.
         """
         parts = {False: _Packer(length, train), True: _Packer(length, held_out)}
-        for piece in _pieces(sources, marker, length):
-            parts[is_held_out(piece.ids.tolist())].add(piece)
+        for held_back, piece in _pieces(sources, marker, length):
+            parts[held_back].add(piece)
             if all(part.full for part in parts.values()):
                 break
         for part in parts.values():
@@ -120,8 +120,8 @@ class FileRows:
         if not found.train or (held_out and not found.held_out):
             raise TrainingError(
                 f"{', '.join(sources)} gives {len(found.train)} rows of {length} tokens to train "
-                f"on and {len(found.held_out)} to hold out (one document in four is held out). "
-                "Give more text, or shorter rows."
+                f"on and {len(found.held_out)} to hold out (one document in four is held out, "
+                "whole). Give more documents."
             )
         return found
 
@@ -145,11 +145,13 @@ class FileRows:
         return content.hexdigest()
 
 
-def _pieces(sources: Sequence[str], marker: Marker, length: int) -> Iterator[Piece]:
+def _pieces(sources: Sequence[str], marker: Marker, length: int) -> Iterator[tuple[bool, Piece]]:
+    """Whether it is held out, and a document or one of its windows."""
     for source in sources:
         for document in read_documents(source):
             marked: Marked = marker.marked(document)
+            held_back = is_held_out(marked.ids)
             ids = np.asarray(marked.ids, dtype=np.int32)
             for start in range(0, len(ids), length):
                 here = slice(start, start + length)
-                yield Piece(ids[here], marked.answers[here])
+                yield held_back, Piece(ids[here], marked.answers[here])

@@ -1,0 +1,80 @@
+"""Block-FP8 checkpoints on the CPU platform: weights are dequantised while they load.
+
+SGLang multiplies block-FP8 weights by kernels of Triton, of CUDA or of Intel's AMX, and asserts
+AMX where it knows the CPU (``Fp8LinearMethod``). So here its model is built for plain weights, and
+each weight that comes from a checkpoint is multiplied by its blocks' scales first. That is what the
+GPU computes with, but for the activations, which only the GPU's products round to FP8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sglang_indexcache.errors import CheckpointError
+
+BLOCKS = "indexcache_fp8_blocks"
+"""The config's key for rows and columns of a block, where weights are to be dequantised."""
+
+Named = tuple[str, torch.Tensor]
+
+
+def overrides(config: Any) -> dict[str, Any]:
+    """What to change in a block-FP8 checkpoint's config; nothing in another's.
+
+    Args:
+        config: of transformers.
+    """
+    told = getattr(config, "quantization_config", None) or {}
+    if told.get("quant_method") != "fp8" or not told.get("weight_block_size"):
+        return {}
+    return {"quantization_config": None, BLOCKS: list(told["weight_block_size"])}
+
+
+def blocks() -> Sequence[int] | None:
+    """Rows and columns of a block, if this server dequantises weights."""
+    from sglang.srt.runtime_context import get_model
+
+    found: Sequence[int] | None = json.loads(get_model().json_model_override_args).get(BLOCKS)
+    return found
+
+
+def read_plain(
+    original: Callable[..., Iterator[Named]], *args: Any, **kwargs: Any
+) -> Iterator[Named]:
+    """In place of SGLang's reading of a checkpoint's weights."""
+    weights, size = original(*args, **kwargs), blocks()
+    return weights if size is None else plain(weights, size)
+
+
+def plain(weights: Iterable[Named], size: Sequence[int]) -> Iterator[Named]:
+    """The same weights, each in block-FP8 in float32 and without its scales.
+
+    Args:
+        weights: by name, scales anywhere among them.
+        size: rows and columns of a block.
+
+    Raises:
+        CheckpointError: scales without a weight, or a weight without scales.
+    """
+    from sglang_indexcache.training.stored import SCALES, dequantised
+
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        whole = name.removesuffix(SCALES)
+        if name == whole and tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+        elif whole not in waiting:
+            waiting[whole] = tensor
+        else:
+            other = waiting.pop(whole)
+            weight, scales = (tensor, other) if name == whole else (other, tensor)
+            yield whole, dequantised(weight, scales, size)
+    if waiting:
+        raise CheckpointError(
+            f"the checkpoint has only one of {next(iter(waiting))} and its block scales. Download "
+            "it again."
+        )
