@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -19,7 +19,7 @@ from sglang_indexcache.training.losses import (
 from sglang_indexcache.training.packing import Layout
 
 
-class Stage(str, Enum):
+class Stage(StrEnum):
     """What is trained.
 
     ``DENSE`` trains the model with full attention and leaves the indexers alone; ``WARMUP``
