@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from sglang_indexcache.cli.common import EXTRAS
 from sglang_indexcache.serving.seams import SUPPORTED_VERSION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from sglang_indexcache.cli.common import (
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
 
 
-class Weights(StrEnum):
+class Weights(str, Enum):
     """What a frozen parameter is held in."""
 
     BF16 = "bf16"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 
 import torch
 
@@ -19,7 +19,7 @@ from sglang_indexcache.training.losses import (
 from sglang_indexcache.training.packing import Layout
 
 
-class Stage(StrEnum):
+class Stage(str, Enum):
     """What is trained.
 
     ``DENSE`` trains the model with full attention and leaves the indexers alone; ``WARMUP``
