@@ -167,7 +167,7 @@ class _Cache:
         known = self._asked.setdefault(key, set())
         marks = _marks(context.ids)
         own = PAGE * next((n for n, mark in enumerate(marks) if mark not in known), len(marks))
-        if cached >= own + PAGE:
+        if cached >= own + PAGE:  # a page of the server's cache may be smaller
             raise QualityError(
                 f"the server took {cached:,} tokens of {context.name} from its cache, where "
                 f"another arm left them, and only {own:,} were this arm's own: it shares cached "

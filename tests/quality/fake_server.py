@@ -259,6 +259,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer({}, 503)
             elif self.path == "/health":
                 self._answer({})
+            elif self.fake.fault == "stranger":
+                self._answer({}, 404)
             elif self.path == "/v1/models":
                 about = {"owned_by": "fake", "max_model_len": 8192}
                 self._answer({"data": [{"id": model, **about} for model in self.fake.models]})

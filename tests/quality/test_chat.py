@@ -132,6 +132,12 @@ def test_one_engine_cannot_be_every_arm(tmp_path: Path) -> None:
         evaluate(tmp_path, url + "/v1")
 
 
+def test_another_engine_at_its_bare_address_is_told_how_it_is_asked(tmp_path: Path) -> None:
+    said = "is no SGLang server: it has no /server_info.*by chat completions: give its address up"
+    with serving(Fake(fault="stranger")) as url, pytest.raises(QualityError, match=said):
+        evaluate(tmp_path, dict.fromkeys([arm.name for arm in ARMS], url))
+
+
 def test_a_control_ends_before_a_pattern_could_matter(tmp_path: Path) -> None:
     fakes = []
     material = material_of(PLAN)
