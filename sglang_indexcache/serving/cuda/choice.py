@@ -23,6 +23,7 @@ from sglang_indexcache.kernels.contract import (
     VALUE_DIM,
     OpName,
 )
+from sglang_indexcache.kernels.sparse_mla.cuda import TILE_ROWS
 from sglang_indexcache.serving.settings import KERNELS
 
 Phase: TypeAlias = Literal["prefill", "decode"]
@@ -34,8 +35,6 @@ ROUTED: tuple[tuple[OpName, Phase], ...] = (
 )
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
-TILE_ROWS = 64
-"""Query heads that the CUDA kernel's tile holds (``kRows`` of csrc/sparse_mla/config.h)."""
 RAW_FP8 = ("tilelang", "trtllm")
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
