@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.inference import FEW
+from sglang_indexcache.quality.inference import FEW, STAKES
 from sglang_indexcache.quality.looks import boundaries, needed_drift
 
 QUESTIONS = 8
@@ -79,11 +79,16 @@ class Design:
             deviation: standard deviation of a context's difference.
             differing: share of contexts that differ, 0 to 1.
         """
-        low, high = 1e-9, 1.0 - 1e-9
+
+        def enough(margin: float) -> bool:
+            return self._needed(margin, deviation, differing) <= self.contexts
+
+        # Where the spread is large the bet's approximation gives up again near 1.
+        high = next((step / 100 for step in range(1, 100) if enough(step / 100)), 1.0 - 1e-9)
+        low = max(high - 0.01, 1e-9)
         for _ in range(50):
             middle = (low + high) / 2
-            enough = self._needed(middle, deviation, differing) <= self.contexts
-            low, high = (low, middle) if enough else (middle, high)
+            low, high = (low, middle) if enough(middle) else (middle, high)
         return high
 
     def _needed(self, margin: float, deviation: float, differing: float) -> float:
@@ -101,20 +106,23 @@ class Design:
         return min(by_bet, by_t)
 
     def _bet_needs(self, margin: float, deviation: float) -> float:
-        """Contexts until the full stake, half of the capital, has won by itself.
+        """Contexts until one of the stakes, each a part of the capital, has won by itself.
 
-        Its logarithm grows by the margin a context, less half the variance that it rides on, and
-        spreads by the deviation.
+        Its logarithm grows by what the margin wins in a context, less half the variance that it
+        rides on, and spreads by the deviation.
         """
         from scipy.special import ndtr, ndtri
 
-        deviation = deviation / (1 - margin)
-        growth = -math.log1p(-margin) - deviation**2 / 2
-        if growth <= 0:
-            return math.inf
-        goal = math.log(2 / ndtr(-self.bounds[-1]))
-        luck = float(ndtri(self.power)) * deviation
-        return ((luck + math.sqrt(luck**2 + 4 * growth * goal)) / (2 * growth)) ** 2
+        goal = math.log(len(STAKES) / ndtr(-self.bounds[-1]))
+        contexts = math.inf
+        for stake in STAKES:
+            spreads = stake * deviation / (1 - margin)
+            growth = math.log1p(stake * margin / (1 - margin)) - spreads**2 / 2
+            if growth > 0:
+                luck = float(ndtri(self.power)) * spreads
+                root = (luck + math.sqrt(luck**2 + 4 * growth * goal)) / (2 * growth)
+                contexts = min(contexts, root**2)
+        return contexts
 
 
 def spread(

@@ -105,7 +105,8 @@ def check_cut(recorded: Recorded) -> None:
         raise QualityError(
             f"{cut:,} of {len(said):,} replies were ended by their length, more than "
             f"{MOST_CUT:.0%}: wrong for another reason than the pattern. Give them more tokens "
-            "(--reply-tokens), or score teacher-forced (leave --generate away)."
+            "(--reply-tokens), or, where the server is not asked by chat completions, score "
+            "teacher-forced (leave --generate away)."
         )
 
 

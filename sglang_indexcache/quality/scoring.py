@@ -311,10 +311,6 @@ def _read(info: Mapping[str, Any], question: Question) -> Said:
     )
 
 
-def _sorted(row: Iterable[tuple[int, float]]) -> Top:
-    return sorted(row, key=lambda one: -one[1])
-
-
 def _kept(top: Top) -> Top:
     likely = [(i, round(p, _DIGITS)) for i, p in top if p >= _LEAST_LIKELY]
     return likely or [(top[0][0], round(top[0][1], _DIGITS))]

@@ -69,6 +69,21 @@ def test_detectable_is_the_margin_that_needs_as_many_contexts() -> None:
         assert again <= 576 < Design(contexts=576, margin=found * 0.98).needed(deviation, differing)
 
 
+def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
+    # Too few differ for t, and one loss would take the full stake: half of it wins.
+    few, more = (Design(contexts=contexts).detectable(0.42**0.5, 0.42) for contexts in (60, 75))
+    assert more < few < 0.45
+    nothing = np.zeros(60, int)
+    draw = np.random.default_rng(0)
+    design, found = Design(contexts=60), 0
+    for _ in range(300):
+        values = draw.choice((-1.0, 0.0, 1.0), 60, p=(0.21, 0.58, 0.21))
+        estimate = Estimate(Differences(values, nothing, (("t", 1),), Flips(0, 0, 60)))
+        found += estimate.lower(design.bounds[-1]) > -few
+    assert found > 0.8 * 300  # at the last look alone, so by more than planned
+    assert Design(contexts=12).detectable(0.9, 0.8) > 0.9
+
+
 def test_one_context_that_differs_hides_no_large_loss() -> None:
     design = Design(contexts=144)
     nothing, one = design.detectable(0.0, 0.0), design.detectable(0.125 / 12, 1 / 144)
