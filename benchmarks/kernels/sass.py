@@ -71,6 +71,11 @@ class Instruction:
         """Whether it waits for the other warps."""
         return self.name.startswith("BAR.SYNC")
 
+    @cached_property
+    def passes_turn(self) -> bool:
+        """Whether it arrives at a barrier without waiting."""
+        return self.name.startswith("BAR.ARV")
+
     @property
     def target(self) -> int | None:
         """Where a branch goes; None for what is no branch."""

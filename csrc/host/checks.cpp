@@ -121,19 +121,20 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
     const int before = gate.counts[0];
     constexpr int kTogether = 4;  // logits that one thread offers at once
     block.each((stop - done) * kPageTokens / kTogether, [&](int i) {
-      float logits[kTogether];
-      int positions[kTogether];
-      bool passes[kTogether];
-      for (int j = 0; j < kTogether; ++j) {
+      uint32_t passes = 0;
+      const auto at = [&](int j) -> indexer::Scored {
         const int key = i * kTogether + j;
         const int page = indexer::spread_page(done + key / kPageTokens, step, pages);
-        positions[j] = page * kPageTokens + key % kPageTokens;
-        logits[j] = positions[j] < n ? row[positions[j]] : 0.0f;
-        passes[j] = positions[j] < n && indexer::reaches(logits[j], gate.floors[0]);
+        const int position = page * kPageTokens + key % kPageTokens;
+        return {position < n ? row[position] : 0.0f, position};
+      };
+      for (int j = 0; j < kTogether; ++j) {
+        const bool pass = at(j).position < n && indexer::reaches(at(j).logit, gate.floors[0]);
+        passes |= uint32_t(pass) << j;
       }
       overflowed |= gate.counts[0] > indexer::kListCapacity - kTogether;
       if (overflowed) return;
-      indexer::offer(block, &gate.counts[0], lists.data(), 0, hists.data(), logits, positions, passes);
+      indexer::offer(block, &gate.counts[0], lists.data(), 0, hists.data(), passes, at);
     });
     fullest = larger(fullest, gate.counts[0]);
     *entries += gate.counts[0] - before;

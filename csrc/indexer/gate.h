@@ -81,27 +81,27 @@ IC_HD void reset(Block& block, Gate<kRows>& gate, int* hists) {
   block.each(kRows * kGateBins, [&](int i) { hists[i] = 0; });
 }
 
-// List those of one thread's logits that pass; they are of one row, whose list begins at place
-// `list` of the lists, and whose histogram this is.
-template <int kCount, class Block>
-IC_HD void offer(Block& block, int* count, Entry* lists, unsigned list, int* hist,
-                 const float (&logits)[kCount], const int (&positions)[kCount],
-                 const bool (&passes)[kCount]) {
-  bool any = false;
-  int passing = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    any = any || passes[i];
-    passing += passes[i];
-  }
-  if (!any) return;
-  unsigned place = list + block.take(count, passing);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (!passes[i]) continue;
-    lists[place++] = make_entry(order_key(logits[i]), positions[i]);
-    block.add(&hist[gate_bin(logits[i])], 1);
-  }
+// A logit and its position.
+struct Scored {
+  float logit;
+  int position;
+};
+
+// List those of one thread's logits that pass, a bit each; `at` gives them. They are of one row, whose
+// list begins at place `list` of the lists, and whose histogram this is.
+template <class Block, class At>
+IC_HD void offer(Block& block, int* count, Entry* lists, unsigned list, int* hist, uint32_t passes,
+                 At at) {
+  if (passes == 0) return;
+  unsigned place = list + block.take(count, popcount(passes));
+#pragma unroll 1
+  do {
+    const int i = highest_bit(passes);
+    passes ^= 1u << i;
+    const Scored scored = at(i);
+    lists[place++] = make_entry(order_key(scored.logit), scored.position);
+    block.add(&hist[gate_bin(scored.logit)], 1);
+  } while (passes != 0);
 }
 
 // Once every offer has arrived: the highest floors that the histograms prove.

@@ -145,16 +145,23 @@ inline void stumble() {
   if (machine().random() % 16 == 0) wait_until([] { return true; });
 }
 
-inline int meet(Meeting& meeting, int threads, int value = 0) {
+// Whether that was the last one.
+inline bool arrive(Meeting& meeting, int threads, int value) {
   meeting.sum += value;
-  if (++meeting.arrived == threads) {
-    meeting.arrived = 0;
-    meeting.last_sum = meeting.sum;
-    meeting.sum = 0;
-    ++meeting.generation;
+  if (++meeting.arrived < threads) return false;
+  meeting.arrived = 0;
+  meeting.last_sum = meeting.sum;
+  meeting.sum = 0;
+  ++meeting.generation;
+  return true;
+}
+
+inline int meet(Meeting& meeting, int threads, int value = 0) {
+  const int then = meeting.generation;
+  if (arrive(meeting, threads, value)) {
     stumble();
   } else {
-    wait_until([&meeting, then = meeting.generation] { return meeting.generation != then; });
+    wait_until([&meeting, then] { return meeting.generation != then; });
   }
   return meeting.last_sum;
 }

@@ -45,10 +45,26 @@ inline void store_shared(uint32_t address, uint4 value) {
   std::memcpy(simt::shared_pointer(address), &value, sizeof value);
 }
 
+inline void store_shared(uint32_t address, float first, float second) {
+  const float both[2] = {first, second};
+  std::memcpy(simt::shared_pointer(address), both, sizeof both);
+}
+
+inline float load_shared(uint32_t address) {
+  float value;
+  std::memcpy(&value, simt::shared_pointer(address), sizeof value);
+  return value;
+}
+
 // -- barriers ----------------------------------------------------------------------------------
 
 inline void named_barrier_sync(int id, int threads) {
   simt::meet(simt::block().meetings[id], threads);
+}
+
+inline void named_barrier_arrive_now(int id, int threads) {
+  simt::arrive(simt::block().meetings[id], threads, 0);
+  simt::stumble();
 }
 
 inline simt::Mbarrier& mbarrier_at(uint32_t address) {
