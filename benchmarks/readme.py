@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import search_tables
-from benchmarks.kernels import forecast
+from benchmarks.kernels import composition, forecast
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
@@ -106,6 +106,10 @@ def _forecast(folder: Path, path: str) -> str:
     return forecast.table(json.loads((folder / path).read_text())).to_markdown()
 
 
+def _composition(folder: Path, path: str) -> str:
+    return composition.table(json.loads((folder / path).read_text())["composition"]).to_markdown()
+
+
 def _quality_errors(folder: Path, path: str) -> str:
     """How often simulated evaluations said what is not so, and what is."""
     found = json.loads((folder / path).read_text())
@@ -188,6 +192,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
+    "kernel-composition": (_composition, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""

@@ -7,8 +7,8 @@ instruction issues when the compiler's stall count and scoreboards allow it and 
 (``machine.py``). Tensor products queue at the SM's tensor cores.
 
 Warps that run one loop meet at its barriers. A barrier at which the loop both waits and arrives is
-a turn: the first half of the warps and the second pass it to each other, the first begins. A warp of
-another role may *follow*: it takes what the others have finished, and they wait where it lags.
+a turn: the first half of the warps and the second pass it to each other, the first begins. A warp
+of another role may *follow*: it takes what the others have finished, and they wait where it lags.
 
 What is not modelled: conflicts at the register file, power and clocks, L2 and memory; barriers
 against the loading warp are taken as ready. All of them make a loop slower, so the model is

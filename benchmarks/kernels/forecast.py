@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from benchmarks.kernels import engine_loops, gate_counts, hot_loops
+from benchmarks.kernels import composition, engine_loops, gate_counts, hot_loops
 from benchmarks.kernels.hot_loops import GATE_ROUNDS, GATE_WARPS, Modelled
 from benchmarks.kernels.machine import (
     CLUSTERS,
@@ -79,9 +79,9 @@ class GateClocks:
     """Clocks of the gate's steps in which nothing is multiplied.
 
     From a cycle model on the pieces of the kernel with eight warps as nvcc 13.0 compiled it, by
-    hand: unlike the hot loops they are not found anew. What the present kernel does otherwise (``check``,
-    ``rounds``, ``counts``, ``collect``) is counted: instructions, pipes and latencies as
-    ``machine.py`` has them. Change them with gate.h.
+    hand: unlike the hot loops they are not found anew. What the present kernel does otherwise
+    (``meet``, ``few``, ``rounds``, ``counts``, ``collect``) is counted: instructions, pipes and
+    latencies as ``machine.py`` has them. Change them with gate.h.
 
     Checks and compactions are the three gate warps', and the others could multiply on until the
     ring is full; but the gate is what they wait for, so nothing is taken as overlapped.
@@ -238,6 +238,19 @@ def prefill_us(loops: Mapping[str, Modelled], heads: int, context: int, mood: Mo
     return rounds * sum(prefill_parts(loops, heads, context, mood).values()) / GHZ[mood] / 1e3
 
 
+def faster_from(
+    loops: Mapping[str, Modelled], engine: Mapping[str, Any], heads: int, step: int = 4096
+) -> int:
+    """Tokens of context, a multiple of ``step``, from which we take no longer than the engine."""
+    contexts = range(LONG, 2 * ROWS - step, -step)
+    slower = (
+        context
+        for context in contexts
+        if prefill_us(loops, heads, context, "central") > engine_prefill_us(engine, heads, context)
+    )
+    return next(slower, 2 * ROWS - step) + step
+
+
 def deep_gemm_flops(engine: Mapping[str, Any], heads: int) -> float:
     """Its rate: published for 64 heads; for 32 that over the ratio of the modelled clocks.
 
@@ -367,6 +380,40 @@ def _requests(batch: int) -> str:
     return "1 request" if batch == 1 else f"{batch} requests"
 
 
+def composition_times(
+    loops: Mapping[str, Modelled], engine: Mapping[str, Any]
+) -> dict[tuple[str, composition.Phase], list[composition.Times]]:
+    """Of a prompt of 200K tokens in chunks, and of a token after it, for one request."""
+    chunks = range(ROWS, CONTEXTS[-1] + 1, ROWS)
+    start = faster_from(loops, engine, 32)
+    theirs = {context: engine_prefill_us(engine, 32, context) for context in chunks}
+    padded = ROWS * TOPK * 64 * (576 + 512) * 2 / FLASH_MLA_FLOPS * 1e6
+    decode = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART["engine"])
+    decode += DECODE_TOPK_US[CONTEXTS[-1]][0]
+    found: dict[tuple[str, composition.Phase], list[composition.Times]] = {}
+    for model in composition.MODELS:
+        for mood in sorted(MOODS):  # central first
+            ours = (
+                prefill_us(loops, 32, context, mood) if context >= start else theirs[context]
+                for context in chunks
+            )
+            full, shared = (
+                min(padded, mla_prefill_us(loops["attend_bf16"], model.heads, mood, reused=reused))
+                for reused in (False, True)
+            )
+            prefill = composition.Times(
+                sum(theirs.values()),
+                sum(ours),
+                *(len(chunks) * us for us in (padded, full, shared)),
+            )
+            found.setdefault((model.name, "prefill"), []).append(prefill)
+            own = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART["ours"])
+            own += decode_topk_us(loops["topk"], CONTEXTS[-1], mood)
+            times = composition.Times(decode, min(own, decode))
+            found.setdefault((model.name, "decode"), []).append(times)
+    return found
+
+
 def tensor_part(loop: Modelled) -> float:
     """Of the central clocks, the tensor cores' work."""
     return loop.tensor * loop.clocks[0] / loop.middle
@@ -442,6 +489,8 @@ def record(
         "engine": engine,
         "hot_loops": entries,
         "rows": rows,
+        "composition": composition.rows(composition_times(loops, engine)),
+        "faster_from": {str(heads): faster_from(loops, engine, heads) for heads in (32, 64)},
         "predictions": predictions(rows, loops, decode_us),
     }
 
@@ -484,6 +533,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(table(result).to_markdown())
+    print(composition.table(result["composition"]).to_markdown())
     print(f"written to {options.out}")
 
 

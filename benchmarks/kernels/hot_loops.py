@@ -101,7 +101,7 @@ def _select(heads: int, rows: int, rounds: float) -> HotLoop:
         f"select_kernel<{heads}, {rows}>",
         {"QGMMA": 4},
         4,
-        f"2 pages of 64 keys x 256 columns, in halves; a gate lane lists {rounds:g} logits of a page",
+        f"2 pages of 64 keys x 256 columns, in halves; {rounds:g} logits of a gate lane pass",
         640,
         f"sizeof(indexer::SelectShared<indexer::SelectTile<{heads}, {rows}>>) + kSwizzlePeriod",
         beside=gate,
