@@ -7,6 +7,7 @@
 #include "common/requests.h"
 #include "host/serial_block.h"
 #include "indexer/gate.h"
+#include "indexer/scores.h"
 #include "indexer/reduce.h"
 #include "indexer/schedule.h"
 #include "sparse_mla/config.h"
@@ -153,6 +154,31 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
   write_topk(block, list.data(), left, k, n, gate.digit_hist, *scratch, out, kPositions);
   return fullest;
 }
+
+// -- scores --------------------------------------------------------------------------------------
+
+int check_score_place(int rows, int row, int key) {
+  return rows == 8 ? indexer::score_place<8>(row, key) : indexer::score_place<4>(row, key);
+}
+
+// row, key and place of what a gate lane sees as its number `i`; returns how many it sees.
+int check_gate_share(int rows, int lane, int i, int* row, int* key, int* place) {
+  const auto fill = [&](auto share) {
+    using Share = decltype(share);
+    *row = Share::row(lane);
+    *key = Share::key(lane, i);
+    *place = Share::place(lane, i);
+    return Share::kCount;
+  };
+  return rows == 8 ? fill(indexer::GateShare<8>()) : fill(indexer::GateShare<4>());
+}
+
+uint32_t check_below(int rows, int lane, int end) {
+  return rows == 8 ? indexer::GateShare<8>::below(lane, end)
+                   : indexer::GateShare<4>::below(lane, end);
+}
+
+// -- the gate ------------------------------------------------------------------------------------
 
 int check_gate_bin(float value) { return indexer::gate_bin(value); }
 float check_gate_edge(int bin) { return indexer::gate_edge(bin); }
