@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-SIZES = CAPACITY, FIRST_CHECK, CHECK_KEYS, CHECK_PART, MANTISSA_BITS = 16384, 4096, 2048, 8, 4
+SIZES = CAPACITY, FIRST_CHECK, CHECK_KEYS, CHECK_PART, MANTISSA_BITS = 16384, 4096, 2048, 4, 4
 """``kListCapacity``, ``kFirstCheck``, ``kCheckKeys``, ``kCheckPart``, ``kMantissaBits`` of
 csrc/indexer/gate.h; a test compares them."""
 

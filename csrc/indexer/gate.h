@@ -26,7 +26,7 @@ constexpr int kMaxTopk = 2048;
 constexpr int kListCapacity = 16384;
 constexpr int kFirstCheck = 4096;  // keys before the first check: until then a floor says little
 constexpr int kCheckKeys = 2048;   // at least, between two checks
-constexpr int kCheckPart = 8;      // of the keys seen, between two checks: so old a floor may get
+constexpr int kCheckPart = 4;      // of the keys seen, between two checks: so old a floor may get
 static_assert(kMaxTopk + kCheckKeys <= kListCapacity, "after a cut there is room again");
 static_assert(kFirstCheck <= kListCapacity);
 
@@ -71,6 +71,17 @@ struct Gate {
 
 // Whether a logit must be listed; one that is not a number always is.
 IC_HD bool reaches(float logit, float floor) { return !(logit < floor); }
+
+// `bits` one to the left, and into the lowest whether a logit does not reach a floor above -infinity.
+// On the device that is the sign of the difference: of equal ones and of subnormals it is right, and
+// a difference that is not a number has no sign there (PTX: 0x7FFFFFFF).
+IC_HD uint32_t push_below(uint32_t bits, float logit, float floor) {
+#ifdef __CUDA_ARCH__
+  return __funnelshift_l(__float_as_uint(logit - floor), bits, 1);
+#else
+  return bits << 1 | uint32_t(!reaches(logit, floor));
+#endif
+}
 
 template <int kRows, class Block>
 IC_HD void reset(Block& block, Gate<kRows>& gate, int* hists) {

@@ -251,14 +251,15 @@ __device__ __forceinline__ void gate_page(GateBlock<T>& block, SelectShared<T>& 
   const float* scores = shared.scores[stage];
   const int start = shared.ring.starts[stage];
   const float floor = shared.gate.floors[own.row];
-  uint32_t passes = 0;
+  uint32_t below = 0;
 #pragma unroll
-  for (int i = 0; i < Share::kCount; i += 4) {
+  for (int i = Share::kCount - 4; i >= 0; i -= 4) {
     const float4 quad = *reinterpret_cast<const float4*>(scores + Share::place(lane, i));
     const float logits[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) passes |= uint32_t(reaches(logits[j], floor)) << (i + j);
+    for (int j = 3; j >= 0; --j) below = push_below(below, logits[j], floor);
   }
+  uint32_t passes = floor == -INFINITY ? ~0u : ~below;
   passes &= Share::below(lane, own.limit - start);
   offer(block, &shared.gate.counts[own.row], lists, own.list, shared.hists + own.row * kGateBins,
         passes, [&](int i) -> Scored {
