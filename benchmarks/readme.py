@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import search_tables
-from benchmarks.kernels import forecast
+from benchmarks.kernels import composition, forecast
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
@@ -104,6 +104,10 @@ def _stack_check(folder: Path, path: str) -> str:
 
 def _forecast(folder: Path, path: str) -> str:
     return forecast.table(json.loads((folder / path).read_text())).to_markdown()
+
+
+def _composition(folder: Path, path: str) -> str:
+    return composition.table(json.loads((folder / path).read_text())["composition"]).to_markdown()
 
 
 def _quality_errors(folder: Path, path: str) -> str:
@@ -213,6 +217,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "healing-grid": (_healing_grid, "heal.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
+    "kernel-composition": (_composition, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
     "request-patterns": (_request_patterns, "request_patterns.json"),
 }

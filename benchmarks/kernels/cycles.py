@@ -6,6 +6,10 @@ instruction a clock, of the warp that issued last if that is ready, else of the 
 instruction issues when the compiler's stall count and scoreboards allow it and its pipe is free
 (``machine.py``). Tensor products queue at the SM's tensor cores.
 
+Warps that run one loop meet at its barriers. A barrier at which the loop both waits and arrives is
+a turn: the first half of the warps and the second pass it to each other, the first begins. A warp
+of another role may *follow*: it takes what the others have finished, and they wait where it lags.
+
 What is not modelled: conflicts at the register file, power and clocks, L2 and memory; barriers
 against the loading warp are taken as ready. All of them make a loop slower, so the model is
 optimistic and its ratios are worth more than its clocks.
@@ -16,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 from benchmarks.kernels.machine import (
@@ -57,12 +62,34 @@ class Clocks:
     issue: float
 
 
+Draw: TypeAlias = Callable[[], Sequence[Instruction]]
+"""Gives a warp's next iteration."""
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A warp of another role, which takes what the others have finished.
+
+    Attributes:
+        draw: its iterations.
+        share: of them, for one iteration of every other warp.
+        ahead: iterations that the others may be ahead of what it has done.
+    """
+
+    draw: Draw
+    share: float
+    ahead: float
+
+
 @dataclass
 class _Warp:
-    draw: Callable[[], Sequence[Instruction]]
+    draw: Draw
     ready: float
     trace: Sequence[Instruction]
     at: int = 0
+    turns: list[float] = field(default_factory=list)  # when it passed each of them on
+    taken: int = 0  # turns
+    has_turns: bool = False
     scoreboards: list[float] = field(default_factory=lambda: [0.0] * (NO_SCOREBOARD + 1))
     waiting: bool = False  # at a barrier of all the warps
     products: deque[tuple[float, float]] = field(default_factory=deque)  # (arrival, clocks)
@@ -157,8 +184,9 @@ class _Pipes:
 
 
 def simulate(
-    draws: Sequence[Callable[[], Sequence[Instruction]]],
+    draws: Sequence[Draw],
     *,
+    follower: Follower | None = None,
     discipline: Discipline = "in order",
     starts: Sequence[float] | None = None,
     clocks: int = 40_000,
@@ -168,18 +196,27 @@ def simulate(
 
     Args:
         draws: for each warp, what gives its next iteration.
+        follower: what runs beside them; its iterations do not count.
         discipline: of the tensor cores.
         starts: the clock at which each warp begins; 0 where not given.
         clocks: to simulate.
         load_clocks: latency of a load from global memory.
     """
     begins = starts or [0.0] * len(draws)
-    warps = [_Warp(draw, begin, draw()) for draw, begin in zip(draws, begins, strict=True)]
+    leaders = [_Warp(draw, begin, draw()) for draw, begin in zip(draws, begins, strict=True)]
+    for leader in leaders:
+        leader.has_turns = any(instruction.passes_turn for instruction in leader.trace)
+    warps = [*leaders, _Warp(follower.draw, 0.0, follower.draw())] if follower else leaders
     tensor, pipes = _Tensor(warps, discipline), _Pipes(load_clocks)
     now, last, issued = 0.0, 0, 0
     while now < clocks:
         tensor.advance(now)
-        times = [_earliest(warp, tensor, pipes) for warp in warps]
+        times = [
+            NEVER
+            if follower and _held(i, warps, follower)
+            else _earliest(warp, tensor, pipes, partial(_turn, i, leaders))
+            for i, warp in enumerate(warps)
+        ]
         moment = min(times)
         if moment > now:
             now = min(moment, tensor.event())
@@ -189,12 +226,12 @@ def simulate(
         warp = warps[last]
         _issue(warp, tensor, pipes, now)
         issued += 1
-        if all(each.waiting for each in warps):
-            for each in warps:
+        if all(each.waiting for each in leaders):
+            for each in leaders:
                 each.waiting, each.ready = False, now + BARRIER_CLOCKS
         now += 1
     since = clocks * WARM_UP
-    rate = sum(_rate([end for end in warp.ended if end > since]) for warp in warps)
+    rate = sum(_rate([end for end in warp.ended if end > since]) for warp in leaders)
     if not rate:
         raise ValueError(f"no two iterations ended within {clocks} clocks")
     return Clocks(1 / rate, tensor.busy / clocks, issued / clocks)
@@ -205,12 +242,35 @@ def _rate(ended: list[float]) -> float:
     return (len(ended) - 1) / (ended[-1] - ended[0]) if len(ended) > 1 else 0.0
 
 
-def _earliest(warp: _Warp, tensor: _Tensor, pipes: _Pipes) -> float:
+def _held(index: int, warps: list[_Warp], follower: Follower) -> bool:
+    """Whether a warp waits for the other role before its next iteration."""
+    if warps[index].at:
+        return False
+    *leaders, last = warps
+    if index == len(leaders):
+        done = min(len(leader.ended) for leader in leaders)
+        return len(last.ended) + 1 > done * follower.share
+    return len(warps[index].ended) * follower.share > len(last.ended) + follower.ahead
+
+
+def _turn(index: int, leaders: Sequence[_Warp]) -> float:
+    """When the turn that a warp waits for was passed to it."""
+    half = len(leaders) // 2
+    needed = leaders[index].taken + (index >= half)  # the first half's first turn is its own
+    passed = leaders[(index + half) % len(leaders)].turns
+    if needed == 0:
+        return 0.0
+    return passed[needed - 1] + BARRIER_CLOCKS if len(passed) >= needed else NEVER
+
+
+def _earliest(warp: _Warp, tensor: _Tensor, pipes: _Pipes, turn: Callable[[], float]) -> float:
     """When a warp's next instruction can issue."""
     if warp.waiting:
         return NEVER
     instruction = warp.next
     moment = max(warp.ready, pipes.ready(instruction))
+    if instruction.is_barrier and warp.has_turns:
+        moment = max(moment, turn())
     for scoreboard in instruction.scoreboards:
         moment = max(moment, warp.scoreboards[scoreboard])
     if instruction.awaits_products:
@@ -230,5 +290,9 @@ def _issue(warp: _Warp, tensor: _Tensor, pipes: _Pipes, now: float) -> None:
     )
     stall = max(instruction.stall, FENCE_CLOCKS if instruction.opcode == "MEMBAR" else 0)
     warp.ready = now + stall
-    warp.waiting = instruction.is_barrier
+    if warp.has_turns:
+        warp.taken += instruction.is_barrier
+        warp.turns += [now] * instruction.passes_turn
+    else:
+        warp.waiting = instruction.is_barrier
     warp.step(now)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from benchmarks.kernels import engine_loops, gate_counts, hot_loops
-from benchmarks.kernels.hot_loops import Modelled
+from benchmarks.kernels import composition, engine_loops, gate_counts, hot_loops
+from benchmarks.kernels.hot_loops import GATE_ROUNDS, GATE_WARPS, Modelled
 from benchmarks.kernels.machine import (
     CLUSTERS,
     GATHER_BYTES_PER_SECOND,
@@ -85,15 +85,20 @@ ENGINE_RANGE = {"optimistic": 1.15, "central": 1.0, "pessimistic": 0.85}
 
 @dataclass(frozen=True)
 class GateClocks:
-    """Clocks of the gate's steps, all math warps, during which the tensor cores idle.
+    """Clocks of the gate's steps in which nothing is multiplied.
 
-    From a cycle model on the pieces of the kernel with eight math warps as nvcc 13.0 compiled it,
-    by hand: unlike the hot loops they are not found anew. Sixteen warps do the same work in no more
-    time. What the present kernel does otherwise (``rounds``, ``counts``, ``collect``) is counted:
-    instructions, pipes and latencies as ``machine.py`` has them. Change them with gate.h.
+    From a cycle model on the pieces of the kernel with eight warps as nvcc 13.0 compiled it, by
+    hand: unlike the hot loops they are not found anew. What the present kernel does otherwise
+    (``meet``, ``few``, ``rounds``, ``counts``, ``collect``) is counted: instructions, pipes and
+    latencies as ``machine.py`` has them. Change them with gate.h.
+
+    Checks and compactions are the three gate warps', and the others could multiply on until the
+    ring is full; but the gate is what they wait for, so nothing is taken as overlapped.
     """
 
-    drain: float = 850  # the warpgroups stop for a check, and start again
+    meet: float = 100  # the gate warps, for a check
+    few: float = 512 / 96 / 2  # threads of a compaction by the gate over those of the model; half
+    # of its clocks are loads in flight, which fewer threads wait for no longer
     bins: float = 134  # a row's 64 bins a lane, summed
     rounds: float = 3 * 250  # 5 exchanges, a vote and 2 exchanges each
     counts: float = 60
@@ -196,13 +201,34 @@ def clocks(loop: Modelled, mood: Mood) -> float:
 # -- times -----------------------------------------------------------------------------------------
 
 
-def prefill_parts(loop: Modelled, heads: int, context: int, mood: Mood) -> dict[str, float]:
+def page_clocks(
+    loops: Mapping[str, Modelled], heads: int, context: int, mood: Mood
+) -> tuple[float, float]:
+    """Clocks of a pair of pages, and how much of them is for logits that pass.
+
+    A line through the two models of the loop, and never below the lesser.
+    """
+    counts = gate_counts.average(context, LOGIT_MEAN[mood])
+    rounds = counts.rounds_8 if select_rows(heads) == 8 else counts.rounds_4
+    (few, low), (many, high) = (
+        (rounds_of, clocks(loops[f"select_{heads}{name}"], mood))
+        for name, rounds_of in GATE_ROUNDS.items()
+    )
+    more = max(0.0, rounds - few) * (high - low) / (many - few)
+    return low + more, more
+
+
+def prefill_parts(
+    loops: Mapping[str, Modelled], heads: int, context: int, mood: Mood
+) -> dict[str, float]:
     """Clocks of one tile of the fused kernel, the last chunk of a prompt, by part."""
     rows = select_rows(heads)
     visible = context - ROWS / 2
     pages = visible / PAGE_TOKENS
     counts = gate_counts.average(context, LOGIT_MEAN[mood])
-    find = rows * GATE.bins + GATE.rounds
+    each, more = page_clocks(loops, heads, context, mood)
+    find = math.ceil(rows / GATE_WARPS) * (GATE.bins + GATE.rounds)
+    find_at_end = rows * GATE.bins + GATE.rounds
     full = (gate_counts.CAPACITY - gate_counts.CHECK_KEYS) / 1024
     cut = RADIX_PASSES * (full * GATE.pass_of_cut + GATE.find_bin)
     left, windows = counts.left / 1024, 1 + visible // 131_072
@@ -211,17 +237,31 @@ def prefill_parts(loop: Modelled, heads: int, context: int, mood: Mood) -> dict[
     finish += windows * (GATE.window + left * GATE.bits)
     finish += left * (GATE.write_positions if mood == "optimistic" else GATE.write_slots)
     return {
-        "products": pages / 2 * clocks(loop, mood) * SILICON[mood],
-        "check": counts.checks * (GATE.drain + find + GATE.counts),
-        "keep": rows * (counts.keeps * (full + 1) * GATE.keep + counts.cuts * cut),
-        "finish": find + rows * finish,
+        "products": pages / 2 * (each - more) * SILICON[mood],
+        "gate": pages / 2 * more * SILICON[mood],
+        "check": counts.checks * (GATE.meet + find + GATE.counts),
+        "keep": rows * GATE.few * (counts.keeps * (full + 1) * GATE.keep + counts.cuts * cut),
+        "finish": find_at_end + rows * finish,
     }
 
 
-def prefill_us(loop: Modelled, heads: int, context: int, mood: Mood) -> float:
+def prefill_us(loops: Mapping[str, Modelled], heads: int, context: int, mood: Mood) -> float:
     """Logits and selection of 8192 rows: whole rounds of tiles over the SMs."""
     rounds = math.ceil(ROWS / select_rows(heads) / MULTIPROCESSORS)
-    return rounds * sum(prefill_parts(loop, heads, context, mood).values()) / GHZ[mood] / 1e3
+    return rounds * sum(prefill_parts(loops, heads, context, mood).values()) / GHZ[mood] / 1e3
+
+
+def faster_from(
+    loops: Mapping[str, Modelled], engine: Mapping[str, Any], heads: int, step: int = 4096
+) -> int:
+    """Tokens of context, a multiple of ``step``, from which we take no longer than the engine."""
+    contexts = range(LONG, 2 * ROWS - step, -step)
+    slower = (
+        context
+        for context in contexts
+        if prefill_us(loops, heads, context, "central") > engine_prefill_us(engine, heads, context)
+    )
+    return next(slower, 2 * ROWS - step) + step
 
 
 def deep_gemm_flops(engine: Mapping[str, Any], heads: int) -> float:
@@ -346,13 +386,13 @@ def _prefill_rows(loops: Mapping[str, Modelled], engine: Mapping[str, Any]) -> l
         loop = loops[f"select_{heads}"]
         for context in CONTEXTS:
             goal = f"indexer_prefill_{heads}" + ("" if context >= LONG else "_short")
-            parts = prefill_parts(loop, heads, context, "central")
+            parts = prefill_parts(loops, heads, context, "central")
             most = max(parts, key=lambda name: parts[name])
             share = parts[most] / sum(parts.values())
             bound = {"products": f"issue; tensor cores {tensor_part(loop):.0%} busy"}.get(
                 most, most
             )
-            ours = {mood: prefill_us(loop, heads, context, mood) for mood in MOODS}
+            ours = {mood: prefill_us(loops, heads, context, mood) for mood in MOODS}
             theirs = dict.fromkeys(MOODS, engine_prefill_us(engine, heads, context))
             shape = f"{ROWS} rows, {context // 1024}K, {heads} heads"
             source = "sglang #11989, scaled" + ("" if heads == 64 else " by the modelled clocks")
@@ -410,6 +450,40 @@ def _attention_rows(loops: Mapping[str, Modelled]) -> list[Row]:
 
 def _requests(batch: int) -> str:
     return "1 request" if batch == 1 else f"{batch} requests"
+
+
+def composition_times(
+    loops: Mapping[str, Modelled], engine: Mapping[str, Any]
+) -> dict[tuple[str, composition.Phase], list[composition.Times]]:
+    """Of a prompt of 200K tokens in chunks, and of a token after it, for one request."""
+    chunks = range(ROWS, CONTEXTS[-1] + 1, ROWS)
+    start = faster_from(loops, engine, 32)
+    theirs = {context: engine_prefill_us(engine, 32, context) for context in chunks}
+    padded = ROWS * TOPK * 64 * (576 + 512) * 2 / FLASH_MLA_FLOPS * 1e6
+    decode = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART["engine"])
+    decode += DECODE_TOPK_US[CONTEXTS[-1]][0]
+    found: dict[tuple[str, composition.Phase], list[composition.Times]] = {}
+    for model in composition.MODELS:
+        for mood in sorted(MOODS):  # central first
+            ours = (
+                prefill_us(loops, 32, context, mood) if context >= start else theirs[context]
+                for context in chunks
+            )
+            full, shared = (
+                min(padded, mla_prefill_us(loops["attend_bf16"], model.heads, mood, reused=reused))
+                for reused in (False, True)
+            )
+            prefill = composition.Times(
+                sum(theirs.values()),
+                sum(ours),
+                *(len(chunks) * us for us in (padded, full, shared)),
+            )
+            found.setdefault((model.name, "prefill"), []).append(prefill)
+            own = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART["ours"])
+            own += decode_topk_us(loops["topk"], CONTEXTS[-1], mood)
+            times = composition.Times(decode, min(own, decode))
+            found.setdefault((model.name, "decode"), []).append(times)
+    return found
 
 
 def tensor_part(loop: Modelled) -> float:
@@ -488,6 +562,8 @@ def record(
         "engine": engine,
         "hot_loops": entries,
         "rows": rows,
+        "composition": composition.rows(composition_times(loops, engine)),
+        "faster_from": {str(heads): faster_from(loops, engine, heads) for heads in (32, 64)},
         "predictions": predictions(rows, loops, decode_us),
     }
 
@@ -530,6 +606,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(table(result).to_markdown())
+    print(composition.table(result["composition"]).to_markdown())
     print(f"written to {options.out}")
 
 

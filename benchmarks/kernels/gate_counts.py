@@ -6,13 +6,14 @@ A copy of its bookkeeping in numpy, over logits that are drawn. Costs of the ste
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-SIZES = CAPACITY, FIRST_CHECK, CHECK_KEYS, CHECK_PART, MANTISSA_BITS = 16384, 4096, 2048, 8, 4
+SIZES = CAPACITY, FIRST_CHECK, CHECK_KEYS, CHECK_PART, MANTISSA_BITS = 16384, 4096, 2048, 4, 4
 """``kListCapacity``, ``kFirstCheck``, ``kCheckKeys``, ``kCheckPart``, ``kMantissaBits`` of
 csrc/indexer/gate.h; a test compares them."""
 
@@ -28,6 +29,9 @@ class Counts:
         cuts: exact selections from the list.
         listed: entries at the end.
         left: those of them that reach the last floor.
+        rounds_8: logits that the busiest lane of a gate warp lists of a page, on average, where a
+            tile has 8 rows.
+        rounds_4: the same with 4 rows.
     """
 
     offered: float
@@ -36,6 +40,8 @@ class Counts:
     cuts: float
     listed: float
     left: float
+    rounds_8: float
+    rounds_4: float
 
 
 def count(logits: NDArray[np.float32], k: int) -> Counts:
@@ -51,10 +57,13 @@ def count(logits: NDArray[np.float32], k: int) -> Counts:
         return max(floor, np.uint32(edge))
 
     start, keys_until_check = 0, FIRST_CHECK
+    rounds = {8: 0.0, 4: 0.0}
     while True:
         page = keys[start : start + keys_until_check]
         start += len(page)
-        page = page[page >= floor]
+        taken, page = len(page), page[page >= floor]
+        for rows in rounds:
+            rounds[rows] += taken * busiest_lane(rows, len(page) / taken) / len(keys)
         offered += len(page)
         kept = np.concatenate([kept, page])
         np.add.at(histogram, page >> _SHIFT, 1)
@@ -72,7 +81,19 @@ def count(logits: NDArray[np.float32], k: int) -> Counts:
         room = CAPACITY - min(len(kept), CAPACITY - CHECK_KEYS)
         keys_until_check = min(room, max(CHECK_KEYS, start // CHECK_PART)) // 64 * 64
     left = int((kept >= floor).sum())
-    return Counts(offered, checks, keeps, cuts, len(kept), left)
+    return Counts(offered, checks, keeps, cuts, len(kept), left, rounds[8], rounds[4])
+
+
+def busiest_lane(rows: int, chance: float) -> float:
+    """Logits that pass in that lane of 32 in which the most do, on average: each passes by chance.
+
+    A gate warp looks at a page's 64 logits of each of a tile's rows, its lanes at as many each.
+    """
+    logits = 64 * rows // 32
+    ways = np.array([math.comb(logits, n) for n in range(logits + 1)])
+    n = np.arange(logits + 1)
+    at_most = np.cumsum(ways * chance**n * (1 - chance) ** (logits - n))
+    return float(np.sum(1 - np.minimum(at_most[:-1], 1.0) ** 32))
 
 
 @cache

@@ -17,7 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.kernels.cycles import DISCIPLINES, simulate
+from benchmarks.kernels.cycles import DISCIPLINES, Follower, simulate
 from benchmarks.kernels.machine import LOAD_CLOCKS, blocks_of_an_sm, pipe_of
 from benchmarks.kernels.sass import Instruction, Loop, innermost, mix, parse
 from sglang_indexcache.errors import KernelError
@@ -38,6 +38,25 @@ _Draw: TypeAlias = Callable[[], Sequence[Instruction]]
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The loop of a warp of another role that runs beside a sub-partition's.
+
+    Attributes:
+        holds: as of :class:`HotLoop`.
+        inner: of the loop in it that runs as often as the data wants.
+        rounds: how often that is, on average.
+        share: its iterations for one of every other warp.
+        ahead: iterations that the others may be ahead.
+    """
+
+    holds: Mapping[str, int]
+    inner: Mapping[str, int]
+    rounds: float
+    share: float
+    ahead: float
+
+
+@dataclass(frozen=True)
 class HotLoop:
     """Where a kernel spends its time.
 
@@ -52,6 +71,7 @@ class HotLoop:
         threads: of a block.
         shared: dynamic shared memory of a block, as the launch has it in C++.
         loads: latencies of loads that are assumed, the least first.
+        beside: another role on the same sub-partition.
     """
 
     folder: str
@@ -63,6 +83,7 @@ class HotLoop:
     shared: str
     loads: tuple[float, ...] = (LOAD_CLOCKS,)
     turns: tuple[str, ...] = ()
+    beside: Beside | None = None
 
 
 def _indexer(kernel: str, tile: str, warps: int, unit: str, threads: int = 384) -> HotLoop:
@@ -70,15 +91,41 @@ def _indexer(kernel: str, tile: str, warps: int, unit: str, threads: int = 384) 
     return HotLoop("indexer", kernel, {"QGMMA": 4}, warps, unit, threads, shared)
 
 
-_SELECT = "SelectShared<indexer::SelectTile<{}>>"
-_SELECT_UNIT = "2 pages of 64 keys x 256 columns, in halves"
+GATE_ROUNDS = {"": 2.0, "_busy": 6.0}
+"""Logits that the busiest lane of a gate warp lists of a page, in two models of one loop; the
+forecast draws a line through them."""
+GATE_WARPS, RING_PAGES = 3, 8
+"""``kGateWarps`` and ``kStages`` of csrc/indexer. A gate warp takes every third page, and math two
+pages at a time."""
+
+
+def _select(heads: int, rows: int, rounds: float) -> HotLoop:
+    gate = Beside(
+        {"LDS.128": 2, "ATOMS.POPC": 1},
+        {"ATOMS.POPC": 1, "STG": 1},
+        rounds,
+        2 / GATE_WARPS,
+        RING_PAGES / GATE_WARPS,
+    )
+    return HotLoop(
+        "indexer",
+        f"select_kernel<{heads}, {rows}>",
+        {"QGMMA": 4},
+        4,
+        f"2 pages of 64 keys x 256 columns, in halves; {rounds:g} logits of a gate lane pass",
+        640,
+        f"sizeof(indexer::SelectShared<indexer::SelectTile<{heads}, {rows}>>) + kSwizzlePeriod",
+        beside=gate,
+    )
+
+
 _RING = "Ring<indexer::Tile<{}>>"
 _ATTEND = "sparse_mla::kSharedBytes"
 _ATTEND_TURNS = ("HGMMA.64x64", "LDS")
 """A warpgroup's own step, and the other's, of which it reads the peaks."""
 HOT_LOOPS: dict[str, HotLoop] = {
-    "select_32": _indexer("select_kernel<32, 8>", _SELECT.format("32, 8"), 4, _SELECT_UNIT, 640),
-    "select_64": _indexer("select_kernel<64, 4>", _SELECT.format("64, 4"), 4, _SELECT_UNIT, 640),
+    **{f"select_32{name}": _select(32, 8, rounds) for name, rounds in GATE_ROUNDS.items()},
+    **{f"select_64{name}": _select(64, 4, rounds) for name, rounds in GATE_ROUNDS.items()},
     "logits_32": _indexer(
         "logits_kernel<32, 1>", _RING.format("32, 1"), 4, "4 pages of 64 keys x 32 columns"
     ),
@@ -199,7 +246,7 @@ def model(hot: HotLoop, code: list[Instruction], registers: int, shared: int) ->
         longest, shortest = max(traces, key=len), min(traces, key=len)
         runs = clocks_of_turns(loop, hot)
     else:
-        runs = clocks_of(loop, hot.warps, hot.loads)
+        runs = clocks_of(loop, hot.warps, hot.loads, beside(code, hot.beside))
     least = min(runs)
     return Modelled(
         kernel=hot.kernel,
@@ -215,22 +262,45 @@ def model(hot: HotLoop, code: list[Instruction], registers: int, shared: int) ->
     )
 
 
+def beside(code: list[Instruction], other: Beside | None) -> Follower | None:
+    """The other role, whose inner loop runs on average as often as is said."""
+    if other is None:
+        return None
+    loop, inner = innermost(code, other.holds), innermost(code, other.inner)
+    whole, again = loop.iteration(lambda: True), inner.iteration(lambda: True)
+    at = whole.index(again[-1]) + 1
+    chance = random.Random(5)
+
+    def draw() -> Sequence[Instruction]:
+        rounds = int(other.rounds) + (chance.random() < other.rounds % 1)
+        return [*whole[:at], *again * (rounds - 1), *whole[at:]]
+
+    return Follower(draw, other.share, other.ahead)
+
+
 def clocks_of(
-    loop: Loop, warps: int, loads: Sequence[float] = (LOAD_CLOCKS,)
+    loop: Loop,
+    warps: int,
+    loads: Sequence[float] = (LOAD_CLOCKS,),
+    follower: Follower | None = None,
 ) -> list[tuple[float, float, float]]:
     """(clocks in which every warp does an iteration, tensor part, issue part) of every assumption.
 
-    Without products there is nothing whose order or phase could matter.
+    Without products there is nothing whose order or phase could matter, without a branch nothing
+    that could be taken or not.
     """
-    products = any(pipe_of(instruction) == "tensor" for instruction in loop.iteration(lambda: True))
+    longest, shortest = loop.iteration(lambda: True), loop.iteration(lambda: False)
+    products = any(pipe_of(instruction) == "tensor" for instruction in longest)
+    branches = products and longest != shortest
     found = []
     for load in loads:
         for discipline in DISCIPLINES if products else DISCIPLINES[:1]:
             for gap in STARTS if products else STARTS[:1]:
-                for taken in TAKEN if products else TAKEN[:1]:
+                for taken in TAKEN if branches else TAKEN[:1]:
                     chance = random.Random(5)
                     run = simulate(
                         [lambda c=chance, t=taken: loop.iteration(lambda: c.random() < t)] * warps,  # type: ignore[misc]
+                        follower=follower,
                         discipline=discipline,
                         starts=[gap * warp for warp in range(warps)],
                         load_clocks=load,

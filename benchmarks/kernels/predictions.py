@@ -46,7 +46,7 @@ def predictions(
             "ncu: sm__pipe_tensor_cycles_active",
             0.8 * least,
             select.tensor,
-            "the warpgroups do alternate by themselves",
+            "turns do not keep the warpgroups out of step, or the gate is not what they wait for",
         ),
         _by_hand(
             "tensor cores busy in attend_kernel<0>, 4096 rows of 20 heads",

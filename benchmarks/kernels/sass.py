@@ -71,6 +71,11 @@ class Instruction:
         """Whether it waits for the other warps; one of 128 threads is for a warpgroup alone."""
         return self.name.startswith("BAR.SYNC") and not self.text.endswith(", 0x80")
 
+    @cached_property
+    def passes_turn(self) -> bool:
+        """Whether it arrives at a barrier without waiting."""
+        return self.name.startswith("BAR.ARV")
+
     @property
     def target(self) -> int | None:
         """Where a branch goes; None for what is no branch."""

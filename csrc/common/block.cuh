@@ -62,10 +62,13 @@ struct BlockScratch {
   int total;
 };
 
-// kThreads threads, thread indices 0 to kThreads - 1 of the block, that meet at barrier kBarrier.
+// kThreads threads, from thread kFirst of the block on, that meet at barrier kBarrier.
 // `scratch` may be reused once another barrier of the group has passed, as every method ensures.
-template <int kThreads, int kBarrier>
+template <int kThreads, int kBarrier, int kFirst = 0>
 class DeviceBlock {
+  // This thread's index in the group; kFirst is a multiple of 32.
+  __device__ __forceinline__ static unsigned own_thread() { return indexcache::own_thread() - kFirst; }
+
  public:
   __device__ __forceinline__ explicit DeviceBlock(BlockScratch& scratch) : scratch_(scratch) {}
 

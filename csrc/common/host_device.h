@@ -31,4 +31,13 @@ IC_HD int popcount(uint32_t bits) {
 #endif
 }
 
+// Its number, 0 to 31; there must be one.
+IC_HD int highest_bit(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return 31 - __clz(bits);
+#else
+  return 31 - __builtin_clz(bits);
+#endif
+}
+
 }  // namespace indexcache

@@ -36,11 +36,37 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
+               : "memory");
+}
+
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
 // -- barriers ------------------------------------------------------------------------------------
 
 // Barrier `id` (0 is __syncthreads') among `threads` threads, whole warps.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Arrive there without waiting: `threads` counts those that wait, too. Now means that no arithmetic is
+// moved before it, as ptxas does within a block of code: it is a loop of its own, of one iteration.
+__device__ __forceinline__ void named_barrier_arrive_now(int id, int threads) {
+  asm volatile(
+      "{\n"
+      ".reg .pred again;\n"
+      "setp.lt.s32 again, %0, 0;\n"
+      "AGAIN:\n"
+      "bar.arrive %0, %1;\n"
+      "@again bra AGAIN;\n"
+      "}\n" ::"r"(id),
+      "r"(threads)
+      : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {

@@ -7,6 +7,7 @@
 #include "common/requests.h"
 #include "host/serial_block.h"
 #include "indexer/gate.h"
+#include "indexer/scores.h"
 #include "indexer/reduce.h"
 #include "indexer/schedule.h"
 #include "sparse_mla/config.h"
@@ -121,19 +122,20 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
     const int before = gate.counts[0];
     constexpr int kTogether = 4;  // logits that one thread offers at once
     block.each((stop - done) * kPageTokens / kTogether, [&](int i) {
-      float logits[kTogether];
-      int positions[kTogether];
-      bool passes[kTogether];
-      for (int j = 0; j < kTogether; ++j) {
+      uint32_t passes = 0;
+      const auto at = [&](int j) -> indexer::Scored {
         const int key = i * kTogether + j;
         const int page = indexer::spread_page(done + key / kPageTokens, step, pages);
-        positions[j] = page * kPageTokens + key % kPageTokens;
-        logits[j] = positions[j] < n ? row[positions[j]] : 0.0f;
-        passes[j] = positions[j] < n && indexer::reaches(logits[j], gate.floors[0]);
+        const int position = page * kPageTokens + key % kPageTokens;
+        return {position < n ? row[position] : 0.0f, position};
+      };
+      for (int j = 0; j < kTogether; ++j) {
+        const bool pass = at(j).position < n && indexer::reaches(at(j).logit, gate.floors[0]);
+        passes |= uint32_t(pass) << j;
       }
       overflowed |= gate.counts[0] > indexer::kListCapacity - kTogether;
       if (overflowed) return;
-      indexer::offer(block, &gate.counts[0], lists.data(), 0, hists.data(), logits, positions, passes);
+      indexer::offer(block, &gate.counts[0], lists.data(), 0, hists.data(), passes, at);
     });
     fullest = larger(fullest, gate.counts[0]);
     *entries += gate.counts[0] - before;
@@ -152,6 +154,31 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
   write_topk(block, list.data(), left, k, n, gate.digit_hist, *scratch, out, kPositions);
   return fullest;
 }
+
+// -- scores --------------------------------------------------------------------------------------
+
+int check_score_place(int rows, int row, int key) {
+  return rows == 8 ? indexer::score_place<8>(row, key) : indexer::score_place<4>(row, key);
+}
+
+// row, key and place of what a gate lane sees as its number `i`; returns how many it sees.
+int check_gate_share(int rows, int lane, int i, int* row, int* key, int* place) {
+  const auto fill = [&](auto share) {
+    using Share = decltype(share);
+    *row = Share::row(lane);
+    *key = Share::key(lane, i);
+    *place = Share::place(lane, i);
+    return Share::kCount;
+  };
+  return rows == 8 ? fill(indexer::GateShare<8>()) : fill(indexer::GateShare<4>());
+}
+
+uint32_t check_below(int rows, int lane, int end) {
+  return rows == 8 ? indexer::GateShare<8>::below(lane, end)
+                   : indexer::GateShare<4>::below(lane, end);
+}
+
+// -- the gate ------------------------------------------------------------------------------------
 
 int check_gate_bin(float value) { return indexer::gate_bin(value); }
 float check_gate_edge(int bin) { return indexer::gate_edge(bin); }

@@ -26,7 +26,7 @@ constexpr int kMaxTopk = 2048;
 constexpr int kListCapacity = 16384;
 constexpr int kFirstCheck = 4096;  // keys before the first check: until then a floor says little
 constexpr int kCheckKeys = 2048;   // at least, between two checks
-constexpr int kCheckPart = 8;      // of the keys seen, between two checks: so old a floor may get
+constexpr int kCheckPart = 4;      // of the keys seen, between two checks: so old a floor may get
 static_assert(kMaxTopk + kCheckKeys <= kListCapacity, "after a cut there is room again");
 static_assert(kFirstCheck <= kListCapacity);
 
@@ -72,6 +72,17 @@ struct Gate {
 // Whether a logit must be listed; one that is not a number always is.
 IC_HD bool reaches(float logit, float floor) { return !(logit < floor); }
 
+// `bits` one to the left, and into the lowest whether a logit does not reach a floor above -infinity.
+// On the device that is the sign of the difference: of equal ones and of subnormals it is right, and
+// a difference that is not a number has no sign there (PTX: 0x7FFFFFFF).
+IC_HD uint32_t push_below(uint32_t bits, float logit, float floor) {
+#ifdef __CUDA_ARCH__
+  return __funnelshift_l(__float_as_uint(logit - floor), bits, 1);
+#else
+  return bits << 1 | uint32_t(!reaches(logit, floor));
+#endif
+}
+
 template <int kRows, class Block>
 IC_HD void reset(Block& block, Gate<kRows>& gate, int* hists) {
   block.each(kRows, [&](int row) {
@@ -81,27 +92,27 @@ IC_HD void reset(Block& block, Gate<kRows>& gate, int* hists) {
   block.each(kRows * kGateBins, [&](int i) { hists[i] = 0; });
 }
 
-// List those of one thread's logits that pass; they are of one row, whose list begins at place
-// `list` of the lists, and whose histogram this is.
-template <int kCount, class Block>
-IC_HD void offer(Block& block, int* count, Entry* lists, unsigned list, int* hist,
-                 const float (&logits)[kCount], const int (&positions)[kCount],
-                 const bool (&passes)[kCount]) {
-  bool any = false;
-  int passing = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    any = any || passes[i];
-    passing += passes[i];
-  }
-  if (!any) return;
-  unsigned place = list + block.take(count, passing);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (!passes[i]) continue;
-    lists[place++] = make_entry(order_key(logits[i]), positions[i]);
-    block.add(&hist[gate_bin(logits[i])], 1);
-  }
+// A logit and its position.
+struct Scored {
+  float logit;
+  int position;
+};
+
+// List those of one thread's logits that pass, a bit each; `at` gives them. They are of one row, whose
+// list begins at place `list` of the lists, and whose histogram this is.
+template <class Block, class At>
+IC_HD void offer(Block& block, int* count, Entry* lists, unsigned list, int* hist, uint32_t passes,
+                 At at) {
+  if (passes == 0) return;
+  unsigned place = list + block.take(count, popcount(passes));
+#pragma unroll 1
+  do {
+    const int i = highest_bit(passes);
+    passes ^= 1u << i;
+    const Scored scored = at(i);
+    lists[place++] = make_entry(order_key(scored.logit), scored.position);
+    block.add(&hist[gate_bin(scored.logit)], 1);
+  } while (passes != 0);
 }
 
 // Once every offer has arrived: the highest floors that the histograms prove.

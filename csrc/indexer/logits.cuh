@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Tile<kHeads, kRows>::kThreads,
   Ring<T>& ring = dynamic_shared<Ring<T>>();
   const Inputs& inputs = params.inputs;
   const int first_row = blockIdx.x * params.rows_per_tile;
-  init_ring(ring);
+  init_ring(ring, T::kMathWarps / kPagesAtOnce);
 
   if (threadIdx.x >= T::kMathThreads) {
     if constexpr (T::kWide) lower_registers<T::kLoadRegisters>();

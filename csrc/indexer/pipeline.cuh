@@ -1,7 +1,7 @@
 // What both indexer kernels share: keys stream through a ring of pages in shared memory, and math
 // warpgroups multiply them, two pages at a time, with a tile of queries that stays.
 //
-//   block = 2 * kParts math warpgroups + 1 warpgroup of which one warp loads
+//   block = 2 * kParts math warpgroups + 1 warpgroup of which the first warp loads
 //   A = a page of keys [64, 128], B = a part of the tile's queries, both e4m3, K-major
 //
 // One warpgroup's epilogue runs while another's product occupies the tensor cores. Four of them hide
@@ -49,8 +49,8 @@ struct Tile {
   static constexpr int kThreads = kMathThreads + 128;
 
   // Registers after the roles part, where a math thread needs more than an even share.
-  static constexpr int kMathRegisters = kParts == 1 ? 232 : 112;
-  static constexpr int kLoadRegisters = kParts == 1 ? 40 : 32;
+  static constexpr int kMathRegisters = kParts == 1 ? 232 : 104;
+  static constexpr int kLoadRegisters = kParts == 1 ? 40 : 64;
   static constexpr bool kWide = kAccumulators + kWeights > (kParts == 1 ? 128 : 64);
 };
 
@@ -66,12 +66,13 @@ struct Ring {
   uint64_t queries_empty;
 };
 
+// `readers` warps say of each page that they need it no more.
 template <class T>
-__device__ __forceinline__ void init_ring(Ring<T>& ring) {
+__device__ __forceinline__ void init_ring(Ring<T>& ring, int readers) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&ring.full[stage], 1);
-      mbarrier_init(&ring.empty[stage], T::kMathWarps / kPagesAtOnce);
+      mbarrier_init(&ring.empty[stage], readers);
     }
     mbarrier_init(&ring.queries_full, 1);
     mbarrier_init(&ring.queries_empty, T::kMathWarps);
@@ -183,6 +184,29 @@ __device__ __forceinline__ int limit_of(const Inputs& inputs, int row, const Seg
   return row >= segment.first && row < segment.end ? inputs.visible[row] : 0;
 }
 
+// Begin the product of a page and a part of the queries; wgmma_wait ends it.
+template <class T>
+__device__ __forceinline__ void multiply(float (&registers)[T::kAccumulators], uint64_t keys,
+                                         uint64_t queries) {
+  wgmma_fence();
+#pragma unroll
+  for (int byte = 0; byte < kIndexDim; byte += 32) {
+    Fp8Wgmma<T::kPartColumns>::step(registers, advance(keys, byte), advance(queries, byte),
+                                    byte > 0);
+  }
+  wgmma_commit();
+}
+
+// The sums over the heads that are this lane's share of a product.
+template <class T>
+__device__ __forceinline__ void sum_heads(float (&values)[T::kValues],
+                                          const float (&registers)[T::kAccumulators],
+                                          const float (&weights)[T::kWeights]) {
+  sum_own_heads<T::kHeads, T::kPartRows>(registers, weights, values);
+  exchange<T::kValues>(values, 1);
+  exchange<T::kValues / 2>(values, 2);
+}
+
 // One page through the ring, number `n`: this lane's share of its logits, and their positions; its
 // first key is `own`.
 template <class T>
@@ -197,13 +221,7 @@ __device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned],
   float registers[T::kAccumulators];
 
   mbarrier_wait(&ring.full[stage], ring_parity(n));
-  wgmma_fence();
-#pragma unroll
-  for (int byte = 0; byte < kIndexDim; byte += 32) {
-    Fp8Wgmma<T::kPartColumns>::step(registers, advance(keys, byte), advance(queries, byte),
-                                    byte > 0);
-  }
-  wgmma_commit();
+  multiply<T>(registers, keys, queries);
   wgmma_wait(registers);
 
   // What else the stage holds is read now, when accumulators make room for it, and not before.
@@ -219,9 +237,7 @@ __device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned],
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[stage]);
 
   float values[T::kValues];
-  sum_own_heads<T::kHeads, T::kPartRows>(registers, weights, values);
-  exchange<T::kValues>(values, 1);
-  exchange<T::kValues / 2>(values, 2);
+  sum_heads<T>(values, registers, weights);
 #pragma unroll
   for (int slot = 0; slot < T::Share::kOwned; ++slot) logits[slot] = values[slot] * scales[slot];
 }

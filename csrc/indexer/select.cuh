@@ -2,10 +2,18 @@
 //
 // A persistent block takes every gridDim.x-th tile of kRows query rows. Its lists live in global
 // memory, everything else in shared memory. A row that sees at most k tokens needs no logits.
+//
+//   warp 16       loads pages                       ring.empty -> ring.full
+//   warps 0-15    multiply, and sum over the heads  ring.full -> scored
+//   warps 17-19   the gate                          scored -> ring.empty
+//
+// Nobody else waits in the page loop, and the gate's upkeep costs the tensor cores nothing. At a
+// segment's end all but the loader meet, and the math warps write its rows.
 #pragma once
 
 #include "indexer/gate.h"
 #include "indexer/pipeline.cuh"
+#include "indexer/scores.h"
 
 namespace indexcache::indexer {
 
@@ -14,6 +22,13 @@ template <int kHeads, int kRows>
 using SelectTile = Tile<kHeads, kRows, 2>;
 
 constexpr int kShortList = 8192;  // entries that fit into shared memory
+constexpr int kGateWarps = 3;
+constexpr int kGateThreads = kGateWarps * 32;
+
+// Named barriers, beside kMathBarrier.
+constexpr int kGateBarrier = 2;
+constexpr int kSegmentBarrier = 3;
+constexpr int kTurnBarrier = 4;  // and one more for each further math warpgroup
 
 struct SelectParams {
   Inputs inputs;
@@ -23,7 +38,7 @@ struct SelectParams {
   bool as_slots;
 };
 
-// Where a block is in its tiles and their segments; both roles walk them alike.
+// Where a block is in its tiles and their segments; all roles walk them alike.
 struct Walk {
   int tile;   // how many came before
   int first;  // row of the tile
@@ -34,8 +49,12 @@ struct Walk {
 template <class T>
 struct SelectShared {
   Ring<T> ring;
+  alignas(256) float scores[kStages][T::kRows * kPageScores];
+  uint64_t scored[kStages];
+  uint32_t places[T::kMathThreads];
   Gate<T::kRows> gate;
   BlockScratch block;
+  BlockScratch gate_block;
   union {  // the histograms of a segment, then one row's list at a time
     int hists[T::kRows * kGateBins];
     Entry list[kShortList];
@@ -47,6 +66,8 @@ struct SelectShared {
 
 template <class T>
 using MathBlock = DeviceBlock<T::kMathThreads, kMathBarrier>;
+template <class T>
+using GateBlock = DeviceBlock<kGateThreads, kGateBarrier, T::kMathThreads + 32>;
 
 // To the first segment from {-1, ...}, then to the next; false after the last.
 template <class T>
@@ -95,31 +116,82 @@ __device__ __forceinline__ void finish_segment(MathBlock<T>& block, SelectShared
   }
 }
 
-// What a lane needs to know of the row that its logits are of.
-struct OwnRow {
-  int row;        // of the tile
-  int key;        // of a page, the first that is this lane's
-  int limit;      // tokens that the row may reach
-  unsigned list;  // first place of its list
+// Math and gate: a segment's lists begin, or have ended.
+template <class T>
+__device__ __forceinline__ void meet() {
+  named_barrier_sync(kSegmentBarrier, T::kMathThreads + kGateThreads);
+}
+
+// -- the math warpgroups -------------------------------------------------------------------------
+
+// The two warpgroups of a part of the columns take turns, so that they cannot fall in step: one
+// begins a product when the other's, of the page before, has ended. Two products are under way at
+// any time, one a part, and the tensor cores never wait for a turn to pass.
+//
+// A warpgroup's turn is a barrier of its own, at which the other arrives.
+__device__ __forceinline__ void take_turn(int turn) { named_barrier_sync(turn, 2 * 128); }
+__device__ __forceinline__ void pass_turn(int turn) { named_barrier_arrive_now(turn, 2 * 128); }
+
+// What a math warp keeps over its pages: descriptors of the ring's first page of keys and of its own
+// part of the queries; and the turns of its own warpgroup and of the one with the other page.
+struct Operand {
+  uint32_t keys;
+  uint32_t queries;
+  int turn;
+  int other;
 };
 
-// A page through the ring, number `n`, and this lane's logits of it to the gate.
+// Only the low words of descriptors differ.
+__device__ __forceinline__ uint64_t with_high_word(uint32_t low) {
+  return uint64_t(k_major_descriptor(0) >> 32) << 32 | low;
+}
+
+// Bytes from the beginning of a page's scales and logits to a thread's own; it has no register left
+// in which to keep them.
 template <class T>
-__device__ __forceinline__ void gate_page(MathBlock<T>& block, SelectShared<T>& shared,
-                                          Entry* lists, const float (&weights)[T::kWeights],
-                                          int part, const OwnRow& own, int n) {
-  constexpr int kOwned = T::Share::kOwned;
-  float logits[kOwned];
-  int positions[kOwned];
-  score_page(logits, positions, shared.ring, weights, part, own.key, n);
-  const float floor = shared.gate.floors[own.row];
-  bool passes[kOwned];
-#pragma unroll
-  for (int slot = 0; slot < kOwned; ++slot) {
-    passes[slot] = reaches(logits[slot], floor) && positions[slot] < own.limit;
+__device__ __forceinline__ uint32_t own_places() {
+  const int row = own_part<T>() * T::kPartRows + own_row<T>();
+  return 4 * (score_place<T::kRows>(row, own_key<T>()) << 16 | own_key<T>());
+}
+
+template <class T>
+__device__ __forceinline__ Operand operand_of(const SelectShared<T>& shared) {
+  const Ring<T>& ring = shared.ring;
+  const uint32_t queries =
+      shared_address(ring.queries) + own_part<T>() * (T::kPartColumns * kIndexDim);
+  return {uniform(uint32_t(k_major_descriptor(shared_address(ring.keys)))),
+          uniform(uint32_t(k_major_descriptor(queries))),
+          kTurnBarrier + own_group(),
+          kTurnBarrier + (own_group() ^ T::kParts)};
+}
+
+// A page through the ring, number `n`: this lane's logits go to the gate.
+template <class T>
+__device__ __forceinline__ void score_page(SelectShared<T>& shared, const Operand& operand,
+                                           const float (&weights)[T::kWeights], int n) {
+  const unsigned stage = ring_stage(n);
+  const uint64_t keys = with_high_word(operand.keys + stage * (kKeyBytes >> 4));
+  float registers[T::kAccumulators];
+
+  mbarrier_wait(&shared.ring.full[stage], ring_parity(n));
+  take_turn(operand.turn);
+  multiply<T>(registers, keys, with_high_word(operand.queries));
+  wgmma_wait(registers);
+  pass_turn(operand.other);
+
+  float values[T::kValues];
+  sum_heads<T>(values, registers, weights);
+  const uint32_t places = shared.places[threadIdx.x];
+  const uint32_t scales = shared_address(shared.ring.scales[stage]) + (places & 0xFFFF);
+  const uint32_t scores = shared_address(shared.scores[stage]) + (places >> 16);
+  if constexpr (T::Share::kOwned == 2) {
+    store_shared(scores, values[0] * load_shared(scales),
+                 values[1] * load_shared(scales + 4 * kKeysApart));
+  } else {
+    store_shared(scores, float_bits(values[0] * load_shared(scales)));
   }
-  offer(block, &shared.gate.counts[own.row], lists, own.list, shared.hists + own.row * kGateBins,
-        logits, positions, passes);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.scored[stage]);
 }
 
 template <class T>
@@ -128,41 +200,119 @@ __device__ __forceinline__ void select_math(SelectShared<T>& shared, const Selec
   Ring<T>& ring = shared.ring;
   MathBlock<T> block(shared.block);
   const unsigned own_lists = blockIdx.x * T::kRows * kListCapacity;
-  const int part = own_part<T>();
-  OwnRow own = {part * T::kPartRows + own_row<T>(), own_key<T>(), 0, 0};
-  own.list = fresh(own_lists + own.row * kListCapacity);
+  const Operand operand = operand_of(shared);
+  shared.places[threadIdx.x] = own_places<T>();
   float weights[T::kWeights];
-  int begin = 0;            // number of a segment's first page in the ring
+  int begin = 0;             // number of a segment's first page in the ring
   int next = own_page<T>();  // and of the page that is this warpgroup's next
+  if (next != 0) pass_turn(operand.other);
 
   for (Walk walk = {-1}; advance<T>(walk, inputs);) {
     if (walk.segment.first == walk.first) {
-      load_weights<T>(weights, inputs, walk.first + part * T::kPartRows);
+      load_weights<T>(weights, inputs, walk.first + own_part<T>() * T::kPartRows);
       mbarrier_wait(&ring.queries_full, walk.tile & 1);
     }
     const int pages = pages_of(walk.segment, inputs.visible, params.k);
     if (pages > 0) {
-      own.limit = limit_of(inputs, walk.first + own.row, walk.segment);
       if (threadIdx.x == 0) shared.walk = walk;  // the page loop needs its registers
       reset(block, shared.gate, shared.hists);
-      const int end = begin + pages;
-      for (int stop = begin, keys = kFirstCheck;;) {
-        stop = smaller(stop + keys / kPageTokens, end);
-        for (; next < stop; next += kPagesAtOnce) {
-          gate_page<T>(block, shared, params.lists, weights, part, own, next);
-        }
-        if (stop == end) break;
-        keys = check(block, shared.gate, params.lists + own_lists, shared.hists, params.k,
-                     (stop - begin) * kPageTokens);
-      }
-      begin = end;
+      meet<T>();
+      begin += pages;
+      for (; next < begin; next += kPagesAtOnce) score_page(shared, operand, weights, next);
+      meet<T>();  // every offer has arrived
       walk = shared.walk;
     }
-    block.sync();  // every offer has arrived, every product is done
     if (walk.segment.end == walk.end && threadIdx.x % 32 == 0) mbarrier_arrive(&ring.queries_empty);
     if (pages > 0) raise_floors(block, shared.gate, shared.hists, params.k);
     finish_segment(block, shared, params, params.lists + own_lists, walk.first, walk.segment);
     block.sync();
+  }
+  if (next == begin) take_turn(operand.turn);  // nobody leaves a barrier that is half full
+}
+
+// -- the gate warps ------------------------------------------------------------------------------
+
+// What a gate lane knows of its row.
+struct GateRow {
+  int row;        // of the tile
+  int limit;      // tokens that it may reach
+  unsigned list;  // first place of its list
+};
+
+// Page number `n` from the math warps to the lists.
+template <class T>
+__device__ __forceinline__ void gate_page(GateBlock<T>& block, SelectShared<T>& shared,
+                                          Entry* lists, const GateRow& own, int n) {
+  using Share = GateShare<T::kRows>;
+  const int lane = threadIdx.x % 32;
+  const unsigned stage = ring_stage(n);
+  mbarrier_wait(&shared.scored[stage], ring_parity(n));
+
+  const float* scores = shared.scores[stage];
+  const int start = shared.ring.starts[stage];
+  const float floor = shared.gate.floors[own.row];
+  uint32_t below = 0;
+#pragma unroll
+  for (int i = Share::kCount - 4; i >= 0; i -= 4) {
+    const float4 quad = *reinterpret_cast<const float4*>(scores + Share::place(lane, i));
+    const float logits[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+    for (int j = 3; j >= 0; --j) below = push_below(below, logits[j], floor);
+  }
+  uint32_t passes = floor == -INFINITY ? ~0u : ~below;
+  passes &= Share::below(lane, own.limit - start);
+  offer(block, &shared.gate.counts[own.row], lists, own.list, shared.hists + own.row * kGateBins,
+        passes, [&](int i) -> Scored {
+          return {scores[Share::place(lane, i)], start + Share::key(lane, i)};
+        });
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(&shared.ring.empty[stage]);
+}
+
+template <class T>
+__device__ __forceinline__ void select_gate(SelectShared<T>& shared, const SelectParams& params) {
+  const Inputs& inputs = params.inputs;
+  GateBlock<T> block(shared.gate_block);
+  const unsigned own_lists = blockIdx.x * T::kRows * kListCapacity;
+  GateRow own = {GateShare<T::kRows>::row(threadIdx.x % 32), 0, 0};
+  own.list = own_lists + own.row * kListCapacity;
+  int end = 0;                                             // number of a segment's first page
+  int next = int(threadIdx.x - T::kMathThreads) / 32 - 1;  // and of this warp's next
+
+  for (Walk walk = {-1}; advance<T>(walk, inputs);) {
+    const int pages = pages_of(walk.segment, inputs.visible, params.k);
+    if (pages == 0) continue;
+    own.limit = limit_of(inputs, walk.first + own.row, walk.segment);
+    meet<T>();
+    int stop = end;
+    end += pages;
+    for (int keys = kFirstCheck, begin = stop;;) {
+      stop = smaller(stop + keys / kPageTokens, end);
+      for (; next < stop; next += kGateWarps) gate_page(block, shared, params.lists, own, next);
+      if (stop == end) break;
+      keys = check(block, shared.gate, params.lists + own_lists, shared.hists, params.k,
+                   (stop - begin) * kPageTokens);
+    }
+    meet<T>();
+  }
+}
+
+// -- the loading warp ----------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ void select_load(SelectShared<T>& shared, const CUtensorMap* queries,
+                                            const CUtensorMap* keys, const SelectParams& params) {
+  int n = 0;
+  for (Walk walk = {-1}; advance<T>(walk, params.inputs);) {
+    if (walk.segment.first == walk.first) {
+      if (threadIdx.x % 32 == 0) load_queries(shared.ring, queries, walk.first, walk.tile);
+      __syncwarp();
+    }
+    const int pages = pages_of(walk.segment, params.inputs.visible, params.k);
+    const int step = pages > 0 ? page_step(pages) : 0;
+    load_pages(shared.ring, keys, params.inputs, walk.segment.request, pages, n,
+               [&](int i) { return spread_page(i, step, pages); });
+    n += pages;
   }
 }
 
@@ -171,30 +321,25 @@ __global__ void __launch_bounds__(SelectTile<kHeads, kRows>::kThreads, 1)
     select_kernel(const __grid_constant__ CUtensorMap queries,
                   const __grid_constant__ CUtensorMap keys, const SelectParams params) {
   using T = SelectTile<kHeads, kRows>;
+  static_assert(T::kThreads == T::kMathThreads + 32 + kGateThreads);
   SelectShared<T>& shared = dynamic_shared<SelectShared<T>>();
-  init_ring(shared.ring);
-
-  if (threadIdx.x >= T::kMathThreads) {
-    if constexpr (T::kWide) lower_registers<T::kLoadRegisters>();
-    if (threadIdx.x < T::kMathThreads + 32) {
-      int n = 0;
-      for (Walk walk = {-1}; advance<T>(walk, params.inputs);) {
-        if (walk.segment.first == walk.first) {
-          if (threadIdx.x == T::kMathThreads) {
-            load_queries(shared.ring, &queries, walk.first, walk.tile);
-          }
-          __syncwarp();
-        }
-        const int pages = pages_of(walk.segment, params.inputs.visible, params.k);
-        const int step = pages > 0 ? page_step(pages) : 0;
-        load_pages(shared.ring, &keys, params.inputs, walk.segment.request, pages, n,
-                   [&](int i) { return spread_page(i, step, pages); });
-        n += pages;
-      }
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(&shared.scored[stage], T::kMathWarps / kPagesAtOnce);
     }
-  } else {
+  }
+  init_ring(shared.ring, 1);
+
+  if (threadIdx.x < T::kMathThreads) {
     if constexpr (T::kWide) raise_registers<T::kMathRegisters>();
     select_math<T>(shared, params);
+  } else {
+    if constexpr (T::kWide) lower_registers<T::kLoadRegisters>();
+    if (threadIdx.x < T::kMathThreads + 32) {
+      select_load<T>(shared, &queries, &keys, params);
+    } else {
+      select_gate<T>(shared, params);
+    }
   }
 }
 

@@ -194,6 +194,12 @@ MEASURED: dict[tuple[OpName, Capability | None], tuple[str, str]] = {}
 """(op, card) -> the best implementation there, and the JSON below ``benchmarks/results`` in which
 it is correct and faster than the engine's kernel. Empty: no GPU has measured anything yet."""
 
+FASTER_FROM: dict[int, int] = {32: 32_768, 64: 24_576}
+"""Indexer heads -> tokens of context from which ``cuda`` selects for a prefill in no more time than
+the engine's kernels; with fewer, a server that was not asked for ours by name takes the engine's.
+*Forecast*: ``faster_from`` of benchmarks/results/kernels/forecast.json, which a test compares. A
+card's measurement of the lengths (``benchmarks/device_check.sh --only 10``) is to replace it."""
+
 
 def named(name: str) -> Implementation:
     """The implementation called ``name``, one of :data:`NAMES`."""

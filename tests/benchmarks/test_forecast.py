@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.kernels import device_check, forecast, gate_counts, hot_loops
+from benchmarks.kernels import composition, device_check, forecast, gate_counts, hot_loops
 from benchmarks.kernels.hot_loops import ALLOWED_SLOWDOWN, HOT_LOOPS, Modelled, slower
 from benchmarks.kernels.machine import SHARED_LIMIT
 from benchmarks.kernels.predictions import LISTS_KEPT, compare
@@ -16,6 +16,7 @@ from benchmarks.kernels.sass import Instruction
 from benchmarks.kernels.workloads import workloads
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build as building
+from sglang_indexcache.kernels import dispatch
 from tests.benchmarks.sass_text import code
 
 COMMITTED: dict[str, Any] = json.loads(forecast.RESULT.read_text())
@@ -124,12 +125,60 @@ def test_a_loop_that_is_not_recorded_is_found() -> None:
 
 
 def test_prefill_by_hand() -> None:
-    """120K, 32 heads, without a gate: 8 rounds of 1856 pages, 1000 clocks a page, 10 % more."""
-    parts = forecast.prefill_parts(loop_of((2000, 2000)), 32, 122_880, "central")
-    assert parts["products"] == pytest.approx((122_880 - 4096) / 64 * 1000 * 1.1)
+    """120K, 32 heads: 8 rounds of 1856 pages, 1000 clocks a page, 10 % more; and where logits pass,
+    100 a pair of pages for each of them in the busiest lane beyond two."""
+    loops = {"select_32": loop_of((2000, 2000)), "select_32_busy": loop_of((2400, 2400))}
+    parts = forecast.prefill_parts(loops, 32, 122_880, "central")
+    pages = (122_880 - 4096) / 64
+    assert parts["products"] == pytest.approx(pages * 1000 * 1.1)
+    rounds = gate_counts.average(122_880, 0.0).rounds_8
+    assert 2 < rounds < 6
+    assert parts["gate"] == pytest.approx(pages / 2 * 100 * (rounds - 2) * 1.1)
     total = sum(parts.values())
-    us = forecast.prefill_us(loop_of((2000, 2000)), 32, 122_880, "central")
+    us = forecast.prefill_us(loops, 32, 122_880, "central")
     assert us == pytest.approx(8 * total / 1.7e3)
+
+
+def test_where_the_kernel_begins_to_be_faster() -> None:
+    """The least context from which it stays so, in steps; and what a server goes by."""
+    loops = {
+        name: loop_of(tuple(entry["clocks"])) for name, entry in COMMITTED["hot_loops"].items()
+    }
+    for heads in (32, 64):
+        start = forecast.faster_from(loops, COMMITTED["engine"], heads)
+        assert start == COMMITTED["faster_from"][str(heads)] == dispatch.FASTER_FROM[heads]
+        contexts = (start - 4096, start)
+        ours = [forecast.prefill_us(loops, heads, context, "central") for context in contexts]
+        theirs = [
+            forecast.engine_prefill_us(COMMITTED["engine"], heads, context) for context in contexts
+        ]
+        assert ours[0] > theirs[0]
+        assert ours[1] <= theirs[1]
+
+
+def test_kernels_and_sharing_by_hand() -> None:
+    """A model that is half indexer: 10 layers of which 2 keep it gain 1 / (1 - 0.5 * 0.8)."""
+    model = composition.Model("m", 10, 2, 20, {"prefill": 1 / 0.6, "decode": 1 / 0.6}, "us")
+    assert model.indexer_share("prefill") == pytest.approx(0.5)
+    same = composition.speedups(model, "decode", composition.Times(3, 3))
+    assert same["sharing"] == same["both"] == pytest.approx(1 / 0.6)
+    assert same["kernels"] == pytest.approx(1)
+    assert same["ceiling"] == pytest.approx(2)
+    # Twice as fast an indexer; attention is 0.25 of the time, and ours takes 4 / 5, or 3 / 5.
+    times = composition.Times(10, 5, 5, 4, 3)
+    found = composition.speedups(model, "prefill", times)
+    assert found["kernels"] == pytest.approx(1 / (0.25 + 0.25 + 0.2))
+    assert found["both"] == pytest.approx(1 / (0.25 + 0.05 + 0.25 * (0.8 * 0.2 + 0.6 * 0.8)))
+
+
+def test_the_paper_s_own_gain_comes_out() -> None:
+    """19.5 s without sharing and 10.7 s with a quarter; and 13.7 s with half of the indexers."""
+    small = composition.MODELS[0]
+    share = small.indexer_share("prefill")
+    assert 1 / (1 - share * (1 - 24 / 47)) == pytest.approx(19.5 / 13.7, rel=0.03)
+    for row in COMMITTED["composition"]:
+        assert row["low"] <= row["both"] <= row["high"]
+        assert row["sharing"] <= row["both"]
 
 
 def test_attention_by_hand() -> None:
@@ -181,6 +230,24 @@ def test_the_gate_s_sizes_are_those_of_the_kernel() -> None:
     values = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
     names = ("kListCapacity", "kFirstCheck", "kCheckKeys", "kCheckPart", "kMantissaBits")
     assert tuple(int(values[name]) for name in names) == gate_counts.SIZES
+
+
+def test_the_roles_are_those_of_the_kernel() -> None:
+    folder = Path(building.source_folder()) / "indexer"
+    warps = re.search(r"kGateWarps = (\d+);", (folder / "select.cuh").read_text())
+    stages = re.search(r"kStages = (\d+);", (folder / "pipeline.cuh").read_text())
+    assert warps is not None
+    assert stages is not None
+    assert (int(warps[1]), int(stages[1])) == (hot_loops.GATE_WARPS, hot_loops.RING_PAGES)
+
+
+def test_the_busiest_lane() -> None:
+    """Of 32 that look at 16 logits each, or at 8."""
+    assert gate_counts.busiest_lane(8, 0.0) == 0
+    assert gate_counts.busiest_lane(8, 1.0) == 16
+    assert gate_counts.busiest_lane(4, 1.0) == 8
+    draws = np.random.default_rng(3).binomial(16, 0.1, (100_000, 32)).max(1)
+    assert gate_counts.busiest_lane(8, 0.1) == pytest.approx(draws.mean(), abs=0.02)
 
 
 def test_the_gate_keeps_the_largest() -> None:

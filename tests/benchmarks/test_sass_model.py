@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.kernels.cycles import DISCIPLINES, Clocks, simulate
+from benchmarks.kernels.cycles import DISCIPLINES, Clocks, Follower, simulate
 from benchmarks.kernels.machine import blocks_of_an_sm, pipe_of, product_clocks
 from benchmarks.kernels.sass import Instruction, innermost, loops, mix, parse
 from sglang_indexcache.errors import KernelError
@@ -178,6 +178,28 @@ def test_batches_keep_warps_out_of_phase() -> None:
     # The last product of the first ends at 1024 - 128, that of the second at 1024.
     assert turns > 1024 + 128
     assert batches == pytest.approx(1024, rel=0.01)
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_turns_keep_warps_out_of_phase(discipline: str) -> None:
+    """The same work; a warp's turn is over when its products are: 512 clocks, the wait of 24, the
+    barrier of 22, and what begins a product, whatever the tensor cores would do with two."""
+    work = [("NOP", {"stall": 15})] * 20
+    turn, passed = "BAR.SYNC.DEFER_BLOCKING R3, 0x100", "BAR.ARV R4, 0x100"
+    trace = code(turn, *[QGMMA] * 4, WAIT, passed, *work)
+    found = run(trace, 2, discipline=discipline, clocks=100_000).iteration
+    assert 512 + 24 + 22 <= found <= 512 + 24 + 22 + 20
+
+
+def test_a_role_that_follows() -> None:
+    """It holds the others up where its work takes longer, and costs little where it does not."""
+    math = code(("FADD R1, R1, R1", {"stall": 15})) * 10  # 150 clocks
+    for count, expected in ((4, 150), (60, 450)):
+        slow = code(("FADD R2, R2, R2", {"stall": 15})) * count
+        follower = Follower(lambda trace=slow: trace, 0.5, 2)  # type: ignore[misc]
+        found = simulate([lambda: math, lambda: math], follower=follower, clocks=60_000)
+        # One of its iterations, 60 or 900 clocks, for two of theirs.
+        assert found.iteration * 2 == pytest.approx(expected, rel=0.05)
 
 
 def test_a_barrier_waits_for_the_last() -> None:

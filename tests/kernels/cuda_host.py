@@ -31,6 +31,7 @@ def host() -> ctypes.CDLL:
     library.check_swizzle128.restype = c_uint32
     library.check_order_key.restype = c_uint32
     library.check_gate_edge.restype = c_float
+    library.check_below.restype = c_uint32
     for name in ("check_k_major", "check_mn_major", "check_advance"):
         getattr(library, name).restype = c_uint64
     return library

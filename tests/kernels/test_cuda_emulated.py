@@ -191,6 +191,43 @@ def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, batch.selected(40, as_slots=False))
 
 
+MUTANTS = [
+    *(("wait", name) for name in ("full", "empty", "scored", "queries_full", "queries_empty")),
+    *(("arrive", name) for name in ("full", "empty", "scored", "queries_full", "queries_empty")),
+    ("pass", "turn"),
+    ("sync", "segment"),
+    ("sync", "gate"),
+]
+"""Everything by which the roles of the fused kernel wait for each other. Without taking turns it
+would still be right, and slower."""
+
+
+@pytest.mark.parametrize(("what", "barrier"), MUTANTS)
+def test_a_role_that_does_not_wait_is_found(what: str, barrier: str) -> None:
+    """A deadlock, a misused barrier or a wrong selection, in one of a dozen orders of execution."""
+    random = np.random.default_rng(7)
+    long = Batch(random, 8, [8, 3, 9], [2100, 900, 40])
+    ties = Batch(random, 8, [2], [16_500])  # a list that must be cut, by all gate warps together
+    ties.weights[:] = 0
+    ties.logits = [logits * 0 for logits in ties.logits]
+    batch, k = (ties, 40) if barrier == "gate" else (long, 50)
+    expected = batch.selected(k, as_slots=False)
+
+    def goes_wrong(seed: int) -> bool:
+        batch.call.seed = seed
+        out = np.full((batch.rows, k), 7777777, dtype=np.int32)
+        call = byref(batch.call), 8, 8, k, 1, c_bool(False), pointer(out)
+        problem = emulator().emulate_select(*call)
+        return bool(problem) or not np.array_equal(out, expected)
+
+    assert not goes_wrong(1)
+    emulator().emulate_fault(what.encode(), barrier.encode())
+    try:
+        assert any(goes_wrong(seed) for seed in range(1, 13))
+    finally:
+        emulator().emulate_fault(b"", b"")
+
+
 def check_logits(batch: Batch, out: NDArray) -> None:
     for row, logits in enumerate(batch.logits):
         np.testing.assert_array_equal(out[row, : len(logits)], logits)

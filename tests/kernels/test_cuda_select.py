@@ -4,6 +4,8 @@ The same templates that the kernels instantiate run here on an executor that shu
 against a sort.
 """
 
+from ctypes import byref, c_int
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -143,3 +145,68 @@ def test_nan_ends_in_bounds() -> None:
     row[::7] = np.nan
     for chosen in (cuda_host.topk_row(row, 2048, 3), cuda_host.gate(row, 2048, 3)[0]):
         assert ((chosen >= -1) & (chosen < len(row))).all()
+
+
+# -- from the math warps to the gate ---------------------------------------------------------------
+
+
+def lane_sees(rows: int, lane: int) -> list[tuple[int, int, int]]:
+    """(row, key, place) of each of a page's logits that a gate lane looks at."""
+    row, key, place = c_int(), c_int(), c_int()
+    where = byref(row), byref(key), byref(place)
+    found, i = [], 0
+    while i < cuda_host.host().check_gate_share(rows, lane, i, *where):
+        found.append((row.value, key.value, place.value))
+        i += 1
+    return found
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_every_logit_of_a_page_reaches_one_gate_lane(rows: int) -> None:
+    """From where the math warps put it; a lane's are of one row, in quads that lie together."""
+    seen = [lane_sees(rows, lane) for lane in range(32)]
+    assert sorted((row, key) for lane in seen for row, key, _ in lane) == [
+        (row, key) for row in range(rows) for key in range(64)
+    ]
+    for lane in seen:
+        assert len({row for row, _, _ in lane}) == 1
+        assert all(
+            place == cuda_host.host().check_score_place(rows, row, key) for row, key, place in lane
+        )
+        for quad in range(0, len(lane), 4):
+            places = [place for _, _, place in lane[quad : quad + 4]]
+            assert places == list(range(places[0], places[0] + 4))
+            assert places[0] % 4 == 0
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_no_bank_is_asked_twice(rows: int) -> None:
+    """Writes of two floats by 16 lanes at a time (one, by 32), reads of four by 8."""
+    half = rows // 2
+    for first in (0, half):
+        for warp in range(4):
+            places = []
+            for lane in range(32):
+                bits = (lane & 1) * (2 if half == 4 else 1) + (lane >> 1 & 1) * (half == 4)
+                key = 16 * warp + lane // 4 + (0 if half == 4 else 8 * (lane >> 1 & 1))
+                places.append(cuda_host.host().check_score_place(rows, first + bits, key))
+            together, width = (16, 2) if half == 4 else (32, 1)
+            for begin in range(0, 32, together):
+                part = places[begin : begin + together]
+                banks = [(place + i) % 32 for place in part for i in range(width)]
+                assert len(set(banks)) == 32
+    for begin in range(0, 32, 8):
+        lanes = [lane_sees(rows, lane) for lane in range(begin, begin + 8)]
+        for quad in range(0, len(lanes[0]), 4):
+            banks = {place % 32 for lane in lanes for _, _, place in lane[quad : quad + 4]}
+            assert len(banks) == 32
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_keys_beyond_a_row_s_end_do_not_pass(rows: int) -> None:
+    for lane in range(32):
+        for end in (-70, 0, 1, 7, 8, 9, 23, 40, 63, 64, 1000):
+            expected = sum(
+                1 << i for i, (_, key, _) in enumerate(lane_sees(rows, lane)) if key < end
+            )
+            assert cuda_host.host().check_below(rows, lane, end) == expected

@@ -120,6 +120,27 @@ const char* emulate_select(const IndexerCall* call, int heads, int tile_rows, in
   return report(failure);
 }
 
+// From now on "sync", "pass", "arrive" or "wait" is left out on a barrier of select_kernel<8, 8>; on
+// none if that is not the name of one.
+void emulate_fault(const char* what, const char* barrier) {
+  using Shared = indexer::SelectShared<indexer::SelectTile<8, 8>>;
+  const auto at = [&](const char* name, uint32_t first, uint32_t count) {
+    if (std::strcmp(name, barrier) == 0) simt::fault() = {what, first, first + count};
+  };
+  const auto shared = [&](const char* name, size_t offset, size_t bytes) {
+    at(name, uint32_t(1024 + offset), uint32_t(bytes));
+  };
+  simt::fault() = {};
+  at("gate", indexer::kGateBarrier, 1);
+  at("segment", indexer::kSegmentBarrier, 1);
+  at("turn", indexer::kTurnBarrier, 4);
+  shared("full", offsetof(Shared, ring.full), sizeof(Shared::ring.full));
+  shared("empty", offsetof(Shared, ring.empty), sizeof(Shared::ring.empty));
+  shared("queries_full", offsetof(Shared, ring.queries_full), 8);
+  shared("queries_empty", offsetof(Shared, ring.queries_empty), 8);
+  shared("scored", offsetof(Shared, scored), sizeof(Shared::scored));
+}
+
 const char* emulate_topk(const float* row, int n, int k, uint64_t seed, int* out) {
   constexpr int kThreads = 64;
   struct Shared {

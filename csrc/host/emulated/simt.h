@@ -103,6 +103,23 @@ struct Fibre {
   const float* fenced = nullptr;  // the accumulators that the last wgmma_fence named
 };
 
+// A mutant: what the kernels ask for and do not get, on barriers [first, last): named ones by their
+// number, mbarriers by their offset in shared memory.
+struct Fault {
+  std::string what;
+  uint32_t first = 0;
+  uint32_t last = 0;
+};
+
+inline Fault& fault() {
+  static Fault instance;
+  return instance;
+}
+
+inline bool fails(const char* what, uint32_t barrier) {
+  return barrier >= fault().first && barrier < fault().last && fault().what == what;
+}
+
 constexpr size_t kStack = 256 << 10;
 constexpr uint32_t kRankShift = 20;
 
@@ -110,6 +127,7 @@ struct Machine {
   dim3 grid;
   int threads = 0;
   int cluster = 1;
+  unsigned sleeper = 0;  // a warp of each block
   std::mt19937_64 random;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fibre>> fibres;
@@ -153,16 +171,23 @@ inline void delay(int most) {
   }
 }
 
-inline int meet(Meeting& meeting, int threads, int value = 0) {
+// Whether that was the last one.
+inline bool arrive(Meeting& meeting, int threads, int value) {
   meeting.sum += value;
-  if (++meeting.arrived == threads) {
-    meeting.arrived = 0;
-    meeting.last_sum = meeting.sum;
-    meeting.sum = 0;
-    ++meeting.generation;
+  if (++meeting.arrived < threads) return false;
+  meeting.arrived = 0;
+  meeting.last_sum = meeting.sum;
+  meeting.sum = 0;
+  ++meeting.generation;
+  return true;
+}
+
+inline int meet(Meeting& meeting, int threads, int value = 0) {
+  const int then = meeting.generation;
+  if (arrive(meeting, threads, value)) {
     stumble();
   } else {
-    wait_until([&meeting, then = meeting.generation] { return meeting.generation != then; });
+    wait_until([&meeting, then] { return meeting.generation != then; });
   }
   return meeting.last_sum;
 }
@@ -213,13 +238,18 @@ inline void entry(unsigned low, unsigned high) {
 inline void run_blocks() {
   Machine& m = machine();
   for (;;) {
+    // Some warp sleeps for a while, unless nobody else can go on: others run far ahead of it.
+    if (m.random() % 128 == 0) m.sleeper = m.random() % (m.threads / 32);
     std::vector<Fibre*> ready;
+    std::vector<Fibre*> asleep;
     bool alive = false;
     for (auto& fibre : m.fibres) {
       if (fibre->done) continue;
       alive = true;
-      if (!fibre->ready || fibre->ready()) ready.push_back(fibre.get());
+      if (fibre->ready && !fibre->ready()) continue;
+      (fibre->thread.x / 32 == m.sleeper ? asleep : ready).push_back(fibre.get());
     }
+    if (ready.empty()) ready = asleep;
     if (!m.failure.empty() || !alive) return;
     if (!m.in_flight.empty() && (ready.empty() || m.random() % 4 == 0)) {
       const size_t which = m.random() % m.in_flight.size();
@@ -286,6 +316,11 @@ inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, ui
       run_blocks();
       if (!m.failure.empty()) return m.failure;
       if (!m.in_flight.empty()) return "a block ended while a copy was under way";
+      for (const auto& block : m.blocks) {
+        for (const auto& [id, meeting] : block->meetings) {
+          if (meeting.arrived > 0) return "a block left a barrier that some had reached";
+        }
+      }
     }
   }
   return "";

@@ -41,16 +41,22 @@ RAW_FP8 = ("tilelang", "trtllm")
 
 @dataclass(frozen=True)
 class Route:
-    """What runs one operation of a server, and why: ours, or None for the engine's kernel."""
+    """What runs one operation of a server, and why: ours, or None for the engine's kernel.
+
+    Attributes:
+        tokens: of context from which ours runs; with fewer it is the engine's.
+    """
 
     op: OpName
     phase: Phase
     implementation: dispatch.Implementation | None
     why: str
+    tokens: int = 0
 
     def __str__(self) -> str:
         name = self.implementation.name if self.implementation else "engine"
-        return f"{self.op} in {self.phase}: {name} ({self.why})"
+        shorter = f"; the engine's below {self.tokens} tokens" if self.tokens else ""
+        return f"{self.op} in {self.phase}: {name} ({self.why}{shorter})"
 
 
 def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
@@ -73,7 +79,8 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
         try:
             if asked == "auto":
                 obstacle = obstacle or _forecast_loss(op, phase, cfg, model, machine)
-                routes.append(Route(op, phase, *_automatic(op, machine, obstacle)))
+                best, why = _automatic(op, machine, obstacle)
+                routes.append(Route(op, phase, best, why, _faster_from(op, phase, best, model)))
             elif obstacle:
                 raise KernelError(f"{op} in {phase}: {obstacle}")
             else:
@@ -118,6 +125,13 @@ def _forecast_loss(
             "from, and FlashMLA is forecast to be faster (docs/kernels.md)"
         )
     return None
+
+
+def _faster_from(op: OpName, phase: Phase, best: dispatch.Implementation | None, model: Any) -> int:
+    """Tokens from which the best of ours is worth taking."""
+    if best is None or (op, phase, best.name) != ("select", "prefill", "cuda"):
+        return 0
+    return dispatch.FASTER_FROM.get(model.hf_config.index_n_heads, 0)
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:

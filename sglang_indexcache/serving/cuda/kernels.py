@@ -42,12 +42,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineKernels:
-    """What runs each operation of one backend; None is SGLang's own kernel."""
+    """What runs each operation of one backend; None is SGLang's own kernel.
+
+    Attributes:
+        prefill_tokens: of context from which ``select_prefill`` runs; with fewer it is SGLang's.
+    """
 
     select_prefill: Select | None = None
     select_decode: Select | None = None
     sparse_mla_prefill: SparseMLA | None = None
     sparse_mla_decode: SparseMLA | None = None
+    prefill_tokens: int = 0
 
     @classmethod
     def load(cls, routes: tuple[Route, ...]) -> EngineKernels:
@@ -57,7 +62,10 @@ class EngineKernels:
             KernelError: it cannot be built or imported.
         """
         ours = [(route, route.implementation) for route in routes if route.implementation]
-        return cls(**{f"{route.op}_{route.phase}": one.load(route.op) for route, one in ours})
+        return cls(
+            **{f"{route.op}_{route.phase}": one.load(route.op) for route, one in ours},
+            prefill_tokens=max((route.tokens for route in routes), default=0),
+        )
 
     def attention(self, mode: ForwardMode) -> SparseMLA | None:
         """Sparse attention of a forward; SGLang, too, counts MTP's forwards as decode."""
@@ -101,7 +109,7 @@ def _ragged(
 ) -> torch.Tensor:
     """``Indexer._get_topk_ragged``."""
     kernel = current().select_prefill
-    if kernel is None or _is_unknown(metadata, "prefill"):
+    if kernel is None or _is_unknown(metadata, "prefill") or _is_short(metadata):
         return original(
             indexer,
             enable_dual_stream,
@@ -232,6 +240,12 @@ def _is_unknown(metadata: DSAIndexerMetadata, phase: Phase) -> bool:
     if problem:
         _say_once(f"IndexCache kernels: SGLang's indexer selects in {phase}, because {problem}")
     return problem is not None
+
+
+def _is_short(metadata: DSAIndexerMetadata) -> bool:
+    """Whether SGLang's kernels take less time. A graph's table is as wide as its longest replay."""
+    tokens = metadata.get_page_table_64().shape[1] * PAGE_TOKENS
+    return tokens < current().prefill_tokens
 
 
 @functools.cache

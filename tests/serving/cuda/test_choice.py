@@ -110,6 +110,19 @@ def test_auto_takes_the_best_that_is_meant_to_serve(
     assert names("auto", cfg, glm5(), machine) == every(expected)
 
 
+def test_auto_leaves_short_prefills_to_the_engine() -> None:
+    """By name they are ours, and so is every decode."""
+
+    def tokens(asked: str, machine: Machine) -> dict[str, int]:
+        routes = choose(asked, server(), glm5(), machine)
+        return {f"{one.op} in {one.phase}": one.tokens for one in routes if one.tokens}
+
+    assert tokens("auto", HOPPER) == {"select in prefill": dispatch.FASTER_FROM[32]}
+    assert tokens("auto", AMPERE) == tokens("cuda", HOPPER) == {}
+    (route, *_) = choose("auto", server(), glm5(), HOPPER)
+    assert str(route) == "select in prefill: cuda (opted in; the engine's below 32768 tokens)"
+
+
 def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dispatch.MEASURED, ("select", (9, 0)), ("triton", "kernels/h100.json"))
     expected = every("cuda") | dict.fromkeys(SELECTIONS, "triton")

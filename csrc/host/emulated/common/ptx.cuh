@@ -46,10 +46,26 @@ inline void store_shared(uint32_t address, uint4 value) {
   std::memcpy(simt::shared_pointer(address), &value, sizeof value);
 }
 
+inline void store_shared(uint32_t address, float first, float second) {
+  const float both[2] = {first, second};
+  std::memcpy(simt::shared_pointer(address), both, sizeof both);
+}
+
+inline float load_shared(uint32_t address) {
+  float value;
+  std::memcpy(&value, simt::shared_pointer(address), sizeof value);
+  return value;
+}
+
 // -- barriers ----------------------------------------------------------------------------------
 
 inline void named_barrier_sync(int id, int threads) {
-  simt::meet(simt::block().meetings[id], threads);
+  if (!simt::fails("sync", id)) simt::meet(simt::block().meetings[id], threads);
+}
+
+inline void named_barrier_arrive_now(int id, int threads) {
+  if (!simt::fails("pass", id)) simt::arrive(simt::block().meetings[id], threads, 0);
+  simt::stumble();
 }
 
 inline simt::Mbarrier& mbarrier_at(uint32_t address) {
@@ -69,6 +85,7 @@ inline void fence_barrier_init() {}
 
 inline void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
   simt::Mbarrier& own = mbarrier_at(shared_address(barrier));
+  if (simt::fails("arrive", shared_address(barrier))) return;
   if (own.pending == 0) simt::fail("more arrivals than an mbarrier's phase has");
   own.bytes += bytes;
   --own.pending;
@@ -80,6 +97,7 @@ inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect(barrier,
 
 inline void mbarrier_wait(uint64_t* barrier, int parity) {
   simt::Mbarrier& own = mbarrier_at(shared_address(barrier));
+  if (simt::fails("wait", shared_address(barrier))) return;
   if (own.phase == parity) simt::wait_until([&own, parity] { return own.phase != parity; });
 }
 
