@@ -40,6 +40,8 @@ class Place {
         TVMFFIEnvGetStream(device_.device_type, device_.device_id));
   }
 
+  int device() const { return device_.device_id; }
+
   int multiprocessors() const {
     int count = 0;
     TVM_FFI_CHECK_CUDA_ERROR(
@@ -72,30 +74,85 @@ inline BlockTable table_of(const tvm::ffi::Optional<TensorView>& block_table) {
   return {data<int>(block_table.value()), block_table.value().stride(0)};
 }
 
-// Launch `kernel` on blocks in clusters of `cluster` along x, with dynamic shared memory.
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, int cluster,
-            cudaStream_t stream, Args&&... args) {
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+// How a launch is made: blocks in clusters along x; `early`: while the launch before still runs, for
+// a kernel that waits for it (ptx.cuh).
+struct LaunchForm {
+  LaunchForm(int cluster, bool early = false) : cluster(cluster), early(early) {}
+
+  int cluster;
+  bool early;
+};
+
+template <class... Params>
+void allow_shared(void (*kernel)(Params...), size_t shared) {
   const cudaError_t granted = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   TVM_FFI_CHECK(granted == cudaSuccess, RuntimeError)
       << "this GPU or driver does not give a block " << shared << " bytes of dynamic shared memory ("
       << cudaGetErrorString(granted) << "); use the triton implementation";
+}
+
+inline cudaLaunchAttribute cluster_attribute(int cluster) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = cluster;
   attribute.val.clusterDim.y = 1;
   attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
+// Launch `kernel` with dynamic shared memory.
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, LaunchForm form,
+            cudaStream_t stream, Args&&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  allow_shared(kernel, shared);
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (form.cluster > 1) attributes[count++] = cluster_attribute(form.cluster);
+  if (form.early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = ::dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...));
+}
+
+// Clusters of `size` blocks that the current device runs at once: GPCs differ in how many
+// multiprocessors they have, so only the driver knows. None where it cannot say.
+template <class... Params>
+int active_clusters(void (*kernel)(Params...), int threads, size_t shared, int size) {
+  allow_shared(kernel, shared);
+  cudaLaunchAttribute attribute = cluster_attribute(size);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ::dim3(size);
+  config.blockDim = ::dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // not an error of what is launched next
+    return 0;
+  }
+  return count;
+}
+
+// Blocks of a kernel that all multiprocessors of the current device hold together.
+template <class... Params>
+int resident_blocks(void (*kernel)(Params...), int threads, size_t shared, const Place& place) {
+  allow_shared(kernel, shared);
+  int each = 0;
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared));
+  return each * place.multiprocessors();
 }
 
 // A tensor map of bytes, innermost dimension first, with the 128-byte swizzle. Reads outside the

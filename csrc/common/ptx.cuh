@@ -128,6 +128,37 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// A load from global memory of what is read once: it need not push other lines out of L1.
+__device__ __forceinline__ float load_once(const float* source) {
+  float value;
+  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+  return value;
+}
+
+// Four at a multiple of 16 bytes.
+__device__ __forceinline__ float4 load_once4(const float* source) {
+  float4 value;
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(source)
+               : "memory");
+  return value;
+}
+
+// -- launches that overlap -----------------------------------------------------------------------
+
+// The launch behind this one may begin as soon as all blocks of this one have said so. It waits for
+// what this one writes.
+__device__ __forceinline__ void let_next_launch_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Until the launch before has ended and what it wrote can be read; at once where launches do not
+// overlap.
+__device__ __forceinline__ void wait_for_previous_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // -- registers -----------------------------------------------------------------------------------
 
 template <int kRegisters>
@@ -185,6 +216,12 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank
 __device__ __forceinline__ float load_peer(uint32_t address) {
   float value;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_peer_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 

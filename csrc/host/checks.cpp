@@ -11,7 +11,6 @@
 #include "indexer/schedule.h"
 #include "sparse_mla/config.h"
 #include "sparse_mla/pack.h"
-#include "topk/row.h"
 
 using namespace indexcache;
 
@@ -92,13 +91,6 @@ int check_accumulator_column(int thread, int i) { return accumulator_column(thre
 // -- selection ---------------------------------------------------------------------------------
 
 uint32_t check_order_key(float value) { return order_key(value); }
-
-void check_topk_row(const float* row, int n, int k, uint64_t seed, int* out) {
-  SerialBlock block(seed);
-  const auto scratch = std::make_unique<topk::Scratch>();
-  std::memset(scratch.get(), 0xA5, sizeof(topk::Scratch));
-  topk::select_row(block, row, n, k, *scratch, out, kPositions);
-}
 
 // The streaming gate over one row, pages in the kernel's order. `entries` receives how many entries
 // were ever listed; returns the fullest that the list ever was, or -1 if it overflowed.
@@ -248,7 +240,6 @@ int check_constant(const char* name) {
   if (is("gate.check_part")) return indexer::kCheckPart;
   if (is("gate.bins")) return indexer::kGateBins;
   if (is("indexer.max_pages")) return indexer::kMaxPages;
-  if (is("topk.list_capacity")) return topk::kListCapacity;
   if (is("mla.rows")) return sparse_mla::kRows;
   if (is("mla.keys")) return sparse_mla::kKeys;
   if (is("mla.tile_bytes")) return sparse_mla::kTileBytes;

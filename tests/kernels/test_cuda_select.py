@@ -1,4 +1,4 @@
-"""The device's selection code (csrc/common/select.h, topk/row.h, indexer/gate.h), on the host.
+"""The device's selection code (csrc/common/select.h, indexer/gate.h), on the host.
 
 The same templates that the kernels instantiate run here on an executor that shuffles every loop,
 against a sort.
@@ -75,13 +75,6 @@ def test_keys_order_as_the_floats_do(values: list[float]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(KINDS), st.integers(1, 20000), st.integers(1, 2048), seeds)
-def test_topk_row(kind: str, n: int, k: int, seed: int) -> None:
-    row = make_row(kind, n, np.random.default_rng(seed))
-    np.testing.assert_array_equal(cuda_host.topk_row(row, k, seed), oracle(row, k))
-
-
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 30000), st.integers(1, 2048), seeds)
 def test_gate(kind: str, n: int, k: int, seed: int) -> None:
     row = make_row(kind, n, np.random.default_rng(seed))
@@ -97,7 +90,6 @@ def test_long_rows(kind: str, n: int, generator: object) -> None:
     print(f"{seed=}")
     row = make_row(kind, n, np.random.default_rng(seed))
     wanted = oracle(row, 2048)
-    np.testing.assert_array_equal(cuda_host.topk_row(row, 2048, seed), wanted)
     chosen, fullest, _ = cuda_host.gate(row, 2048, seed)
     assert fullest >= 0
     np.testing.assert_array_equal(chosen, wanted)
@@ -108,7 +100,6 @@ def test_a_million_tokens() -> None:
     print(f"{seed=}")
     row = make_row("normal", 1 << 20, np.random.default_rng(seed))
     wanted = oracle(row, 2048)
-    np.testing.assert_array_equal(cuda_host.topk_row(row, 2048, seed), wanted)
     np.testing.assert_array_equal(cuda_host.gate(row, 2048, seed)[0], wanted)
 
 
@@ -141,5 +132,5 @@ def test_bins_order_as_the_floats_do() -> None:
 def test_nan_ends_in_bounds() -> None:
     row = make_row("normal", 20000, np.random.default_rng(2))
     row[::7] = np.nan
-    for chosen in (cuda_host.topk_row(row, 2048, 3), cuda_host.gate(row, 2048, 3)[0]):
-        assert ((chosen >= -1) & (chosen < len(row))).all()
+    chosen = cuda_host.gate(row, 2048, 3)[0]
+    assert ((chosen >= -1) & (chosen < len(row))).all()

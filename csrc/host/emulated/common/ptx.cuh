@@ -48,7 +48,7 @@ inline void store_shared(uint32_t address, uint4 value) {
 // -- barriers ----------------------------------------------------------------------------------
 
 inline void named_barrier_sync(int id, int threads) {
-  simt::meet(simt::block().meetings[id], threads);
+  simt::barrier(simt::block().meetings[id], threads);
 }
 
 inline simt::Mbarrier& mbarrier_at(uint32_t address) {
@@ -155,6 +155,24 @@ inline void wait_copies() {
 
 inline void fence_async_proxy() {}
 
+// Every read of what the launch before wrote comes through here, and behind the wait for it.
+inline float load_once(const float* source) {
+  if (!simt::self().previous_launch_ended) simt::fail("a read before the previous launch has ended");
+  return *source;
+}
+
+inline float4 load_once4(const float* source) {
+  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) simt::fail("a load of 16 bytes from elsewhere");
+  const float first = load_once(source);
+  return {first, source[1], source[2], source[3]};
+}
+
+// -- launches that overlap ---------------------------------------------------------------------
+
+inline void let_next_launch_begin() {}
+
+inline void wait_for_previous_launch() { simt::self().previous_launch_ended = true; }
+
 // -- registers ---------------------------------------------------------------------------------
 
 template <int>
@@ -179,7 +197,8 @@ inline uint32_t cluster_rank() { return simt::block().rank; }
 inline uint32_t cluster_size() { return simt::machine().cluster; }
 
 inline void cluster_sync() {
-  simt::meet(simt::machine().cluster_meeting, simt::machine().threads * simt::machine().cluster);
+  simt::barrier(simt::machine().cluster_meeting,
+                simt::machine().threads * simt::machine().cluster);
 }
 
 inline uint32_t peer_address(uint32_t address, uint32_t rank) {
@@ -188,6 +207,12 @@ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
 
 inline float load_peer(uint32_t address) {
   float value;
+  std::memcpy(&value, simt::shared_pointer(address), sizeof value);
+  return value;
+}
+
+inline uint32_t load_peer_word(uint32_t address) {
+  uint32_t value;
   std::memcpy(&value, simt::shared_pointer(address), sizeof value);
   return value;
 }

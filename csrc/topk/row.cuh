@@ -1,0 +1,400 @@
+// Exact top-k of one row of logits, by a cluster of blocks with memory that does not
+// depend on the row's length.
+//
+// Every block has a share of the row, the blocks in the order of positions.
+//
+// 1. A bound. Of the largest logit that each thread holds, the w-th largest, w being the share's part
+//    of k: w logits of the block reach it. So k of the row reach the smallest of the blocks' bounds.
+// 2. What reaches the bound is listed: of 200K random logits some 2300 for the best 2048, which few
+//    threads of a warp have to look at. The row is read once. A list that would overflow is cut to its
+//    k best, and from then on only what is larger counts: a later logit of the same value is worse.
+// 3. The k-th largest of all lists, digit by digit: histograms of 256 bins over what is left of the
+//    range of entries, added up across the cluster.
+// 4. Positions in ascending order, behind those of the blocks before.
+//
+// Which entries a list holds, and in which order, differs from run to run; what is selected does not.
+#pragma once
+
+#include "common/block.cuh"
+#include "common/ptx.cuh"
+#include "common/select.h"
+
+namespace indexcache::topk {
+
+constexpr int kMaxTopk = 2048;
+constexpr int kVectors = 7;      // of four logits, that a thread holds at once
+constexpr int kMaxCluster = 8;   // portable
+constexpr int kUnalignedMost = 8;  // logits before the first and behind the last whole vector: 3 + 3
+constexpr int kLineVectors = 8;  // of 128 bytes
+
+template <int kThreads, int kCapacity>
+struct RowShared {
+  Entry list[kCapacity + kUnalignedMost];
+  int hists[2][kDigitBins];
+  int sums[kDigitBins];
+  uint32_t bits[kThreads];
+  int ranks[kThreads];
+  uint32_t least[kThreads / 32];
+  uint32_t largest[kThreads / 32];
+  int warp_sums[kThreads / 32];
+  int count;
+  // This block's, for the others.
+  uint32_t bound;
+  uint32_t top;
+  int selected;
+  // The cluster's.
+  uint32_t row_bound;
+  uint32_t row_top;
+  int before;
+  int total;
+  BlockScratch block;
+};
+
+template <int kThreads, int kCapacity>
+class ClusterRow {
+ public:
+  using Shared = RowShared<kThreads, kCapacity>;
+
+  __device__ __forceinline__ ClusterRow(Shared& shared, const float* row, int n, int k)
+      : shared_(shared), block_(shared.block), row_(row), n_(n), k_(k) {
+    const int misplaced = int(reinterpret_cast<uintptr_t>(row) / sizeof(float) % 4);
+    head_ = smaller((4 - misplaced) % 4, n);
+    vectors_ = (n - head_) / 4;
+    const int each = ceil_div(ceil_div(vectors_, blocks()), kLineVectors) * kLineVectors;
+    first_ = smaller(rank() * each, vectors_);
+    end_ = smaller(first_ + each, vectors_);
+  }
+
+  // `out` receives k positions, through `map`, ascending, padded with -1; n > k.
+  template <class Map>
+  __device__ __forceinline__ void select(int* out, Map map) {
+    float4 own[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) own[j] = load(first_ + j * kThreads);
+    share_bound(own);
+    list(own);
+    write(kth_of_cluster(), out, map);
+  }
+
+ private:
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kChunk = kThreads * kVectors;
+  static constexpr int kStep = kThreads * 4;
+  static constexpr uint32_t kLowest = 0x007fffffu;  // the key of -inf
+  static_assert(kThreads % 32 == 0 && kWarps <= 32);
+
+  __device__ __forceinline__ static int blocks() { return int(cluster_size()); }
+  __device__ __forceinline__ static int rank() { return int(cluster_rank()); }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
+  __device__ __forceinline__ void sync() { block_.sync(); }
+
+  // This thread's vector of those from `base` on; NaN, which nothing selects, beyond the share.
+  __device__ __forceinline__ float4 load(int base) const {
+    const int v = base + int(threadIdx.x);
+    const float none = float_of_bits(0x7fffffffu);
+    float4 found = {none, none, none, none};
+    if (v < end_) found = load_once4(row_ + head_ + 4 * v);
+    return found;
+  }
+
+  // The same of another block of the cluster.
+  __device__ __forceinline__ static uint32_t peer(const void* own, int rank) {
+    return load_peer_word(peer_address(shared_address(own), uint32_t(rank)));
+  }
+
+  // -- 1: a bound ---------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void share_bound(const float4 (&own)[kVectors]) {
+    const int share = end_ - first_;
+    const int wanted = vectors_ > 0 ? int((int64_t(k_) * share + vectors_ - 1) / vectors_) : 0;
+    if (threadIdx.x == 0) {
+      shared_.count = rank() == 0 ? head_ : 0;
+      shared_.selected = 0;
+      shared_.bound = vectors_ > 0 ? ~0u : kLowest;  // of a share of nothing
+      shared_.top = 0;
+    }
+    if (wanted > 0) own_bound(own, wanted);
+    cluster_sync();
+    if (warp() == 0) {
+      const bool there = lane() < blocks();
+      const uint32_t bound = there ? peer(&shared_.bound, lane()) : ~0u;
+      const uint32_t top = there ? peer(&shared_.top, lane()) : 0;
+      shared_.row_bound = __reduce_min_sync(~0u, bound);
+      shared_.row_top = __reduce_max_sync(~0u, top);
+    }
+    sync();
+  }
+
+  // At least `wanted` logits of the share reach it. The best of 28 logits of a thread stand for them
+  // where there are enough threads, else the best of each 7.
+  __device__ __forceinline__ void own_bound(const float4 (&own)[kVectors], int wanted) {
+    float best[4] = {own[0].x, own[0].y, own[0].z, own[0].w};
+#pragma unroll
+    for (int j = 1; j < kVectors; ++j) {
+      best[0] = fmaxf(best[0], own[j].x);
+      best[1] = fmaxf(best[1], own[j].y);
+      best[2] = fmaxf(best[2], own[j].z);
+      best[3] = fmaxf(best[3], own[j].w);
+    }
+    int groups = 4;
+    if (2 * wanted <= kThreads) {
+      best[0] = fmaxf(fmaxf(best[0], best[1]), fmaxf(best[2], best[3]));
+      groups = 1;
+    }
+    uint32_t least = ~0u;
+    uint32_t largest = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (e < groups && best[e] == best[e]) {
+        least = smaller(least, order_key(best[e]));
+        largest = larger(largest, order_key(best[e]));
+      }
+    }
+    least = __reduce_min_sync(~0u, least);
+    largest = __reduce_max_sync(~0u, largest);
+    if (lane() == 0) {
+      shared_.least[warp()] = least;
+      shared_.largest[warp()] = largest;
+    }
+    for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) shared_.sums[bin] = 0;
+    sync();
+    least = __reduce_min_sync(~0u, lane() < kWarps ? shared_.least[lane()] : ~0u);
+    largest = __reduce_max_sync(~0u, lane() < kWarps ? shared_.largest[lane()] : 0);
+    const int shift = digit_shift(largest - least);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (e < groups && best[e] == best[e]) {
+        atomicAdd(&shared_.sums[(order_key(best[e]) - least) >> shift], 1);
+      }
+    }
+    sync();
+    const Bin bin = block_.template find_from_top<kDigitBins>(shared_.sums, wanted);
+    if (threadIdx.x == 0) {
+      shared_.bound = bin.index < 0 ? kLowest : least + (uint32_t(bin.index) << shift);
+      shared_.top = largest;
+    }
+  }
+
+  // The bits below the highest digit of a range.
+  __device__ __forceinline__ static int digit_shift(uint64_t range) {
+    return larger(64 - __clzll(int64_t(range)) - kDigitBits, 0);
+  }
+
+  // -- 2: lists -----------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void list(float4 (&own)[kVectors]) {
+    float floor = float_of_key(shared_.row_bound);
+    int listed = rank() == 0 ? head_ : 0;
+    if (rank() == 0 && int(threadIdx.x) < head_) put(threadIdx.x, threadIdx.x);
+    for (int base = first_; base < end_; base += kChunk) {
+      const int at = reserve(own, floor);
+      sync();
+      const int count = shared_.count;
+      if (count <= kCapacity) {
+        listed = count;
+        take(own, at, floor, base, [&](int j) { own[j] = load(base + kChunk + j * kThreads); });
+        sync();
+      } else {
+        sync();
+        if (threadIdx.x == 0) shared_.count = listed;
+        sync();
+        listed = list_by_steps(base, listed, floor);
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) own[j] = load(base + kChunk + j * kThreads);
+      }
+    }
+    const int behind = head_ + 4 * vectors_;
+    if (rank() == blocks() - 1) {
+      if (int(threadIdx.x) < n_ - behind) put(listed + threadIdx.x, behind + threadIdx.x);
+      listed += n_ - behind;
+    }
+    listed_ = listed;
+    sync();
+  }
+
+  // A chunk that does not fit, loaded again: a vector at a time, with room made before each.
+  __device__ __forceinline__ int list_by_steps(int base, int listed, float& floor) {
+#pragma unroll 1
+    for (int step = 0; step < kVectors; ++step) {
+      if (listed > kCapacity - kStep) {
+        const Entry bound = kth_bound(block_, shared_.list, listed, k_, shared_.sums);
+        listed = block_.keep(shared_.list, listed, bound, &shared_.count);
+        floor = float_of_key(key_of(bound) + 1);
+        sync();
+      }
+      const float4 own[1] = {load(base + step * kThreads)};
+      const int at = reserve(own, floor);
+      sync();
+      listed = shared_.count;
+      take(own, at, floor, base + step * kThreads, [](int) {});
+      sync();
+    }
+    return listed;
+  }
+
+  // Where this thread's logits that reach the floor go in the list.
+  template <int kCount>
+  __device__ __forceinline__ int reserve(const float4 (&own)[kCount], float floor) {
+    int found = 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      found += (own[j].x >= floor) + (own[j].y >= floor) + (own[j].z >= floor) + (own[j].w >= floor);
+    }
+    const int through = inclusive_sum(found);
+    int start = 0;
+    if (lane() == 31 && through > 0) start = atomicAdd(&shared_.count, through);
+    return __shfl_sync(~0u, start, 31) + through - found;
+  }
+
+  // List them; `done(j)` when vector j is no longer needed.
+  template <int kCount, class Done>
+  __device__ __forceinline__ void take(const float4 (&own)[kCount], int at, float floor, int base,
+                                       Done done) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int position = head_ + 4 * (base + j * kThreads + int(threadIdx.x));
+      const float values[4] = {own[j].x, own[j].y, own[j].z, own[j].w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (values[e] >= floor) {
+          shared_.list[at++] = make_entry(order_key(values[e]), position + e);
+        }
+      }
+      done(j);
+    }
+  }
+
+  // A logit outside of the whole vectors: listed, whatever it is.
+  __device__ __forceinline__ void put(int at, int position) {
+    shared_.list[at] = make_entry(order_key(load_once(row_ + position)), position);
+  }
+
+  // -- 3: the k-th largest of all lists -------------------------------------------------------------
+
+  // What k entries of the cluster reach; all of the listed where there are fewer, which only NaN does.
+  __device__ __forceinline__ Entry kth_of_cluster() {
+    Entry bound = Entry(shared_.row_bound) << 32;
+    Entry limit = ~Entry(0);
+    int shift = digit_shift((Entry(shared_.row_top) << 32 | ~0u) - bound);
+    int wanted = k_;
+    for (int round = 0;; ++round) {
+      // The others read the histogram of the round before, and are done with the one before that.
+      int* hist = shared_.hists[round % 2];
+      for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) hist[bin] = 0;
+      sync();
+      for (int i = threadIdx.x; i < listed_; i += kThreads) {
+        const Entry entry = shared_.list[i];
+        if (entry >= bound && entry <= limit) {
+          // Beyond the digits of the first round is what was larger than all of the first chunk.
+          atomicAdd(&hist[smaller((entry - bound) >> shift, Entry(kDigitBins - 1))], 1);
+        }
+      }
+      cluster_sync();
+      for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) {
+        int sum = 0;
+#pragma unroll
+        for (int rank = 0; rank < kMaxCluster; ++rank) {
+          if (rank < blocks()) sum += int(peer(&hist[bin], rank));
+        }
+        shared_.sums[bin] = sum;
+      }
+      sync();
+      const Bin bin = block_.template find_from_top<kDigitBins>(shared_.sums, wanted);
+      if (bin.index < 0) return bound;
+      bound += Entry(bin.index) << shift;
+      if (bin.index < kDigitBins - 1) limit = bound + ((Entry(1) << shift) - 1);
+      wanted -= bin.above;
+      if (bin.count == wanted || shift == 0) return bound;
+      shift = digit_shift(limit - bound);
+    }
+  }
+
+  // -- 4: positions -------------------------------------------------------------------------------
+
+  template <class Map>
+  __device__ __forceinline__ void write(Entry bound, int* out, Map map) {
+    count_selected(bound);
+    const int begin = rank() == 0 ? 0 : head_ + 4 * first_;
+    const int end = rank() == blocks() - 1 ? n_ : head_ + 4 * end_;
+    int written = shared_.before;
+    for (int base = begin; base < end; base += 32 * kThreads) {
+      shared_.bits[threadIdx.x] = 0;
+      sync();
+      each_selected(bound, base, [&](int at) {
+        atomicOr(&shared_.bits[at / 32], 1u << (at % 32));
+      });
+      sync();
+      written += rank_words(written);
+      sync();
+      each_selected(bound, base, [&](int at) {
+        const uint32_t before = shared_.bits[at / 32] & ((1u << (at % 32)) - 1);
+        out[shared_.ranks[at / 32] + __popc(before)] = map(base + at);
+      });
+      sync();
+    }
+    if (rank() == blocks() - 1) {
+      for (int i = shared_.total + threadIdx.x; i < k_; i += kThreads) out[i] = -1;
+    }
+    cluster_sync();  // the others have read what is this block's
+  }
+
+  // How many the blocks before have selected, and all together.
+  __device__ __forceinline__ void count_selected(Entry bound) {
+    int found = 0;
+    for (int i = threadIdx.x; i < listed_; i += kThreads) found += shared_.list[i] >= bound;
+    found = __reduce_add_sync(~0u, found);
+    if (lane() == 0) atomicAdd(&shared_.selected, found);
+    cluster_sync();
+    if (warp() == 0) {
+      const int selected = lane() < blocks() ? int(peer(&shared_.selected, lane())) : 0;
+      shared_.before = __reduce_add_sync(~0u, lane() < rank() ? selected : 0);
+      shared_.total = __reduce_add_sync(~0u, selected);
+    }
+    sync();
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each_selected(Entry bound, int base, F f) {
+    for (int i = threadIdx.x; i < listed_; i += kThreads) {
+      const Entry entry = shared_.list[i];
+      const int at = position_of(entry) - base;
+      if (entry >= bound && at >= 0 && at < 32 * kThreads) f(at);
+    }
+  }
+
+  // The number of bits before each word, from `first` on; returns the number of all.
+  __device__ __forceinline__ int rank_words(int first) {
+    const int own = __popc(shared_.bits[threadIdx.x]);
+    const int through = inclusive_sum(own);
+    if (lane() == 31) shared_.warp_sums[warp()] = through;
+    sync();
+    const int sum = lane() < kWarps ? shared_.warp_sums[lane()] : 0;
+    const int before = __reduce_add_sync(~0u, lane() < warp() ? sum : 0);
+    shared_.ranks[threadIdx.x] = first + before + through - own;
+    return __reduce_add_sync(~0u, sum);
+  }
+
+  // Over the lanes of the warp.
+  __device__ __forceinline__ static int inclusive_sum(int value) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, value, d);
+      if (lane() >= d) value += other;
+    }
+    return value;
+  }
+
+  Shared& shared_;
+  DeviceBlock<kThreads, 0> block_;
+  const float* row_;
+  int n_;
+  int k_;
+  int head_;     // logits before the first whole vector
+  int vectors_;  // whole ones of the row
+  int first_;    // this block's
+  int end_;
+  int listed_;
+};
+
+}  // namespace indexcache::topk
