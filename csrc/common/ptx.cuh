@@ -128,21 +128,13 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A load from global memory of what is read once: it need not push other lines out of L1.
-__device__ __forceinline__ float load_once(const float* source) {
-  float value;
-  asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
-  return value;
-}
+// What the launch before may still be writing: not before wait_for_previous_launch, which the emulated
+// GPU sees to.
+__device__ __forceinline__ float load_dependent(const float* source) { return *source; }
 
 // Four at a multiple of 16 bytes.
-__device__ __forceinline__ float4 load_once4(const float* source) {
-  float4 value;
-  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "l"(source)
-               : "memory");
-  return value;
+__device__ __forceinline__ float4 load_dependent4(const float* source) {
+  return *reinterpret_cast<const float4*>(source);
 }
 
 // -- launches that overlap -----------------------------------------------------------------------

@@ -6,8 +6,8 @@
 // 1. A bound. Of the largest logit that each thread holds, the w-th largest, w being the share's part
 //    of k: w logits of the block reach it. So k of the row reach the smallest of the blocks' bounds.
 // 2. What reaches the bound is listed: of 200K random logits some 2300 for the best 2048, which few
-//    threads of a warp have to look at. The row is read once. A list that would overflow is cut to its
-//    k best, and from then on only what is larger counts: a later logit of the same value is worse.
+//    threads of a warp have to look at. All the others are read once. A list that would overflow is
+//    cut to its k best; from then on what counts is larger: a later logit of the same value is worse.
 // 3. The k-th largest of all lists, digit by digit: histograms of 256 bins over what is left of the
 //    range of entries, added up across the cluster.
 // 4. Positions in ascending order, behind those of the blocks before.
@@ -69,8 +69,7 @@ class ClusterRow {
   template <class Map>
   __device__ __forceinline__ void select(int* out, Map map) {
     float4 own[kVectors];
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) own[j] = load(first_ + j * kThreads);
+    load(own, first_);
     share_bound(own);
     list(own);
     write(kth_of_cluster(), out, map);
@@ -81,6 +80,7 @@ class ClusterRow {
   static constexpr int kChunk = kThreads * kVectors;
   static constexpr int kStep = kThreads * 4;
   static constexpr uint32_t kLowest = 0x007fffffu;  // the key of -inf
+  static constexpr int kFineShift = 18;             // 32 bins an octave are fine enough
   static_assert(kThreads % 32 == 0 && kWarps <= 32);
 
   __device__ __forceinline__ static int blocks() { return int(cluster_size()); }
@@ -89,13 +89,17 @@ class ClusterRow {
   __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ void sync() { block_.sync(); }
 
-  // This thread's vector of those from `base` on; NaN, which nothing selects, beyond the share.
-  __device__ __forceinline__ float4 load(int base) const {
+  // This thread's vectors of those from `base` on; NaN, which nothing selects, beyond the share.
+  template <int kCount>
+  __device__ __forceinline__ void load(float4 (&own)[kCount], int base) const {
     const int v = base + int(threadIdx.x);
-    const float none = float_of_bits(0x7fffffffu);
-    float4 found = {none, none, none, none};
-    if (v < end_) found = load_once4(row_ + head_ + 4 * v);
-    return found;
+    const float* from = row_ + head_ + 4 * int64_t(v);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float none = float_of_bits(0x7fffffffu);
+      own[j] = {none, none, none, none};
+      if (v + j * kThreads < end_) own[j] = load_dependent4(from + 4 * j * kThreads);
+    }
   }
 
   // The same of another block of the cluster.
@@ -126,7 +130,7 @@ class ClusterRow {
     sync();
   }
 
-  // At least `wanted` logits of the share reach it. The best of 28 logits of a thread stand for them
+  // At least `wanted` logits of the share reach what this finds. The best of 28 logits of a thread stand for them
   // where there are enough threads, else the best of each 7.
   __device__ __forceinline__ void own_bound(const float4 (&own)[kVectors], int wanted) {
     float best[4] = {own[0].x, own[0].y, own[0].z, own[0].w};
@@ -157,21 +161,31 @@ class ClusterRow {
       shared_.least[warp()] = least;
       shared_.largest[warp()] = largest;
     }
-    for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) shared_.sums[bin] = 0;
     sync();
     least = __reduce_min_sync(~0u, lane() < kWarps ? shared_.least[lane()] : ~0u);
     largest = __reduce_max_sync(~0u, lane() < kWarps ? shared_.largest[lane()] : 0);
-    const int shift = digit_shift(largest - least);
+    for (int shift = digit_shift(largest - least);; shift = larger(shift - kDigitBits, 0)) {
+      for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) shared_.sums[bin] = 0;
+      sync();
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (e < groups && best[e] == best[e]) {
-        atomicAdd(&shared_.sums[(order_key(best[e]) - least) >> shift], 1);
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t bin = (order_key(best[e]) - least) >> shift;
+        if (e < groups && best[e] == best[e] && order_key(best[e]) >= least && bin < kDigitBins) {
+          atomicAdd(&shared_.sums[bin], 1);
+        }
       }
+      sync();
+      const Bin bin = block_.template find_from_top<kDigitBins>(shared_.sums, wanted);
+      if (bin.index < 0) {
+        least = kLowest;
+        break;
+      }
+      least += uint32_t(bin.index) << shift;
+      wanted -= bin.above;
+      if (shift <= kFineShift) break;
     }
-    sync();
-    const Bin bin = block_.template find_from_top<kDigitBins>(shared_.sums, wanted);
     if (threadIdx.x == 0) {
-      shared_.bound = bin.index < 0 ? kLowest : least + (uint32_t(bin.index) << shift);
+      shared_.bound = least;
       shared_.top = largest;
     }
   }
@@ -188,20 +202,21 @@ class ClusterRow {
     int listed = rank() == 0 ? head_ : 0;
     if (rank() == 0 && int(threadIdx.x) < head_) put(threadIdx.x, threadIdx.x);
     for (int base = first_; base < end_; base += kChunk) {
-      const int at = reserve(own, floor);
+      if (base > first_) sync();
+      const uint32_t reach = reaching(own, floor);
+      load(own, base + kChunk);
+      const int at = reserve(reach);
       sync();
       const int count = shared_.count;
       if (count <= kCapacity) {
         listed = count;
-        take(own, at, floor, base, [&](int j) { own[j] = load(base + kChunk + j * kThreads); });
-        sync();
+        put_all(reach, base, at);
       } else {
         sync();
         if (threadIdx.x == 0) shared_.count = listed;
         sync();
         listed = list_by_steps(base, listed, floor);
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) own[j] = load(base + kChunk + j * kThreads);
+        load(own, base + kChunk);  // there was no room to keep it
       }
     }
     const int behind = head_ + 4 * vectors_;
@@ -209,8 +224,7 @@ class ClusterRow {
       if (int(threadIdx.x) < n_ - behind) put(listed + threadIdx.x, behind + threadIdx.x);
       listed += n_ - behind;
     }
-    listed_ = listed;
-    sync();
+    listed_ = listed;  // read by the others behind the next barrier
   }
 
   // A chunk that does not fit, loaded again: a vector at a time, with room made before each.
@@ -219,55 +233,54 @@ class ClusterRow {
     for (int step = 0; step < kVectors; ++step) {
       if (listed > kCapacity - kStep) {
         const Entry bound = kth_bound(block_, shared_.list, listed, k_, shared_.sums);
-        listed = block_.keep(shared_.list, listed, bound, &shared_.count);
+        block_.keep(shared_.list, listed, bound, &shared_.count);
         floor = float_of_key(key_of(bound) + 1);
-        sync();
       }
-      const float4 own[1] = {load(base + step * kThreads)};
-      const int at = reserve(own, floor);
+      float4 own[1];
+      load(own, base + step * kThreads);
+      const uint32_t reach = reaching(own, floor);
+      const int at = reserve(reach);
       sync();
       listed = shared_.count;
-      take(own, at, floor, base + step * kThreads, [](int) {});
-      sync();
+      put_all(reach, base + step * kThreads, at);
+      if (step < kVectors - 1) sync();
     }
     return listed;
   }
 
-  // Where this thread's logits that reach the floor go in the list.
+  // Bit 4 * j + e: logit e of vector j reaches the floor.
   template <int kCount>
-  __device__ __forceinline__ int reserve(const float4 (&own)[kCount], float floor) {
-    int found = 0;
+  __device__ __forceinline__ static uint32_t reaching(const float4 (&own)[kCount], float floor) {
+    uint32_t reach = 0;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      found += (own[j].x >= floor) + (own[j].y >= floor) + (own[j].z >= floor) + (own[j].w >= floor);
+      if (own[j].x >= floor) reach |= 1u << (4 * j);
+      if (own[j].y >= floor) reach |= 2u << (4 * j);
+      if (own[j].z >= floor) reach |= 4u << (4 * j);
+      if (own[j].w >= floor) reach |= 8u << (4 * j);
     }
+    return reach;
+  }
+
+  // Where this thread's go in the list.
+  __device__ __forceinline__ int reserve(uint32_t reach) {
+    const int found = __popc(reach);
     const int through = inclusive_sum(found);
     int start = 0;
     if (lane() == 31 && through > 0) start = atomicAdd(&shared_.count, through);
     return __shfl_sync(~0u, start, 31) + through - found;
   }
 
-  // List them; `done(j)` when vector j is no longer needed.
-  template <int kCount, class Done>
-  __device__ __forceinline__ void take(const float4 (&own)[kCount], int at, float floor, int base,
-                                       Done done) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const int position = head_ + 4 * (base + j * kThreads + int(threadIdx.x));
-      const float values[4] = {own[j].x, own[j].y, own[j].z, own[j].w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (values[e] >= floor) {
-          shared_.list[at++] = make_entry(order_key(values[e]), position + e);
-        }
-      }
-      done(j);
+  // Few do, so that looking them up again takes less than to have every logit at hand for it.
+  __device__ __forceinline__ void put_all(uint32_t reach, int base, int at) {
+    for (; reach != 0; reach &= reach - 1) {
+      const int bit = __ffs(reach) - 1;
+      put(at++, head_ + 4 * (base + bit / 4 * kThreads + int(threadIdx.x)) + bit % 4);
     }
   }
 
-  // A logit outside of the whole vectors: listed, whatever it is.
   __device__ __forceinline__ void put(int at, int position) {
-    shared_.list[at] = make_entry(order_key(load_once(row_ + position)), position);
+    shared_.list[at] = make_entry(order_key(load_dependent(row_ + position)), position);
   }
 
   // -- 3: the k-th largest of all lists -------------------------------------------------------------

@@ -285,7 +285,8 @@ inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, ui
       m.cluster_meeting = Meeting();
       for (int rank = 0; rank < cluster; ++rank) {
         auto block = std::make_unique<Block>();
-        block->memory.assign(shared, 0xA5);
+        block->memory.resize(shared);
+        for (auto& byte : block->memory) byte = static_cast<unsigned char>(m.random());
         block->warps.resize(threads / 32);
         block->warpgroups.resize((threads + 127) / 128);
         block->index = make_uint3(x + rank, y, 0);

@@ -156,14 +156,14 @@ inline void wait_copies() {
 inline void fence_async_proxy() {}
 
 // Every read of what the launch before wrote comes through here, and behind the wait for it.
-inline float load_once(const float* source) {
+inline float load_dependent(const float* source) {
   if (!simt::self().previous_launch_ended) simt::fail("a read before the previous launch has ended");
   return *source;
 }
 
-inline float4 load_once4(const float* source) {
+inline float4 load_dependent4(const float* source) {
   if (reinterpret_cast<uintptr_t>(source) % 16 != 0) simt::fail("a load of 16 bytes from elsewhere");
-  const float first = load_once(source);
+  const float first = load_dependent(source);
   return {first, source[1], source[2], source[3]};
 }
 
