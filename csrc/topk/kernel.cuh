@@ -21,11 +21,11 @@ __device__ __forceinline__ void topk_of_block(const Params& params) {
   static_assert(kCapacity >= kMaxTopk + 4 * kThreads, "a list that was cut has room for a step");
   using Shared = RowShared<kThreads, kCapacity>;
   Shared& shared = dynamic_shared<Shared>();
-  wait_for_previous_launch();
-
   const int row = blockIdx.x / cluster_size();
   const int request = params.requests.of_row(row);
   const int visible = request < 0 ? 0 : params.visible[row];
+  wait_for_previous_launch();  // which makes the logits; the lengths were there before it
+
   int* out = params.out + int64_t(row) * params.k;
   const auto map = [&](int position) { return params.table.slot_or_position(request, position); };
   if (visible <= params.k) {

@@ -31,7 +31,8 @@ template <int kThreads, int kCapacity>
 struct RowShared {
   Entry list[kCapacity + kUnalignedMost];
   int hists[2][kDigitBins];
-  int sums[kDigitBins];
+  int sums[kDigitBins];    // of the cluster
+  int lowers[kDigitBins];  // of the blocks before
   uint32_t bits[kThreads];
   int ranks[kThreads];
   uint32_t least[kThreads / 32];
@@ -41,12 +42,10 @@ struct RowShared {
   // This block's, for the others.
   uint32_t bound;
   uint32_t top;
-  int selected;
   // The cluster's.
   uint32_t row_bound;
   uint32_t row_top;
-  int before;
-  int total;
+  int before;  // selected by the blocks before
   BlockScratch block;
 };
 
@@ -56,7 +55,7 @@ class ClusterRow {
   using Shared = RowShared<kThreads, kCapacity>;
 
   __device__ __forceinline__ ClusterRow(Shared& shared, const float* row, int n, int k)
-      : shared_(shared), block_(shared.block), row_(row), n_(n), k_(k) {
+      : shared_(shared), block_(shared.block), row_(row), n_(n), k_(k), selected_(k) {
     const int misplaced = int(reinterpret_cast<uintptr_t>(row) / sizeof(float) % 4);
     head_ = smaller((4 - misplaced) % 4, n);
     vectors_ = (n - head_) / 4;
@@ -114,7 +113,7 @@ class ClusterRow {
     const int wanted = vectors_ > 0 ? int((int64_t(k_) * share + vectors_ - 1) / vectors_) : 0;
     if (threadIdx.x == 0) {
       shared_.count = rank() == 0 ? head_ : 0;
-      shared_.selected = 0;
+      shared_.before = 0;
       shared_.bound = vectors_ > 0 ? ~0u : kLowest;  // of a share of nothing
       shared_.top = 0;
     }
@@ -306,31 +305,51 @@ class ClusterRow {
       cluster_sync();
       for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) {
         int sum = 0;
+        int lower = 0;
 #pragma unroll
-        for (int rank = 0; rank < kMaxCluster; ++rank) {
-          if (rank < blocks()) sum += int(peer(&hist[bin], rank));
+        for (int other = 0; other < kMaxCluster; ++other) {
+          const int count = other < blocks() ? int(peer(&hist[bin], other)) : 0;
+          sum += count;
+          if (other < rank()) lower += count;
         }
         shared_.sums[bin] = sum;
+        shared_.lowers[bin] = lower;
       }
       sync();
       const Bin bin = block_.template find_from_top<kDigitBins>(shared_.sums, wanted);
-      if (bin.index < 0) return bound;
+      if (bin.index < 0) {
+        count_before(0);
+        for (int each = 0; each < kDigitBins; ++each) wanted -= shared_.sums[each];
+        selected_ = k_ - wanted;
+        return bound;
+      }
       bound += Entry(bin.index) << shift;
       if (bin.index < kDigitBins - 1) limit = bound + ((Entry(1) << shift) - 1);
       wanted -= bin.above;
-      if (bin.count == wanted || shift == 0) return bound;
+      const bool last = bin.count == wanted || shift == 0;
+      count_before(bin.index + !last);
+      if (last) return bound;
       shift = digit_shift(limit - bound);
     }
+  }
+
+  // What the blocks before have in the bins from `first` on is selected.
+  __device__ __forceinline__ void count_before(int first) {
+    int found = 0;
+    for (int bin = threadIdx.x; bin < kDigitBins; bin += kThreads) {
+      if (bin >= first) found += shared_.lowers[bin];
+    }
+    found = __reduce_add_sync(~0u, found);
+    if (lane() == 0 && found > 0) atomicAdd(&shared_.before, found);
   }
 
   // -- 4: positions -------------------------------------------------------------------------------
 
   template <class Map>
   __device__ __forceinline__ void write(Entry bound, int* out, Map map) {
-    count_selected(bound);
     const int begin = rank() == 0 ? 0 : head_ + 4 * first_;
     const int end = rank() == blocks() - 1 ? n_ : head_ + 4 * end_;
-    int written = shared_.before;
+    int written = 0;
     for (int base = begin; base < end; base += 32 * kThreads) {
       shared_.bits[threadIdx.x] = 0;
       sync();
@@ -342,29 +361,14 @@ class ClusterRow {
       sync();
       each_selected(bound, base, [&](int at) {
         const uint32_t before = shared_.bits[at / 32] & ((1u << (at % 32)) - 1);
-        out[shared_.ranks[at / 32] + __popc(before)] = map(base + at);
+        out[shared_.before + shared_.ranks[at / 32] + __popc(before)] = map(base + at);
       });
       sync();
     }
     if (rank() == blocks() - 1) {
-      for (int i = shared_.total + threadIdx.x; i < k_; i += kThreads) out[i] = -1;
+      for (int i = selected_ + threadIdx.x; i < k_; i += kThreads) out[i] = -1;
     }
-    cluster_sync();  // the others have read what is this block's
-  }
-
-  // How many the blocks before have selected, and all together.
-  __device__ __forceinline__ void count_selected(Entry bound) {
-    int found = 0;
-    for (int i = threadIdx.x; i < listed_; i += kThreads) found += shared_.list[i] >= bound;
-    found = __reduce_add_sync(~0u, found);
-    if (lane() == 0) atomicAdd(&shared_.selected, found);
-    cluster_sync();
-    if (warp() == 0) {
-      const int selected = lane() < blocks() ? int(peer(&shared_.selected, lane())) : 0;
-      shared_.before = __reduce_add_sync(~0u, lane() < rank() ? selected : 0);
-      shared_.total = __reduce_add_sync(~0u, selected);
-    }
-    sync();
+    cluster_sync();  // the others have read this block's histograms
   }
 
   template <class F>
@@ -408,6 +412,7 @@ class ClusterRow {
   int first_;    // this block's
   int end_;
   int listed_;
+  int selected_;  // by all blocks: k, but for NaN
 };
 
 }  // namespace indexcache::topk
