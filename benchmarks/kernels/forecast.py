@@ -71,8 +71,8 @@ LAUNCH_US, START_US = 4.0, 3.0
 """Of a launch within a graph, and until its first page is there: assumed."""
 ENGINE_MEMORY_PART = 0.90
 MEMORY_PART = {"optimistic": 0.92, "central": 0.90, "pessimistic": 0.85}
-"""Of the bandwidth that decode's logits reach: assumed. Ours run whole rounds of blocks; before they
-ran two and some, and 0.85 was assumed."""
+"""Of the bandwidth that decode's logits reach: assumed. Ours run whole rounds of blocks; when they
+ran two and some, 0.85 was assumed."""
 ENGINE_RANGE = {"optimistic": 1.15, "central": 1.0, "pessimistic": 0.85}
 """The engine's times in decode, which are published for other shapes."""
 
@@ -274,9 +274,7 @@ def topk_cluster(rows: int, context: int) -> int:
     return next((size for size in sizes if context >= size * LEAST_SHARE), 1)
 
 
-def decode_topk_us(
-    loops: Mapping[str, Modelled], batch: int, context: int, mood: Mood
-) -> float:
+def decode_topk_us(loops: Mapping[str, Modelled], batch: int, context: int, mood: Mood) -> float:
     """A cluster a row: the first chunk is loaded, then compared; others are loaded meanwhile."""
     size = topk_cluster(batch, context)
     counts, share = topk_counts.average(context, TOPK, size), context / size
@@ -356,8 +354,7 @@ def _decode_rows(loops: Mapping[str, Modelled]) -> list[Row]:
         for batch, topk in zip(BATCHES, topks, strict=True):
             logits = {mood: decode_logits_us(batch, context, MEMORY_PART[mood]) for mood in MOODS}
             ours = {
-                mood: logits[mood] + decode_topk_us(loops, batch, context, mood)
-                for mood in MOODS
+                mood: logits[mood] + decode_topk_us(loops, batch, context, mood) for mood in MOODS
             }
             central = decode_logits_us(batch, context, ENGINE_MEMORY_PART) + topk
             theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}

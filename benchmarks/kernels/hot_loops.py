@@ -42,7 +42,8 @@ class HotLoop:
         threads: of a block.
         shared: dynamic shared memory of a block, as the launch has it in C++.
         loads: latencies of loads that are assumed, the least first.
-        taken: how often it goes the longer of two ways; None: :data:`TAKEN` for products, else always.
+        taken: how often it goes the longer of two ways; None: :data:`TAKEN` for products, else
+            always.
         rare: an iteration leaves out inner loops with instructions whose names begin so.
     """
 

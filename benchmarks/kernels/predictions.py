@@ -134,9 +134,7 @@ def _ratio(
     return _between(name, works, ratio, otherwise)
 
 
-def _between(
-    name: str, works: Sequence[Workload], ratio: float, otherwise: str
-) -> dict[str, Any]:
+def _between(name: str, works: Sequence[Workload], ratio: float, otherwise: str) -> dict[str, Any]:
     """Of our times of two workloads: the model's ratio, and what is nearer to it than to 1."""
     halfway = (1 + ratio) / 2
     far = ratio + (ratio - 1) / 2

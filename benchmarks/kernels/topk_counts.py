@@ -1,10 +1,12 @@
-"""How much of a row the top-k kernel lists, and how many digits it looks at: csrc/topk/row.cuh in numpy.
+"""How much of a row the top-k kernel lists, and how many digits it looks at.
 
-The kernel's clocks are the model's; how often its steps happen follows from the logits.
+A copy of csrc/topk/row.cuh in numpy. The kernel's clocks are the model's; how often its steps
+happen follows from the logits.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIZES = VECTORS, FINE_SHIFT, CAPACITY, THREADS = 7, 18, 8192, 1024
-"""``kVectors`` and ``kFineShift`` of row.cuh, ``kCapacity`` and ``kThreads`` of topk.cu; a test compares
-them."""
+"""``kVectors`` and ``kFineShift`` of row.cuh, ``kCapacity`` and ``kThreads`` of topk.cu; a test
+compares them."""
 BINS = 256
 LINE_VECTORS = 8
 SEEDS = 3
@@ -52,16 +54,16 @@ def average(context: int, k: int, cluster: int) -> Counts:
 def count(row: NDArray[np.float32], k: int, cluster: int) -> Counts:
     """One row of a multiple of four logits, more than k."""
     keys = _order_keys(row).reshape(-1, 4)
-    each = -(-(-(-len(keys) // cluster)) // LINE_VECTORS) * LINE_VECTORS
+    each = math.ceil(math.ceil(len(keys) / cluster) / LINE_VECTORS) * LINE_VECTORS
     shares = [keys[low : low + each] for low in range(0, len(keys), each)]
     bound = min(_bound(share, -(-k * len(share) // len(keys))) for share in shares)
     top = max(int(share[: VECTORS * THREADS].max()) for share in shares)
     listed = [int((share >= bound).sum()) for share in shares]
     flat = keys.ravel()
-    entries = [
-        int(flat[at]) << 32 | (0xFFFFFFFF ^ int(at)) for at in np.flatnonzero(flat >= bound)
-    ]
-    return Counts(sum(listed), max(listed), _rounds(entries, k, bound << 32, top << 32 | 0xFFFFFFFF))
+    entries = [int(flat[at]) << 32 | (0xFFFFFFFF ^ int(at)) for at in np.flatnonzero(flat >= bound)]
+    return Counts(
+        sum(listed), max(listed), _rounds(entries, k, bound << 32, top << 32 | 0xFFFFFFFF)
+    )
 
 
 def _order_keys(row: NDArray[np.float32]) -> NDArray[np.int64]:

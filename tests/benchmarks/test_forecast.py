@@ -200,7 +200,7 @@ def test_top_k_lists_what_may_be_among_the_best() -> None:
 
 
 def test_top_k_by_hand() -> None:
-    """200K on eight blocks: a chunk each of 100 KiB at 48 bytes a clock, and latencies in series."""
+    """200K on eight blocks: a chunk each of 100 KiB, 48 bytes a clock, and latencies in series."""
     steps = forecast.TOPK_CLOCKS
     rounds = topk_counts.average(204_800, 2048, 8).rounds
     once = steps.first_load + steps.bound + (2 + rounds) * steps.cluster + steps.peers

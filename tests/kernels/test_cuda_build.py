@@ -123,11 +123,13 @@ def test_indexer_uses_fp8_wgmma_and_tma(
 
 @needs_nvcc
 def test_topk_begins_while_the_logits_are_made(code: dict[str, Code]) -> None:
-    """It waits for them whatever the row is, before it reads them or writes anything; and every logits
-    kernel lets it begin."""
+    """It waits for them whatever the row is, before it reads them or writes anything; and every
+    logits kernel lets it begin."""
     lines = [line for _, line in code["topk_kernel"]]
     wait = next(i for i, line in enumerate(lines) if line.startswith("ACQBULK"))
-    assert not any(re.search(r"\b(LDG\.E\.128|LD\.|STG|STS|BAR|EXIT)", line) for line in lines[:wait])
+    assert not any(
+        re.search(r"\b(LDG\.E\.128|LD\.|STG|STS|BAR|EXIT)", line) for line in lines[:wait]
+    )
     for heads, rows in LOGITS:
         kernel = f"logits_kernel<{heads}, {rows}>"
         assert any("PREEXIT" in line for _, line in code[kernel]), kernel

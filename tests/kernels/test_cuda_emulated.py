@@ -242,7 +242,12 @@ def topk_rows(
     """The top-k kernel over rows of float32; raises AssertionError with what went wrong."""
     assert logits.strides[1] == 4
     out = np.full((len(logits), k), 7777777, dtype=np.int32)
-    rows = address(logits.ctypes.data), c_int64(logits.strides[0] // 4), pointer(visible), len(logits)
+    rows = (
+        address(logits.ctypes.data),
+        c_int64(logits.strides[0] // 4),
+        pointer(visible),
+        len(logits),
+    )
     requests = (
         None if starts is None else pointer(starts),
         0 if starts is None else len(starts) - 1,
@@ -286,10 +291,10 @@ def test_topk_where_one_share_has_it_all(random: np.random.Generator) -> None:
 
 
 def test_topk_lists_few_of_a_random_row(random: np.random.Generator) -> None:
-    """The bound is worth its name: of a row whose blocks hold all of it, not much over k is listed."""
+    """The bound is worth its name: not much over k is listed of a row that the blocks hold."""
     row = random.standard_normal(7 * 256 * 8).astype(np.float32)
     topk_row(row, 256, 1, cluster=8)
-    assert 256 <= emulator().emulated_listed() < 4 * 256, 'of 14336; 400 on average'
+    assert 256 <= emulator().emulated_listed() < 4 * 256, "of 14336; 400 on average"
 
 
 def test_topk_of_requests(random: np.random.Generator) -> None:
@@ -321,11 +326,14 @@ RUNS = 25
 """Of a mutant and a row, each in an order of its own, before it counts as not found."""
 
 
-def test_topk_needs_each_of_its_barriers(seed: int) -> None:
-    """Mutants: the kernel without one of its barriers, for two blocks of a share of one chunk each, and
-    for a block whose list overflows and whose selection is in two windows. Each is caught by one of some runs: by what it selects, by how much it
-    lists, by a misuse of memory, or by threads that wait for ever."""
-    random = np.random.default_rng(seed)
+def test_topk_needs_each_of_its_barriers() -> None:
+    """Mutants: the kernel without one of its barriers.
+
+    Two blocks with a share of one chunk each, and a block whose list overflows and whose selection
+    is in two windows. Each mutant is caught in one of some runs, always the same ones: by what it
+    selects, by how much it lists, by a misuse of memory, or by threads that wait for ever.
+    """
+    random = np.random.default_rng(5)
     low = -np.exp(10 * make_row("normal", 2500, random))  # the bound is found in two steps
     ascending = [make_row("ascending", n, random) for n in (9000, 4000)]
     cases = [(low, 60, 2), (ascending[0], 1600, 1), (ascending[1], 1700, 1)]
