@@ -139,7 +139,7 @@ def test_topk_begins_while_the_logits_are_made(code: dict[str, Code]) -> None:
 def test_topk_keeps_a_chunk_of_the_row_in_flight(sass: dict[str, Counter[str]]) -> None:
     found = sass["topk_kernel"]
     assert count(found, "LDG.E.128") >= 2 * 7, "seven vectors a thread, now and for the next chunk"
-    assert count(found, "UCGABAR_WAIT") >= 4, "bound, digits, counts, end"
+    assert count(found, "UCGABAR_WAIT") == 3, "bound, digits, end"
 
 
 @needs_nvcc
