@@ -9,6 +9,7 @@
 #include "indexer/gate.h"
 #include "indexer/reduce.h"
 #include "indexer/schedule.h"
+#include "indexer/splits.h"
 #include "sparse_mla/config.h"
 #include "sparse_mla/pack.h"
 
@@ -91,6 +92,10 @@ int check_accumulator_column(int thread, int i) { return accumulator_column(thre
 // -- selection ---------------------------------------------------------------------------------
 
 uint32_t check_order_key(float value) { return order_key(value); }
+
+int check_split_count(int tiles, int pages, int resident) {
+  return indexer::split_count(tiles, pages, resident);
+}
 
 // The streaming gate over one row, pages in the kernel's order. `entries` receives how many entries
 // were ever listed; returns the fullest that the list ever was, or -1 if it overflowed.

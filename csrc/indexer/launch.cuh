@@ -4,6 +4,7 @@
 #include "indexer/logits.cuh"
 #include "indexer/run.h"
 #include "indexer/select.cuh"
+#include "indexer/splits.h"
 
 namespace indexcache::indexer {
 
@@ -20,15 +21,6 @@ inline CUtensorMap keys_map(const Operands& operands) {
                          {kIndexDim, kPageBytes}, {kIndexDim, kPageTokens, 1});
 }
 
-constexpr int kRounds = 2;      // of blocks: lengths differ, and only the device knows them
-constexpr int kLeastPages = 8;  // of a block: it takes as long to begin as some pages
-
-// Blocks along a row: whole rounds of what the GPU holds, so that the last is not left to a few.
-inline int split_count(int tiles, int width, int resident) {
-  const int most = ceil_div(ceil_div(width, kPageTokens), kLeastPages);
-  return larger(1, smaller(most, kRounds * resident / tiles));
-}
-
 template <int kHeads, int kRows>
 void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutput& output,
                    const Place& place) {
@@ -37,10 +29,10 @@ void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutp
   static const int resident =  // the same on all Hoppers of a machine
       resident_blocks(logits_kernel<kHeads, kRows>, T::kThreads, kShared, place);
   const int tiles = ceil_div(operands.inputs.rows, rows_per_tile);
+  const int splits = split_count(tiles, ceil_div(output.width, kPageTokens), resident);
   const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
-  launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, split_count(tiles, output.width, resident)),
-         T::kThreads, kShared, 1, place.stream(), queries_map<T>(operands), keys_map(operands),
-         params);
+  launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, splits), T::kThreads, kShared, 1,
+         place.stream(), queries_map<T>(operands), keys_map(operands), params);
 }
 
 template <int kHeads>

@@ -129,8 +129,8 @@ class ClusterRow {
     sync();
   }
 
-  // At least `wanted` logits of the share reach what this finds. The best of 28 logits of a thread stand for them
-  // where there are enough threads, else the best of each 7.
+  // At least `wanted` logits of the share reach what this finds. The best of 28 logits of a thread
+  // stand for them where there are enough threads, else the best of each 7.
   __device__ __forceinline__ void own_bound(const float4 (&own)[kVectors], int wanted) {
     float best[4] = {own[0].x, own[0].y, own[0].z, own[0].w};
 #pragma unroll

@@ -56,6 +56,10 @@ def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
     return out, fullest, entries.value
 
 
+def split_count(tiles: int, pages: int, resident: int) -> int:
+    return int(host().check_split_count(tiles, pages, resident))
+
+
 def order_key(value: float) -> int:
     return int(host().check_order_key(c_float(value)))
 

@@ -134,3 +134,17 @@ def test_nan_ends_in_bounds() -> None:
     row[::7] = np.nan
     chosen = cuda_host.gate(row, 2048, 3)[0]
     assert ((chosen >= -1) & (chosen < len(row))).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 16_384), st.sampled_from([132, 264, 396]))
+def test_keys_are_split_so_that_rounds_are_full(tiles: int, pages: int, resident: int) -> None:
+    """Of the splits that leave a block eight pages and are at most four rounds, none is better."""
+
+    def full(splits: int) -> float:
+        return tiles * splits / (-(-tiles * splits // resident) * resident)
+
+    splits = cuda_host.split_count(tiles, pages, resident)
+    allowed = [s for s in range(1, -(-pages // 8) + 1) if s == 1 or tiles * s <= 4 * resident]
+    assert splits in allowed
+    assert full(splits) == max(map(full, allowed))
