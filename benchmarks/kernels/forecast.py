@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from benchmarks.kernels import composition, engine_loops, gate_counts, hot_loops
+from benchmarks.kernels import composition, engine_loops, gate_counts, hot_loops, topk_counts
 from benchmarks.kernels.hot_loops import GATE_ROUNDS, GATE_WARPS, Modelled
 from benchmarks.kernels.machine import (
     CLUSTERS,
@@ -48,6 +48,9 @@ from sglang_indexcache.kernels.sparse_mla.cuda import cluster_size, rows_per_til
 RESULT = Path(__file__).parents[1] / "results" / "kernels" / "forecast.json"
 CONTEXTS = (10_240, 61_440, 122_880, 204_800)
 ROWS, TOPK = 8192, 2048
+BATCHES = (1, 8, 64)
+LEAST_SHARE = 4096
+"""``kLeastShare`` of topk.cu."""
 LONG = 96 * 1024
 """Contexts from which the goals for prefill hold."""
 Mood: TypeAlias = Literal["optimistic", "central", "pessimistic"]
@@ -75,8 +78,10 @@ FLASH_MLA_DECODE_US = {1: 22.8, 8: 22.8, 64: 69.0}
 for decode (its README, FP8): assumed."""
 LAUNCH_US, START_US = 4.0, 3.0
 """Of a launch within a graph, and until its first page is there: assumed."""
-MEMORY_PART = {"ours": 0.85, "engine": 0.90}
-"""Of the bandwidth that decode's logits reach: assumed; ours run two waves and some."""
+ENGINE_MEMORY_PART = 0.90
+MEMORY_PART = {"optimistic": 0.92, "central": 0.90, "pessimistic": 0.85}
+"""Of the bandwidth that decode's logits reach: assumed. Ours run whole rounds of blocks; when they
+ran two and some, 0.85 was assumed."""
 ENGINE_RANGE = {"optimistic": 1.15, "central": 1.0, "pessimistic": 0.85}
 """The engine's times in decode, which are published for other shapes."""
 
@@ -119,6 +124,35 @@ GATE = GateClocks()
 RADIX_PASSES = 3.5
 LOGIT_MEAN = {"optimistic": 0.0, "central": 0.0, "pessimistic": 10.0}
 """Of unit normal logits: the benchmark draws zero-mean ones; sums of positive scores are not."""
+
+# -- top-k ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopkClocks:
+    """Clocks of what the top-k kernel does once a row, beside its loop over the row.
+
+    By hand, from the instructions, pipes and latencies of ``machine.py``: unlike the hot loops they
+    are not found anew. Change them with row.cuh.
+    """
+
+    first_load: float = 400  # the row's first line, from L2; its length was read while it waited
+    bound: float = 650  # the largest of every thread: minimum, maximum, histogram, its digit
+    cluster: float = 250  # a barrier of the cluster, 190 published (Luo et al. 2024), and the skew
+    peers: float = 260  # a word of each of the other blocks: 180 to 210 published, side by side
+    round: float = 620  # histogram of the lists, 8 words of the others a bin, the bin
+    write: float = 1500  # bits, ranks, a page number from L2, the slot; a barrier behind it
+    window: float = 500  # of a share beyond its first 32768 logits
+
+
+TOPK_CLOCKS = TopkClocks()
+TOPK_SLOWER: dict[Mood, float] = {"optimistic": 0.8, "central": 1.0, "pessimistic": 1.4}
+"""Of those, which are latencies in series."""
+FOLLOW_US: dict[Mood, float] = {"optimistic": 0.7, "central": 1.2, "pessimistic": 2.5}
+"""From the end of the logits to the first instruction of top-k, which is launched early and waits
+(programmatic dependent launch): assumed; between launches of a graph 1.3 to 2 are usual."""
+SM_BYTES_PER_CLOCK: dict[Mood, float] = {"optimistic": 64, "central": 48, "pessimistic": 36}
+"""That one SM reads from L2: 64 is the width of its port, the others are assumed."""
 
 # -- attention -----------------------------------------------------------------------------------
 
@@ -282,14 +316,34 @@ def engine_prefill_us(engine: Mapping[str, Any], heads: int, context: int) -> fl
 
 
 def decode_logits_us(batch: int, context: int, part: float) -> float:
-    """Bound by memory: every page once."""
-    read = batch * context * (PAGE_BYTES / PAGE_TOKENS) / MEMORY_BYTES_PER_SECOND * 1e6
-    return max(LAUNCH_US, read / part + START_US)
+    """Bound by memory: every page is read once, and its logits are written."""
+    moved = batch * context * (PAGE_BYTES / PAGE_TOKENS + 4) / MEMORY_BYTES_PER_SECOND * 1e6
+    return max(LAUNCH_US, moved / part + START_US)
 
 
-def decode_topk_us(loop: Modelled, context: int, mood: Mood) -> float:
-    """A row is one block: two passes, and 8 us for the launch and the exact end (assumed)."""
-    return 2 * context / 8192 * clocks(loop, mood) / GHZ[mood] / 1e3 + 8
+def topk_cluster(rows: int, context: int) -> int:
+    """Blocks of a row, as topk.cu has it; a list, and so a block, fits an SM once."""
+    sizes = (size for size in (8, 4, 2) if rows <= CLUSTERS[size])
+    return next((size for size in sizes if context >= size * LEAST_SHARE), 1)
+
+
+def decode_topk_us(loops: Mapping[str, Modelled], batch: int, context: int, mood: Mood) -> float:
+    """A cluster a row: the first chunk is loaded, then compared; others are loaded meanwhile."""
+    size = topk_cluster(batch, context)
+    counts, share = topk_counts.average(context, TOPK, size), context / size
+    chunk = topk_counts.VECTORS * 4 * topk_counts.THREADS
+    steps, slower = TOPK_CLOCKS, TOPK_SLOWER[mood]
+    once = steps.first_load + steps.bound + steps.cluster + steps.peers
+    once += counts.rounds * (steps.cluster + steps.round)
+    once += steps.write + steps.cluster + steps.window * (share // 32_768)
+    load = 4 * min(share, chunk) / SM_BYTES_PER_CLOCK[mood]
+    last = clocks(loops["topk_last_chunk"], mood)
+    compare = (math.ceil(share / chunk) - 1) * clocks(loops["topk_chunk"], mood) + last
+    own = (once * slower + load + compare) / GHZ[mood] / 1e3
+    streamed = batch * context * 4 / TOPK_BYTES_PER_SECOND * 1e6
+    ends = (once * slower + last) / GHZ[mood] / 1e3
+    waves = math.ceil(batch / CLUSTERS[size])
+    return FOLLOW_US[mood] + waves * max(own, streamed + ends)
 
 
 @dataclass(frozen=True)
@@ -333,7 +387,7 @@ def mla_step(
     row = FP8_ROW_BYTES if fp8 else 2 * LATENT_DIM
     source = GATHER_BYTES_PER_SECOND[mood]
     if memory:
-        source = min(source, MEMORY_BYTES_PER_SECOND * MEMORY_PART["ours"])
+        source = min(source, MEMORY_BYTES_PER_SECOND * MEMORY_PART[mood])
     each = min(PORT_BYTES_PER_CLOCK, source / (sms * GHZ[mood] * 1e9))
     convert = max(clocks(loops["attend_fp8_load"], mood), CONVERSION_CLOCKS[mood]) if fp8 else 0.0
     arrive = GATHER_START[mood] + STEP_KEYS * row / PORT_BYTES_PER_CLOCK
@@ -403,17 +457,26 @@ def _prefill_rows(loops: Mapping[str, Modelled], engine: Mapping[str, Any]) -> l
 def _decode_rows(loops: Mapping[str, Modelled]) -> list[Row]:
     found = []
     for context, topks in DECODE_TOPK_US.items():
-        for batch, topk in zip((1, 8, 64), topks, strict=True):
-            logits = decode_logits_us(batch, context, MEMORY_PART["ours"])
-            ours = {mood: logits + decode_topk_us(loops["topk"], context, mood) for mood in MOODS}
-            central = decode_logits_us(batch, context, MEMORY_PART["engine"]) + topk
+        for batch, topk in zip(BATCHES, topks, strict=True):
+            logits = {mood: decode_logits_us(batch, context, MEMORY_PART[mood]) for mood in MOODS}
+            ours = {
+                mood: logits[mood] + decode_topk_us(loops, batch, context, mood) for mood in MOODS
+            }
+            central = decode_logits_us(batch, context, ENGINE_MEMORY_PART) + topk
             theirs = {mood: central * ENGINE_RANGE[mood] for mood in MOODS}
             goal = "indexer_decode" + ("" if context >= LONG else "_short")
-            bound = "memory" if logits > ours["central"] / 2 else "top-k: one SM a row"
+            part = logits["central"] / ours["central"]
+            bound = f"memory ({part:.0%})" if part > 0.8 else f"latencies of top-k ({1 - part:.0%})"
             shape = f"{_requests(batch)}, {context // 1024}K, 32 or 64 heads"
             found.append(
                 row(goal, shape, ours, theirs, bound, "bandwidth; published top-k, scaled")
             )
+            if context >= LONG:
+                alone = {mood: decode_topk_us(loops, batch, context, mood) for mood in MOODS}
+                published = {mood: topk * ENGINE_RANGE[mood] for mood in MOODS}
+                shape = f"{batch} row{'s'[: batch > 1]}, {context // 1024}K"
+                bound = "reading the row" if batch == BATCHES[-1] else "latencies in series"
+                found.append(row("topk", shape, alone, published, bound, "published, scaled"))
     return found
 
 
@@ -460,7 +523,7 @@ def composition_times(
     start = faster_from(loops, engine, 32)
     theirs = {context: engine_prefill_us(engine, 32, context) for context in chunks}
     padded = ROWS * TOPK * 64 * (576 + 512) * 2 / FLASH_MLA_FLOPS * 1e6
-    decode = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART["engine"])
+    decode = decode_logits_us(1, CONTEXTS[-1], ENGINE_MEMORY_PART)
     decode += DECODE_TOPK_US[CONTEXTS[-1]][0]
     found: dict[tuple[str, composition.Phase], list[composition.Times]] = {}
     for model in composition.MODELS:
@@ -470,7 +533,7 @@ def composition_times(
                 for context in chunks
             )
             full, shared = (
-                min(padded, mla_prefill_us(loops["attend_bf16"], model.heads, mood, reused=reused))
+                min(padded, mla_prefill_us(loops, model.heads, mood, reused=reused))
                 for reused in (False, True)
             )
             prefill = composition.Times(
@@ -479,8 +542,8 @@ def composition_times(
                 *(len(chunks) * us for us in (padded, full, shared)),
             )
             found.setdefault((model.name, "prefill"), []).append(prefill)
-            own = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART["ours"])
-            own += decode_topk_us(loops["topk"], CONTEXTS[-1], mood)
+            own = decode_logits_us(1, CONTEXTS[-1], MEMORY_PART[mood])
+            own += decode_topk_us(loops, 1, CONTEXTS[-1], mood)
             times = composition.Times(decode, min(own, decode))
             found.setdefault((model.name, "decode"), []).append(times)
     return found
@@ -542,6 +605,9 @@ def record(
     entries = record_loops(loops, before.get("hot_loops", {}), reasons)
     rows = [one.to_json() for one in rows_of(loops, engine)]
 
+    def topk_us(rows: int) -> float:
+        return decode_topk_us(loops, rows, CONTEXTS[-1], "central")
+
     def decode_us(batch: int, fp8: bool) -> float:
         return mla_decode_us(loops, batch, 20, "central", fp8=fp8)
 
@@ -554,9 +620,11 @@ def record(
             "silicon": SILICON,
             "logit_mean": LOGIT_MEAN,
             "union_of_three_lists": OVERLAP,
-            "memory_part": MEMORY_PART,
+            "memory_part": MEMORY_PART | {"engine": ENGINE_MEMORY_PART},
             "gather_bytes_per_second": GATHER_BYTES_PER_SECOND,
             "gather_start_clocks": GATHER_START,
+            "follow_us": FOLLOW_US,
+            "sm_bytes_per_clock": SM_BYTES_PER_CLOCK,
         },
         "calibration": calibration(engine),
         "engine": engine,
@@ -564,7 +632,7 @@ def record(
         "rows": rows,
         "composition": composition.rows(composition_times(loops, engine)),
         "faster_from": {str(heads): faster_from(loops, engine, heads) for heads in (32, 64)},
-        "predictions": predictions(rows, loops, decode_us),
+        "predictions": predictions(rows, loops, decode_us, topk_us),
     }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.kernels.hot_loops import Modelled
 from benchmarks.kernels.workloads import Workload
 
-OURS, ENGINE_SELECT, ENGINE_MLA = "cuda", "deep_gemm + sglang v2", "flash_mla"
+OURS, ENGINE_TOPK = "cuda", "sglang v2"
+ENGINE_SELECT, ENGINE_MLA = f"deep_gemm + {ENGINE_TOPK}", "flash_mla"
 LISTS_KEPT = "cuda, lists kept"
 """Ours again, for a layer that shares the last one's slots."""
 
@@ -21,6 +22,7 @@ def predictions(
     rows: Sequence[Mapping[str, Any]],
     loops: Mapping[str, Modelled],
     decode_us: Callable[[int, bool], float],
+    topk_us: Callable[[int], float],
 ) -> list[dict[str, Any]]:
     """The list.
 
@@ -28,6 +30,7 @@ def predictions(
         rows: of the forecast, as in its JSON.
         loops: the hot loops that they follow from.
         decode_us: what attention of so many requests takes, over an FP8 cache or a bfloat16 one.
+        topk_us: what top-k of so many rows of 200K takes.
     """
     found = [_speed(one, *timed) for one in rows if (timed := _timed(one)) is not None]
     for over, under, otherwise in (
@@ -38,6 +41,14 @@ def predictions(
         ratio = decode_us(*over) / decode_us(*under)
         found.append(_ratio(over, under, ratio, otherwise))
     found.append(_lists_kept(rows))
+    for rows_over, rows_under, otherwise in (
+        (8, 1, "8 clusters of 8 blocks do not run at once, or L2 is what top-k waits for"),
+        (16, 15, "cudaOccupancyMaxActiveClusters says another number than 15 of 8 blocks"),
+    ):
+        works = [Workload("topk", rows, 204_800, 0) for rows in (rows_over, rows_under)]
+        ratio = topk_us(rows_over) / topk_us(rows_under)
+        name = f"top-k of 200K, {rows_over} rows over {rows_under}"
+        found.append(_between(name, works, ratio, otherwise))
     select = loops["select_32"]
     least = select.tensor * select.clocks[0] / select.clocks[1]
     found += [
@@ -100,6 +111,8 @@ def compare(
 def _timed(one: Mapping[str, Any]) -> tuple[Workload, str] | None:
     """The workload of a row of the forecast, and the engine's contender; None if none is timed."""
     goal, first = str(one["goal"]), int(str(one["shape"]).split()[0])
+    if goal == "topk":
+        return Workload("topk", first, 204_800, 0), ENGINE_TOPK
     if goal.startswith("indexer"):
         context = int(str(one["shape"]).split(", ")[1].removesuffix("K")) * 1024
         if goal.startswith("indexer_decode"):
@@ -126,12 +139,17 @@ def _speed(one: Mapping[str, Any], work: Workload, engine: str) -> dict[str, Any
 def _ratio(
     over: tuple[int, bool], under: tuple[int, bool], ratio: float, otherwise: str
 ) -> dict[str, Any]:
-    """Of two times of our decode attention: the model's, and what is nearer to it than to 1."""
     works = [Workload("mla_decode", batch, 122_880, 20, fp8=fp8) for batch, fp8 in (over, under)]
+    name = f"decode attention, {_requests(*over)} over {_requests(*under)}"
+    return _between(name, works, ratio, otherwise)
+
+
+def _between(name: str, works: Sequence[Workload], ratio: float, otherwise: str) -> dict[str, Any]:
+    """Of our times of two workloads: the model's ratio, and what is nearer to it than to 1."""
     halfway = (1 + ratio) / 2
     far = ratio + (ratio - 1) / 2
     return {
-        "name": f"decode attention, {_requests(*over)} over {_requests(*under)}",
+        "name": name,
         "over": [str(works[0]), OURS],
         "under": [str(works[1]), OURS],
         "low": round(min(halfway, far), 2),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sglang_indexcache.errors import KernelError
@@ -124,6 +124,7 @@ class Loop:
             of its own left out: a walk along them comes to an end.
         ends: indices from which the loop's next iteration begins.
         spins: indices of inner loops that wait for an mbarrier; taken only where nothing else is.
+        rare: indices of inner loops that no iteration goes through.
     """
 
     code: list[Instruction]
@@ -132,6 +133,18 @@ class Loop:
     edges: Mapping[int, tuple[int, ...]]
     ends: frozenset[int]
     spins: frozenset[int]
+    rare: frozenset[int] = frozenset()
+
+    def without(self, rare: Iterable[str]) -> Loop:
+        """The loop, but for its inner loops that hold instructions whose names begin so."""
+        starts = tuple(rare)
+        inner = [
+            other.body
+            for other in loops(self.code)
+            if other.body < self.body
+            and any(self.code[index].name.startswith(starts) for index in other.body)
+        ]
+        return replace(self, rare=frozenset().union(*inner)) if starts else self
 
     def holds(self, wanted: Mapping[str, int]) -> bool:
         """Whether it has at least so many instructions whose names begin so."""
@@ -222,6 +235,8 @@ class Loop:
         """Instructions of the longest way from an index to an end, itself included."""
         ahead: dict[int, int] = {}
         for index in _children_first(self.header, self.edges):
+            if index in self.rare:
+                continue
             ways = [ahead[after] for after in self.edges[index] if after in ahead]
             if index in self.ends:
                 ways.append(0)

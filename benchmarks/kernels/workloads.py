@@ -108,6 +108,8 @@ def workloads() -> Iterator[Workload]:
         yield Workload("topk", 2048, context, 0)
     for batch in (7, 15, 16):  # how many clusters of 16 and of 8 blocks fit (predictions.py)
         yield Workload("mla_decode", batch, 122_880, 20)
+    for rows in (1, 8, 15, 16, 64):  # a cluster a row, and how many run at once
+        yield Workload("topk", rows, 204_800, 0)
     for context in order:
         for batch in (1, 8, 64):
             yield Workload("select_decode", batch, context, 64)

@@ -40,6 +40,8 @@ class Place {
         TVMFFIEnvGetStream(device_.device_type, device_.device_id));
   }
 
+  int device() const { return device_.device_id; }
+
   int multiprocessors() const {
     int count = 0;
     TVM_FFI_CHECK_CUDA_ERROR(
@@ -72,6 +74,15 @@ inline BlockTable table_of(const tvm::ffi::Optional<TensorView>& block_table) {
   return {data<int>(block_table.value()), block_table.value().stride(0)};
 }
 
+// How a launch is made: blocks in clusters along x; `early`: while the launch before still runs, for
+// a kernel that waits for it (ptx.cuh).
+struct LaunchForm {
+  LaunchForm(int cluster, bool early = false) : cluster(cluster), early(early) {}
+
+  int cluster;
+  bool early;
+};
+
 template <class... Params>
 void allow_shared(void (*kernel)(Params...), size_t shared) {
   const cudaError_t granted = cudaFuncSetAttribute(
@@ -90,20 +101,26 @@ inline cudaLaunchAttribute cluster_attribute(int cluster) {
   return attribute;
 }
 
-// Launch `kernel` on blocks in clusters of `cluster` along x, with dynamic shared memory.
+// Launch `kernel` with dynamic shared memory.
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, int cluster,
+void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, LaunchForm form,
             cudaStream_t stream, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   allow_shared(kernel, shared);
-  cudaLaunchAttribute attribute = cluster_attribute(cluster);
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (form.cluster > 1) attributes[count++] = cluster_attribute(form.cluster);
+  if (form.early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = ::dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...));
 }
@@ -126,6 +143,16 @@ int active_clusters(void (*kernel)(Params...), int threads, size_t shared, int s
     return 0;
   }
   return count;
+}
+
+// Blocks of a kernel that all multiprocessors of the current device hold together.
+template <class... Params>
+int resident_blocks(void (*kernel)(Params...), int threads, size_t shared, const Place& place) {
+  allow_shared(kernel, shared);
+  int each = 0;
+  TVM_FFI_CHECK_CUDA_ERROR(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared));
+  return each * place.multiprocessors();
 }
 
 // A tensor map of bytes, innermost dimension first, with the 128-byte swizzle. Reads outside the

@@ -163,6 +163,29 @@ __device__ __forceinline__ float exp2_flushed(float x) {
   return result;
 }
 
+// What the launch before may still be writing: not before wait_for_previous_launch, which the emulated
+// GPU sees to.
+__device__ __forceinline__ float load_dependent(const float* source) { return *source; }
+
+// Four at a multiple of 16 bytes.
+__device__ __forceinline__ float4 load_dependent4(const float* source) {
+  return *reinterpret_cast<const float4*>(source);
+}
+
+// -- launches that overlap -----------------------------------------------------------------------
+
+// The launch behind this one may begin as soon as all blocks of this one have said so. It waits for
+// what this one writes.
+__device__ __forceinline__ void let_next_launch_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Until the launch before has ended and what it wrote can be read; at once where launches do not
+// overlap.
+__device__ __forceinline__ void wait_for_previous_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // -- registers -----------------------------------------------------------------------------------
 
 template <int kRegisters>
@@ -220,6 +243,12 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank
 __device__ __forceinline__ float load_peer(uint32_t address) {
   float value;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_peer_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 

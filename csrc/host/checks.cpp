@@ -10,9 +10,9 @@
 #include "indexer/scores.h"
 #include "indexer/reduce.h"
 #include "indexer/schedule.h"
+#include "indexer/splits.h"
 #include "sparse_mla/config.h"
 #include "sparse_mla/pack.h"
-#include "topk/row.h"
 
 using namespace indexcache;
 
@@ -94,11 +94,8 @@ int check_accumulator_column(int thread, int i) { return accumulator_column(thre
 
 uint32_t check_order_key(float value) { return order_key(value); }
 
-void check_topk_row(const float* row, int n, int k, uint64_t seed, int* out) {
-  SerialBlock block(seed);
-  const auto scratch = std::make_unique<topk::Scratch>();
-  std::memset(scratch.get(), 0xA5, sizeof(topk::Scratch));
-  topk::select_row(block, row, n, k, *scratch, out, kPositions);
+int check_split_count(int tiles, int pages, int resident) {
+  return indexer::split_count(tiles, pages, resident);
 }
 
 // The streaming gate over one row, pages in the kernel's order. `entries` receives how many entries
@@ -275,7 +272,6 @@ int check_constant(const char* name) {
   if (is("gate.check_part")) return indexer::kCheckPart;
   if (is("gate.bins")) return indexer::kGateBins;
   if (is("indexer.max_pages")) return indexer::kMaxPages;
-  if (is("topk.list_capacity")) return topk::kListCapacity;
   if (is("mla.rows")) return sparse_mla::kRows;
   if (is("mla.keys")) return sparse_mla::kKeys;
   if (is("mla.tile_bytes")) return sparse_mla::kTileBytes;

@@ -4,6 +4,7 @@
 #include "indexer/logits.cuh"
 #include "indexer/run.h"
 #include "indexer/select.cuh"
+#include "indexer/splits.h"
 
 namespace indexcache::indexer {
 
@@ -20,22 +21,18 @@ inline CUtensorMap keys_map(const Operands& operands) {
                          {kIndexDim, kPageBytes}, {kIndexDim, kPageTokens, 1});
 }
 
-// Blocks along a row: enough to fill the GPU four times (lengths differ, and only the device knows
-// them), but at least four pages each. Not measured.
-inline int split_count(int tiles, int width, const Place& place) {
-  const int pages = ceil_div(width, kPageTokens);
-  return larger(1, smaller(ceil_div(pages, 4), ceil_div(4 * place.multiprocessors(), tiles)));
-}
-
 template <int kHeads, int kRows>
 void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutput& output,
                    const Place& place) {
   using T = Tile<kHeads, kRows>;
+  constexpr size_t kShared = sizeof(Ring<T>) + kSwizzlePeriod;
+  static const int resident =  // the same on all Hoppers of a machine
+      resident_blocks(logits_kernel<kHeads, kRows>, T::kThreads, kShared, place);
   const int tiles = ceil_div(operands.inputs.rows, rows_per_tile);
+  const int splits = split_count(tiles, ceil_div(output.width, kPageTokens), resident);
   const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
-  launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, split_count(tiles, output.width, place)),
-         T::kThreads, sizeof(Ring<T>) + kSwizzlePeriod, 1, place.stream(), queries_map<T>(operands),
-         keys_map(operands), params);
+  launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, splits), T::kThreads, kShared, 1,
+         place.stream(), queries_map<T>(operands), keys_map(operands), params);
 }
 
 template <int kHeads>

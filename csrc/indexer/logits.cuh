@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(Tile<kHeads, kRows>::kThreads,
   const Inputs& inputs = params.inputs;
   const int first_row = blockIdx.x * params.rows_per_tile;
   init_ring(ring, T::kMathWarps / kPagesAtOnce);
+  let_next_launch_begin();  // top-k, which waits for these logits
 
   if (threadIdx.x >= T::kMathThreads) {
     if constexpr (T::kWide) lower_registers<T::kLoadRegisters>();

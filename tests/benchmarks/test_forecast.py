@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.kernels import composition, device_check, forecast, gate_counts, hot_loops
+from benchmarks.kernels import (
+    composition,
+    device_check,
+    forecast,
+    gate_counts,
+    hot_loops,
+    topk_counts,
+)
 from benchmarks.kernels.hot_loops import ALLOWED_SLOWDOWN, HOT_LOOPS, Modelled, slower
 from benchmarks.kernels.machine import SHARED_LIMIT
 from benchmarks.kernels.predictions import LISTS_KEPT, compare
@@ -259,6 +266,46 @@ def test_the_gate_keeps_the_largest() -> None:
     falling = gate_counts.count(rising[::-1].copy(), 2048)
     assert falling.offered < 20_000
     assert gate_counts.count(np.ones(60_000, np.float32), 2048).cuts >= 3
+
+
+# -- top-k ---------------------------------------------------------------------------------------
+
+
+def test_top_k_s_sizes_are_those_of_the_kernel() -> None:
+    folder = Path(building.source_folder()) / "topk"
+    text = "".join((folder / name).read_text() for name in ("row.cuh", "topk.cu"))
+    values = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
+    names = ("kVectors", "kFineShift", "kCapacity", "kThreads")
+    assert tuple(int(values[name]) for name in names) == topk_counts.SIZES
+    assert int(values["kLeastShare"]) == forecast.LEAST_SHARE
+
+
+def test_top_k_lists_what_may_be_among_the_best() -> None:
+    """Never less than k; little more of a random row; all of one whose logits are equal."""
+    random = np.random.default_rng(3).standard_normal(65_536).astype(np.float32)
+    for cluster in (1, 4, 8):
+        assert 2048 <= topk_counts.count(random, 2048, cluster).listed < 3 * 2048
+    for shifted in (random - 9, random * 1e6):
+        assert 2048 <= topk_counts.count(shifted, 2048, 8).listed < 3 * 2048
+    equal = topk_counts.count(np.ones(65_536, np.float32), 2048, 8)
+    assert equal.listed == 65_536
+    assert equal.rounds >= 3, "the digits of positions"
+
+
+def test_top_k_by_hand() -> None:
+    """200K on eight blocks: a chunk each of 100 KiB, 48 bytes a clock, and latencies in series."""
+    steps = forecast.TOPK_CLOCKS
+    rounds = topk_counts.average(204_800, 2048, 8).rounds
+    once = steps.first_load + steps.bound + (2 + rounds) * steps.cluster + steps.peers
+    once += rounds * steps.round + steps.write
+    total = once + 4 * 25_600 / 48 + 3000
+    loops = {"topk_chunk": loop_of((4000, 4000)), "topk_last_chunk": loop_of((3000, 3000))}
+    us = forecast.decode_topk_us(loops, 1, 204_800, "central")
+    assert us == pytest.approx(1.2 + total / 1.7e3)
+    assert [forecast.topk_cluster(rows, 204_800) for rows in (1, 15, 16, 31, 32, 66, 67)] == [
+        *(8, 8, 4, 4, 2, 2, 1)
+    ]
+    assert forecast.topk_cluster(1, 10_240) == 2
 
 
 # -- a card --------------------------------------------------------------------------------------

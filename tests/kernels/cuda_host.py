@@ -42,12 +42,6 @@ def pointer(array: NDArray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def topk_row(row: NDArray, k: int, seed: int) -> NDArray:
-    out = np.full(k, 7777777, dtype=np.int32)
-    host().check_topk_row(pointer(row), c_int(len(row)), c_int(k), c_uint64(seed), pointer(out))
-    return out
-
-
 def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
     """Selection through the streaming gate; also the fullest list and all entries ever listed."""
     out = np.full(k, 7777777, dtype=np.int32)
@@ -61,6 +55,10 @@ def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
         ctypes.byref(entries),
     )
     return out, fullest, entries.value
+
+
+def split_count(tiles: int, pages: int, resident: int) -> int:
+    return int(host().check_split_count(tiles, pages, resident))
 
 
 def order_key(value: float) -> int:

@@ -122,6 +122,27 @@ def test_indexer_uses_fp8_wgmma_and_tma(
 
 
 @needs_nvcc
+def test_topk_begins_while_the_logits_are_made(code: dict[str, Code]) -> None:
+    """It waits for them whatever the row is, before it reads them or writes anything; and every
+    logits kernel lets it begin."""
+    lines = [line for _, line in code["topk_kernel"]]
+    wait = next(i for i, line in enumerate(lines) if line.startswith("ACQBULK"))
+    assert not any(
+        re.search(r"\b(LDG\.E\.128|LD\.|STG|STS|BAR|EXIT)", line) for line in lines[:wait]
+    )
+    for heads, rows in LOGITS:
+        kernel = f"logits_kernel<{heads}, {rows}>"
+        assert any("PREEXIT" in line for _, line in code[kernel]), kernel
+
+
+@needs_nvcc
+def test_topk_keeps_a_chunk_of_the_row_in_flight(sass: dict[str, Counter[str]]) -> None:
+    found = sass["topk_kernel"]
+    assert count(found, "LDG.E.128") >= 2 * 7, "seven vectors a thread, now and for the next chunk"
+    assert count(found, "UCGABAR_WAIT") == 3, "bound, digits, end"
+
+
+@needs_nvcc
 @pytest.mark.parametrize("kernel", ["attend_kernel<0>", "attend_kernel<1>"])
 def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> None:
     code = sass[kernel]

@@ -8,6 +8,8 @@ This is not a GPU: proxy fences and memory ordering are not modelled (csrc/READM
 """
 
 import ctypes
+import os
+import signal
 import subprocess
 from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_uint64
 from ctypes import c_void_p as address
@@ -267,14 +269,146 @@ def test_decode_logits_of_three_rows(random: np.random.Generator) -> None:
 # -- selection, packing ------------------------------------------------------------------------
 
 
+def topk_rows(
+    logits: NDArray,
+    visible: NDArray,
+    k: int,
+    seed: int,
+    *,
+    cluster: int = 1,
+    starts: NDArray | None = None,
+    per_request: int = 1,
+    table: NDArray | None = None,
+) -> NDArray:
+    """The top-k kernel over rows of float32; raises AssertionError with what went wrong."""
+    assert logits.strides[1] == 4
+    out = np.full((len(logits), k), 7777777, dtype=np.int32)
+    rows = (
+        address(logits.ctypes.data),
+        c_int64(logits.strides[0] // 4),
+        pointer(visible),
+        len(logits),
+    )
+    requests = (
+        None if starts is None else pointer(starts),
+        0 if starts is None else len(starts) - 1,
+        per_request,
+        None if table is None else pointer(table),
+        c_int64(0 if table is None else table.shape[1]),
+    )
+    run("topk", *rows, k, *requests, cluster, c_uint64(seed), pointer(out))
+    return out
+
+
+def topk_row(row: NDArray, k: int, seed: int, cluster: int = 1) -> NDArray:
+    return topk_rows(row[None], np.int32([len(row)]), k, seed, cluster=cluster)[0]
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_topk_on_the_device_executor(kind: str, random: np.random.Generator) -> None:
-    """block.cuh itself: warp scans, histograms, named barriers."""
-    row = make_row(kind, int(random.integers(8200, 12000)), random)
-    k = int(random.integers(1, 2049))
-    out = np.full(k, 7777777, dtype=np.int32)
-    run("topk", pointer(row), len(row), k, c_uint64(int(random.integers(1 << 40))), pointer(out))
-    np.testing.assert_array_equal(out, oracle(row, k))
+def test_topk(kind: str, cluster: int, random: np.random.Generator) -> None:
+    """Rows of any length that begin anywhere; shares that are empty, one chunk, or several."""
+    for least, most in ((1, 40), (40, 3000), (3000, 40_000)):
+        n, k = int(random.integers(least, most)), int(random.integers(1, min(most, 2049)))
+        misplaced = int(random.integers(4))
+        row = make_row(kind, n + misplaced, random)[misplaced:]
+        np.testing.assert_array_equal(topk_row(row, k, n, cluster), oracle(row, k))
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "ascending", "one bin"])
+@pytest.mark.parametrize("n", [2047, 2048, 2049, 131_073, 300_001])
+def test_topk_of_long_rows(kind: str, n: int, random: np.random.Generator) -> None:
+    """Lists that overflow are cut, over and over where a row ascends."""
+    row = make_row(kind, n, random)
+    np.testing.assert_array_equal(topk_row(row, 2048, n, cluster=2), oracle(row, 2048))
+
+
+def test_topk_where_one_share_has_it_all(random: np.random.Generator) -> None:
+    """The best lie next to each other, at the beginning, the end, or where two shares meet."""
+    for first in (0, 4096 - 1000, 16_384 - 2000):
+        row = random.standard_normal(16_384).astype(np.float32)
+        row[first : first + 2000] += 20
+        np.testing.assert_array_equal(topk_row(row, 1999, first, cluster=4), oracle(row, 1999))
+
+
+def test_topk_lists_few_of_a_random_row(random: np.random.Generator) -> None:
+    """The bound is worth its name: not much over k is listed of a row that the blocks hold."""
+    row = random.standard_normal(7 * 256 * 8).astype(np.float32)
+    topk_row(row, 256, 1, cluster=8)
+    assert 256 <= emulator().emulated_listed() < 4 * 256, "of 14336; 400 on average"
+
+
+def test_topk_of_requests(random: np.random.Generator) -> None:
+    """Slots instead of positions; rows that see less than k, or nothing; padding."""
+    starts, k = np.int32([0, 2, 2, 3]), 20
+    visible = np.int32([700, 15, 300, 650])  # padding may say anything
+    logits = random.standard_normal((4, 704)).astype(np.float32)
+    table = random.permutation(33).astype(np.int32).reshape(3, 11)
+    out = topk_rows(logits, visible, k, 5, cluster=2, starts=starts, table=table)
+    for row, request in enumerate([0, 0, 2]):
+        positions = oracle(logits[row, : visible[row]], k)
+        slots = table[request][positions // 64] * 64 + positions % 64
+        np.testing.assert_array_equal(out[row], np.where(positions < 0, -1, slots))
+    assert (out[3] == -1).all()
+
+
+def test_topk_of_nan_ends_in_bounds(random: np.random.Generator) -> None:
+    row = make_row("normal", 20_000, random)
+    row[::7] = np.nan
+    rest = np.where(np.isnan(row), -np.inf, row)
+    np.testing.assert_array_equal(topk_row(row, 2048, 3, cluster=4), oracle(rest, 2048))
+    row[100:] = np.nan
+    few = topk_row(row, 2048, 3, cluster=4)
+    assert ((few >= -1) & (few < len(row))).all()
+    assert (np.unique(few[few >= 0]) == few[few >= 0]).all()
+
+
+RUNS = 25
+"""Of a mutant and a row, each in an order of its own, before it counts as not found."""
+
+
+def test_topk_needs_each_of_its_barriers() -> None:
+    """Mutants: the kernel without one of its barriers.
+
+    Two blocks with a share of one chunk each, and a block whose list overflows and whose selection
+    is in two windows. Each mutant is caught in one of some runs, always the same ones: by what it
+    selects, by how much it lists, by a misuse of memory, or by threads that wait for ever.
+    """
+    random = np.random.default_rng(5)
+    low = -np.exp(10 * make_row("normal", 2500, random))  # the bound is found in two steps
+    ascending = [make_row("ascending", n, random) for n in (9000, 4000)]
+    cases = [(low, 60, 2), (ascending[0], 1600, 1), (ascending[1], 1700, 1)]
+    emulator().emulate_without_barrier(-1)
+    listed = [listed_rightly(row, k, 0, cluster) for row, k, cluster in cases]
+    assert None not in listed
+    barriers = range(emulator().emulated_barriers())
+    assert len(barriers) > 20
+
+    def passes_without(barrier: int) -> bool:
+        """In a process of its own, which it may well crash."""
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # a mutant may count for ever
+            emulator().emulate_without_barrier(barrier)
+            same = all(
+                listed_rightly(row, k, seed, cluster) == few
+                for (row, k, cluster), few in zip(cases, listed, strict=True)
+                for seed in range(RUNS)
+            )
+            os._exit(0 if same else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    # The first and the last barrier of DeviceBlock.keep are for its other user.
+    assert len([barrier for barrier in barriers if passes_without(barrier)]) <= 2
+
+
+def listed_rightly(row: NDArray, k: int, seed: int, cluster: int) -> int | None:
+    """What was listed, if what was selected is right."""
+    try:
+        right = bool((topk_row(row, k, seed, cluster) == oracle(row, k)).all())
+    except AssertionError:
+        return None
+    return emulator().emulated_listed() if right else None
 
 
 def pack(slots: NDArray, seed: int) -> tuple[NDArray, NDArray, int]:

@@ -1,4 +1,4 @@
-"""The device's selection code (csrc/common/select.h, topk/row.h, indexer/gate.h), on the host.
+"""The device's selection code (csrc/common/select.h, indexer/gate.h), on the host.
 
 The same templates that the kernels instantiate run here on an executor that shuffles every loop,
 against a sort.
@@ -77,13 +77,6 @@ def test_keys_order_as_the_floats_do(values: list[float]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(KINDS), st.integers(1, 20000), st.integers(1, 2048), seeds)
-def test_topk_row(kind: str, n: int, k: int, seed: int) -> None:
-    row = make_row(kind, n, np.random.default_rng(seed))
-    np.testing.assert_array_equal(cuda_host.topk_row(row, k, seed), oracle(row, k))
-
-
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 30000), st.integers(1, 2048), seeds)
 def test_gate(kind: str, n: int, k: int, seed: int) -> None:
     row = make_row(kind, n, np.random.default_rng(seed))
@@ -99,7 +92,6 @@ def test_long_rows(kind: str, n: int, generator: object) -> None:
     print(f"{seed=}")
     row = make_row(kind, n, np.random.default_rng(seed))
     wanted = oracle(row, 2048)
-    np.testing.assert_array_equal(cuda_host.topk_row(row, 2048, seed), wanted)
     chosen, fullest, _ = cuda_host.gate(row, 2048, seed)
     assert fullest >= 0
     np.testing.assert_array_equal(chosen, wanted)
@@ -110,7 +102,6 @@ def test_a_million_tokens() -> None:
     print(f"{seed=}")
     row = make_row("normal", 1 << 20, np.random.default_rng(seed))
     wanted = oracle(row, 2048)
-    np.testing.assert_array_equal(cuda_host.topk_row(row, 2048, seed), wanted)
     np.testing.assert_array_equal(cuda_host.gate(row, 2048, seed)[0], wanted)
 
 
@@ -143,8 +134,22 @@ def test_bins_order_as_the_floats_do() -> None:
 def test_nan_ends_in_bounds() -> None:
     row = make_row("normal", 20000, np.random.default_rng(2))
     row[::7] = np.nan
-    for chosen in (cuda_host.topk_row(row, 2048, 3), cuda_host.gate(row, 2048, 3)[0]):
-        assert ((chosen >= -1) & (chosen < len(row))).all()
+    chosen = cuda_host.gate(row, 2048, 3)[0]
+    assert ((chosen >= -1) & (chosen < len(row))).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 16_384), st.sampled_from([132, 264, 396]))
+def test_keys_are_split_so_that_rounds_are_full(tiles: int, pages: int, resident: int) -> None:
+    """Of the splits that leave a block eight pages and are at most four rounds, none is better."""
+
+    def full(splits: int) -> float:
+        return tiles * splits / (-(-tiles * splits // resident) * resident)
+
+    splits = cuda_host.split_count(tiles, pages, resident)
+    allowed = [s for s in range(1, -(-pages // 8) + 1) if s == 1 or tiles * s <= 4 * resident]
+    assert splits in allowed
+    assert full(splits) == max(map(full, allowed))
 
 
 # -- from the math warps to the gate ---------------------------------------------------------------

@@ -17,7 +17,6 @@ from sglang_indexcache.kernels.indexer import cuda as indexer
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.topk import cuda as topk
-from sglang_indexcache.kernels.topk import reference as topk_reference
 from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 
 SMS = 2
@@ -47,6 +46,15 @@ def call_of(q, weights, pages, table, starts, per_request, visible) -> IndexerCa
     )
 
 
+def run_topk(logits, visible, starts, per_request, table, out) -> None:
+    """On clusters of two blocks, each of which gets a share of rows of 200 logits already."""
+    rows = at(logits), c_int64(logits.stride(0)), at(visible), len(out), out.shape[1]
+    count = 0 if starts is None else len(starts) - 1
+    stride = 0 if table is None else table.stride(0)
+    requests = at(starts), count, per_request, at(table), c_int64(stride)
+    run("topk", *rows, *requests, 2, c_uint64(7), at(out))
+
+
 class Emulated:
     """The exports of csrc/*/exports.cu and topk.cu; counts the calls of each."""
 
@@ -69,23 +77,11 @@ class Emulated:
 
     def topk(self, logits, visible, out) -> None:
         self.calls.append("topk")
-        for row, seen in enumerate(visible.tolist()):
-            run("topk", at(logits[row]), seen, out.shape[1], c_uint64(row), at(out[row]))
+        run_topk(logits, visible, None, 1, None, out)
 
     def topk_of_requests(self, logits, visible, starts, per_request, table, out) -> None:
         self.calls.append("topk_of_requests")
-        for row in range(len(out)):
-            request, seen = row // per_request, int(visible[row])
-            if starts is not None:
-                request = int((starts[1:] <= row).sum())
-                if request == len(starts) - 1:
-                    seen = 0
-            one = logits[row : row + 1, :seen]
-            chosen = topk_reference.topk(one, torch.tensor([seen]), out.shape[1])[0]
-            if table is not None and seen > 0:
-                slots = table[request][chosen.clamp_min(0) // 64] * 64 + chosen % 64
-                chosen = torch.where(chosen < 0, chosen, slots)
-            out[row] = chosen
+        run_topk(logits, visible, starts, per_request, table, out)
 
     def sparse_mla_pack(self, slots, per_tile, packed, masks, counts) -> None:
         self.calls.append("sparse_mla_pack")

@@ -7,7 +7,7 @@
 #include "indexer/select.cuh"
 #include "sparse_mla/attend.cuh"
 #include "sparse_mla/pack.h"
-#include "topk/row.h"
+#include "topk/kernel.cuh"
 
 using namespace indexcache;
 
@@ -141,17 +141,38 @@ void emulate_fault(const char* what, const char* barrier) {
   shared("scored", offsetof(Shared, scored), sizeof(Shared::scored));
 }
 
-const char* emulate_topk(const float* row, int n, int k, uint64_t seed, int* out) {
-  constexpr int kThreads = 64;
-  struct Shared {
-    topk::Scratch scratch;
-    BlockScratch block;
-  };
-  return report(simt::launch(dim3(1, 1, 1), 1, kThreads, sizeof(Shared) + 1024, seed, [&] {
-    Shared& shared = dynamic_shared<Shared>();
-    DeviceBlock<kThreads, 0> block(shared.block);
-    topk::select_row(block, row, n, k, shared.scratch, out, [](int position) { return position; });
-  }));
+// The next launches lack the barrier of a number, of those that the launches since a call with -1,
+// which gives all of them back, have come to.
+void emulate_without_barrier(int number) {
+  simt::missing_barrier = number;
+  if (number < 0) simt::barrier_places.clear();
+}
+int emulated_barriers() { return int(simt::barrier_places.size()); }
+
+constexpr int kTopkThreads = 64;
+constexpr int kTopkCapacity = topk::kMaxTopk + 4 * kTopkThreads;
+
+const char* emulate_topk(const float* logits, int64_t stride, const int* visible, int rows, int k,
+                         const int* query_starts, int requests, int rows_per_request,
+                         const int* table, int64_t table_stride, int cluster, uint64_t seed,
+                         int* out) {
+  const topk::Params params = {
+      logits, stride, visible, k, out, {query_starts, requests, rows_per_request},
+      {table, table_stride}};
+  constexpr size_t kShared = sizeof(topk::RowShared<kTopkThreads, kTopkCapacity>) + 1024;
+  return report(simt::launch(
+      dim3(rows * cluster, 1, 1), cluster, kTopkThreads, kShared, seed,
+      [&] { topk::topk_of_block<kTopkThreads, kTopkCapacity>(params); }));
+}
+
+// What the blocks of the last row had listed, before the row's last logits.
+int emulated_listed() {
+  int listed = 0;
+  for (const auto& block : simt::machine().blocks) {
+    using Shared = topk::RowShared<kTopkThreads, kTopkCapacity>;
+    listed += reinterpret_cast<const Shared*>(block->memory.data() + 1024)->count;
+  }
+  return listed;
 }
 
 const char* emulate_pack(const int* slots, int rows, int k, uint64_t seed, int* packed,

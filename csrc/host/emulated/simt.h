@@ -11,6 +11,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -30,7 +31,7 @@
 #undef __device__
 #define __device__
 #undef __forceinline__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __grid_constant__
@@ -89,7 +90,7 @@ struct Block {
   std::vector<Warpgroup> warpgroups;
   uint3 index;
   int rank;
-  int running = 0;  // threads that have not ended
+  int running;  // threads that have not ended
 };
 
 struct Fibre {
@@ -98,6 +99,7 @@ struct Fibre {
   Block* block;
   uint3 thread;
   bool done = false;
+  bool previous_launch_ended = false;  // as far as it has waited for
   std::function<bool()> ready;  // what it waits for
   std::vector<std::function<void()>> copies;  // its cp.async
   const float* fenced = nullptr;  // the accumulators that the last wgmma_fence named
@@ -127,12 +129,12 @@ struct Machine {
   dim3 grid;
   int threads = 0;
   int cluster = 1;
-  unsigned sleeper = 0;  // a warp of each block
   std::mt19937_64 random;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fibre>> fibres;
   std::vector<std::function<void()>> in_flight;  // TMA copies
   Meeting cluster_meeting;
+  uint64_t asleep = 0;  // warps of the cluster, modulo 64
   Fibre* current = nullptr;
   ucontext_t scheduler;
   std::function<void()> kernel;
@@ -143,6 +145,11 @@ inline Machine& machine() {
   static Machine instance;
   return instance;
 }
+
+// Mutants: the places in the code that wait at a barrier, as they were come to first, and the one that
+// does not wait (-1: all do).
+inline std::vector<void*> barrier_places;
+inline int missing_barrier = -1;
 
 inline Fibre& self() { return *machine().current; }
 inline Block& block() { return *self().block; }
@@ -192,6 +199,15 @@ inline int meet(Meeting& meeting, int threads, int value = 0) {
   return meeting.last_sum;
 }
 
+// As a mutant has it. What calls this is inlined, so that its return address is the place.
+__attribute__((noinline)) inline int barrier(Meeting& meeting, int threads, int value = 0) {
+  auto& places = barrier_places;
+  const auto found = std::find(places.begin(), places.end(), __builtin_return_address(0));
+  if (missing_barrier >= 0 && found - places.begin() == missing_barrier) return 0;
+  if (found == places.end()) places.push_back(__builtin_return_address(0));
+  return meet(meeting, threads, value);
+}
+
 // All lanes of the mask leave a value and see everybody's.
 inline const uint64_t* warp_meet(uint32_t mask, uint64_t value) {
   Warp& own = warp();
@@ -211,8 +227,8 @@ inline const uint64_t* warp_meet(uint32_t mask, uint64_t value) {
 
 inline unsigned char* shared_pointer(uint32_t address) {
   Block& owner = *machine().blocks[address >> kRankShift];
-  if (owner.running == 0) fail("shared memory of a block that has ended");
   const uint32_t offset = address & ((1u << kRankShift) - 1);
+  if (owner.running == 0) fail("the shared memory of a block that has ended");
   if (offset >= owner.memory.size()) fail("shared memory address out of range");
   return owner.memory.data() + offset;
 }
@@ -235,21 +251,34 @@ inline void entry(unsigned low, unsigned high) {
   swapcontext(&fibre->context, &machine().scheduler);
 }
 
+// Half of the warps, or all but one, get far ahead of the others, as far as barriers let them: then
+// others do.
+inline bool sleeps(const Fibre& fibre) {
+  const int warp = fibre.block->rank * (machine().threads / 32) + fibre.thread.x / 32;
+  return machine().asleep >> (warp % 64) & 1;
+}
+
 inline void run_blocks() {
   Machine& m = machine();
   for (;;) {
-    // Some warp sleeps for a while, unless nobody else can go on: others run far ahead of it.
-    if (m.random() % 128 == 0) m.sleeper = m.random() % (m.threads / 32);
     std::vector<Fibre*> ready;
-    std::vector<Fibre*> asleep;
     bool alive = false;
+    bool others = false;
     for (auto& fibre : m.fibres) {
       if (fibre->done) continue;
       alive = true;
       if (fibre->ready && !fibre->ready()) continue;
-      (fibre->thread.x / 32 == m.sleeper ? asleep : ready).push_back(fibre.get());
+      if (sleeps(*fibre)) {
+        others = true;
+      } else {
+        ready.push_back(fibre.get());
+      }
     }
-    if (ready.empty()) ready = asleep;
+    if (m.random() % 64 == 0 || (ready.empty() && others)) {
+      const int warps = m.threads / 32 * m.cluster;
+      m.asleep = m.random() % 2 ? m.random() : uint64_t(1) << m.random() % warps % 64;
+    }
+    if (ready.empty() && others) continue;
     if (!m.failure.empty() || !alive) return;
     if (!m.in_flight.empty() && (ready.empty() || m.random() % 4 == 0)) {
       const size_t which = m.random() % m.in_flight.size();
@@ -291,7 +320,8 @@ inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, ui
       m.cluster_meeting = Meeting();
       for (int rank = 0; rank < cluster; ++rank) {
         auto block = std::make_unique<Block>();
-        block->memory.assign(shared, 0xA5);
+        block->memory.resize(shared);
+        for (auto& byte : block->memory) byte = static_cast<unsigned char>(m.random());
         block->warps.resize(threads / 32);
         block->warpgroups.resize((threads + 127) / 128);
         block->index = make_uint3(x + rank, y, 0);
@@ -334,10 +364,10 @@ inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, ui
 #define blockIdx (::simt::block().index)
 #define gridDim (::simt::machine().grid)
 
-inline void __syncthreads() { simt::meet(simt::block().meetings[0], simt::machine().threads); }
+inline void __syncthreads() { simt::barrier(simt::block().meetings[0], simt::machine().threads); }
 
 inline int __syncthreads_count(bool value) {
-  return simt::meet(simt::block().meetings[0], simt::machine().threads, value);
+  return simt::barrier(simt::block().meetings[0], simt::machine().threads, value);
 }
 
 inline void __syncwarp() { simt::warp_meet(~0u, 0); }
@@ -380,8 +410,29 @@ T __shfl_down_sync(uint32_t mask, T value, int d) {
   return shuffle(mask, value, simt::lane() + d < 32 ? simt::lane() + d : simt::lane());
 }
 
+template <class T, class F>
+T reduce(uint32_t mask, T value, F f) {
+  const uint64_t* all = simt::warp_meet(mask, uint64_t(value));
+  T found = T(all[0]);
+  for (int i = 1; i < 32; ++i) found = f(found, T(all[i]));
+  return found;
+}
+
+inline uint32_t __reduce_min_sync(uint32_t mask, uint32_t value) {
+  return reduce(mask, value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
+}
+
+inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t value) {
+  return reduce(mask, value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
+}
+
+inline int __reduce_add_sync(uint32_t mask, int value) {
+  return reduce(mask, value, [](int a, int b) { return a + b; });
+}
+
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __clzll(int64_t bits) { return bits ? __builtin_clzll(uint64_t(bits)) : 64; }
 inline int __ffs(uint32_t bits) { return __builtin_ffs(int(bits)); }
 
 inline int atomicAdd(int* address, int value) {

@@ -1,9 +1,10 @@
 """The lightning indexer on Hopper (csrc/indexer).
 
 Selection takes one of two ways. *Fused*: one launch streams the logits through a gate and no matrix
-is made. *In two launches*: logits to scratch memory, then top-k; its first launch splits one row's
-keys over many SMs, so it is for batches of few rows: every decode, and prefills too short to give
-each SM a tile, as many rows at a time as the scratch has room for.
+is made. *In two launches*: logits to scratch memory, then top-k, launched while the logits are made
+and waiting for them. Both split a row over several SMs, so it is for batches of few rows: every
+decode, and prefills too short to give each SM a tile, as many rows at a time as the scratch has
+room for.
 """
 
 import torch

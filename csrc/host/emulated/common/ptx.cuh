@@ -60,7 +60,7 @@ inline float load_shared(uint32_t address) {
 // -- barriers ----------------------------------------------------------------------------------
 
 inline void named_barrier_sync(int id, int threads) {
-  if (!simt::fails("sync", id)) simt::meet(simt::block().meetings[id], threads);
+  if (!simt::fails("sync", id)) simt::barrier(simt::block().meetings[id], threads);
 }
 
 inline void named_barrier_arrive_now(int id, int threads) {
@@ -182,6 +182,24 @@ inline float exp2_flushed(float x) {
   return result < 0x1p-126f ? 0.0f : result;
 }
 
+// Every read of what the launch before wrote comes through here, and behind the wait for it.
+inline float load_dependent(const float* source) {
+  if (!simt::self().previous_launch_ended) simt::fail("a read before the previous launch has ended");
+  return *source;
+}
+
+inline float4 load_dependent4(const float* source) {
+  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) simt::fail("a load of 16 bytes from elsewhere");
+  const float first = load_dependent(source);
+  return {first, source[1], source[2], source[3]};
+}
+
+// -- launches that overlap ---------------------------------------------------------------------
+
+inline void let_next_launch_begin() {}
+
+inline void wait_for_previous_launch() { simt::self().previous_launch_ended = true; }
+
 // -- registers ---------------------------------------------------------------------------------
 
 template <int>
@@ -206,7 +224,8 @@ inline uint32_t cluster_rank() { return simt::block().rank; }
 inline uint32_t cluster_size() { return simt::machine().cluster; }
 
 inline void cluster_sync() {
-  simt::meet(simt::machine().cluster_meeting, simt::machine().threads * simt::machine().cluster);
+  simt::barrier(simt::machine().cluster_meeting,
+                simt::machine().threads * simt::machine().cluster);
 }
 
 inline uint32_t peer_address(uint32_t address, uint32_t rank) {
@@ -215,6 +234,12 @@ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
 
 inline float load_peer(uint32_t address) {
   float value;
+  std::memcpy(&value, simt::shared_pointer(address), sizeof value);
+  return value;
+}
+
+inline uint32_t load_peer_word(uint32_t address) {
+  uint32_t value;
   std::memcpy(&value, simt::shared_pointer(address), sizeof value);
   return value;
 }
