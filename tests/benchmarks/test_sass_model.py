@@ -115,6 +115,19 @@ def test_the_smallest_loop_that_holds() -> None:
         innermost(SPIN_AND_SLOT, {"QGMMA": 4})
 
 
+def test_what_is_rare_is_left_out() -> None:
+    """A branch over an inner loop: the longest iteration goes through it, unless that is rare."""
+    lines = ["LDG R1, [R2]", "@P1 BRA 0x40", "POPC R3, R1", "@P2 BRA 0x20", "FADD R4, R4, R1"]
+    (loop,) = [one for one in loops(code(*lines, "@P0 BRA 0x0", "EXIT")) if one.header == 0]
+
+    def longest(*rare: str) -> list[str]:
+        return [one.opcode for one in loop.without(rare).iteration(lambda: True)]
+
+    assert longest() == ["LDG", "BRA", "POPC", "BRA", "FADD", "BRA"]
+    assert longest("MUFU") == longest()
+    assert longest("POPC") == ["LDG", "BRA", "FADD", "BRA"]
+
+
 def test_pipes() -> None:
     found = mix(code("FMNMX R1, R1, R2, !PT", "@P0 IMAD R1, R1, R2, R3", "UIADD3 UR1, UR1, 1",
                      "BRA 0x0", QGMMA, "SHFL.BFLY PT, R1, R2, 0x1, 0x1f", "MUFU.EX2 R1, R1"),
