@@ -45,16 +45,6 @@ __device__ __forceinline__ Bin warp_find_from_top(const int* hist, int wanted, i
   }
 }
 
-// Increment a counter for every thread that arrives here together: one atomic for all of them.
-__device__ __forceinline__ int warp_next(int* counter) {
-  const uint32_t together = __activemask();
-  const int leader = __ffs(together) - 1;
-  const int lane = own_thread() % 32;
-  int first = 0;
-  if (lane == leader) first = atomicAdd(counter, __popc(together));
-  return __shfl_sync(together, first, leader) + __popc(together & ((1u << lane) - 1));
-}
-
 // Shared memory of a DeviceBlock.
 struct BlockScratch {
   Bin bin;
@@ -80,30 +70,9 @@ class DeviceBlock {
     sync();
   }
 
-  // each() over values in global memory, with several loads in flight before the first use.
-  template <class F>
-  __device__ __forceinline__ void each_value(const float* row, int n, F f) {
-    for (int base = own_thread(); base < n; base += kThreads * kInFlight) {
-      float values[kInFlight];
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int i = base + j * kThreads;
-        values[j] = i < n ? row[i] : 0.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int i = base + j * kThreads;
-        if (i < n) f(i, values[j]);
-      }
-    }
-    sync();
-  }
-
   __device__ __forceinline__ void add(int* address, int value) { atomicAdd(address, value); }
 
   __device__ __forceinline__ int take(int* counter, int n) { return atomicAdd(counter, n); }
-
-  __device__ __forceinline__ int next(int* counter) { return warp_next(counter); }
 
   __device__ __forceinline__ uint32_t set_bits(uint32_t* address, uint32_t bits) {
     return atomicOr(address, bits);

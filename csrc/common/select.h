@@ -6,7 +6,6 @@
 //   each(n, f)                    f(0) ... f(n - 1) in any order, then a barrier
 //   add(address, value)           atomic
 //   take(counter, n)              atomic addition; returns the old value
-//   next(counter)                 take 1, where the whole block counts with one counter
 //   set_bits(address, bits)       atomic or; returns the old value
 //   replace(address, old, new)    atomic compare and swap; returns the old value
 //   find_from_top<bins>(hist, k)  see Bin

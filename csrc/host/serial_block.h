@@ -20,18 +20,11 @@ class SerialBlock {
     for (const int i : shuffled(n)) f(i);
   }
 
-  template <class F>
-  void each_value(const float* row, int n, F f) {
-    each(n, [&](int i) { f(i, row[i]); });
-  }
-
   void add(int* address, int value) { *address += value; }
 
   void sync() {}
 
   int take(int* counter, int n) { return std::exchange(*counter, *counter + n); }
-
-  int next(int* counter) { return (*counter)++; }
 
   uint32_t set_bits(uint32_t* address, uint32_t bits) {
     return std::exchange(*address, *address | bits);
