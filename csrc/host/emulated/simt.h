@@ -199,7 +199,7 @@ inline int meet(Meeting& meeting, int threads, int value = 0) {
   return meeting.last_sum;
 }
 
-// As a mutant has it. What calls this is inlined, so that its return address is the place.
+// As a mutant has it. What calls this must be inlined (__forceinline__): its return address is the place.
 __attribute__((noinline)) inline int barrier(Meeting& meeting, int threads, int value = 0) {
   auto& places = barrier_places;
   const auto found = std::find(places.begin(), places.end(), __builtin_return_address(0));
@@ -364,9 +364,11 @@ inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, ui
 #define blockIdx (::simt::block().index)
 #define gridDim (::simt::machine().grid)
 
-inline void __syncthreads() { simt::barrier(simt::block().meetings[0], simt::machine().threads); }
+__forceinline__ void __syncthreads() {
+  simt::barrier(simt::block().meetings[0], simt::machine().threads);
+}
 
-inline int __syncthreads_count(bool value) {
+__forceinline__ int __syncthreads_count(bool value) {
   return simt::barrier(simt::block().meetings[0], simt::machine().threads, value);
 }
 

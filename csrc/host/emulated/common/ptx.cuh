@@ -59,7 +59,7 @@ inline float load_shared(uint32_t address) {
 
 // -- barriers ----------------------------------------------------------------------------------
 
-inline void named_barrier_sync(int id, int threads) {
+__forceinline__ void named_barrier_sync(int id, int threads) {
   if (!simt::fails("sync", id)) simt::barrier(simt::block().meetings[id], threads);
 }
 
@@ -223,7 +223,7 @@ T uniform(T value) {
 inline uint32_t cluster_rank() { return simt::block().rank; }
 inline uint32_t cluster_size() { return simt::machine().cluster; }
 
-inline void cluster_sync() {
+__forceinline__ void cluster_sync() {
   simt::barrier(simt::machine().cluster_meeting,
                 simt::machine().threads * simt::machine().cluster);
 }
