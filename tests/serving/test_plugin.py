@@ -410,7 +410,7 @@ def test_kernels_are_checked_on_what_sglang_resolved(
 
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_indexcache.kernels.dispatch import Machine
+    from sglang_indexcache.kernels.dispatch import FASTER_FROM, Machine
     from sglang_indexcache.serving import doctor
     from sglang_indexcache.serving.cuda.choice import choose
     from sglang_indexcache.serving.plugin import resolving_view
@@ -420,8 +420,13 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     assert plan is not None
     assert plan.kernels == "auto"
     said = capfd.readouterr().err
-    for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
-        assert said.count(f"IndexCache kernels: {op}: cuda (opted in)") == 1
+    shorter = f"; the engine's below {FASTER_FROM[KERNEL_SHAPE['index_n_heads']]} tokens"
+    for op, more in (
+        ("select in prefill", shorter),
+        ("select in decode", ""),
+        ("sparse_mla in decode", ""),
+    ):
+        assert said.count(f"IndexCache kernels: {op}: cuda (opted in{more})") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
     routes = choose("auto", resolving_view(worker), shape, Machine.here())
