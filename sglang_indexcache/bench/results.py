@@ -206,7 +206,7 @@ class LatencyResult(Strict):
         new_tokens: generated per request.
         clock: how seconds were counted.
         rounds: times that every configuration was visited, in turns: A B A B.
-        visits: one server start with all lengths, or one length on a running server.
+        visits: one server start with all lengths, or, side by side, one turn.
         samples: everything measured; warm-up is not among them.
     """
 

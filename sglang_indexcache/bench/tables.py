@@ -28,12 +28,6 @@ NAMES: dict[Metric, str] = {
 }
 
 
-_TURNS = {
-    False: "one server at a time, started anew for every visit",
-    True: "servers side by side, in turns at every length",
-}
-
-
 @dataclass(frozen=True)
 class Grid:
     """A table without a format.
@@ -190,7 +184,7 @@ def conditions(result: LatencyResult) -> str:
     lines = [
         *where_and_when(result.environment, result.started_here),
         f"{result.rounds} rounds of [{order}], {result.new_tokens} new tokens a request, "
-        f"{_TURNS[result.side_by_side]}.",
+        f"{_turns(result)}.",
     ]
     if "full" in result.metrics:
         full = ", ".join(_fullness(result, length) for length in result.lengths)
@@ -204,6 +198,15 @@ def conditions(result: LatencyResult) -> str:
     modes = {visit.facts.mode for visit in result.visits}
     lines += what_was_served(result.model, result.arguments, modes)
     return "\n".join(lines) + "\n"
+
+
+def _turns(result: LatencyResult) -> str:
+    """Who took turns, and for what; before turns were requests, a visit was a length."""
+    if not result.side_by_side:
+        return "one server at a time, started anew for every visit"
+    if len(result.visits) == result.rounds * len(result.configurations) * len(result.lengths):
+        return "servers side by side, in turns at every length"
+    return "in turns, request by request"
 
 
 def _fullness(result: LatencyResult, length: int) -> str:

@@ -131,6 +131,15 @@ def test_a_clients_machine_is_not_its_servers() -> None:
     assert "the servers ran already" not in tables.conditions(result("cuda"))
 
 
+def test_conditions_say_who_took_turns() -> None:
+    alone = result()
+    assert "one server at a time" in tables.conditions(alone)
+    turns = alone.model_copy(update={"side_by_side": True, "visits": alone.visits * 3})
+    assert "in turns, request by request" in tables.conditions(turns)
+    before = alone.model_copy(update={"side_by_side": True, "visits": alone.visits * 2})
+    assert "servers side by side, in turns at every length" in tables.conditions(before)
+
+
 def test_conditions_say_how_full_the_cache_was_and_which_mode() -> None:
     plain = result()
     assert "1 of 10K (1%), 1 of 200K (25%)" in tables.conditions(plain)

@@ -114,7 +114,8 @@ def _forecast_loss(
 ) -> str | None:
     """Why the engine's kernel is the faster one by our own forecast; asked for by name, ours run.
 
-    The one place for such rules. A measurement (``dispatch.MEASURED``) overrules them.
+    What is so at every length: :func:`_faster_from` has the rule by length. A measurement
+    (``dispatch.MEASURED``) overrules it.
     """
     if (op, machine.capability) in dispatch.MEASURED or machine.capability != (9, 0):
         return None
@@ -124,6 +125,9 @@ def _forecast_loss(
             f"with {heads} heads on a GPU no two rows share a tile, which is what ours would gain "
             "from, and FlashMLA is forecast to be faster (docs/kernels.md)"
         )
+    indexer = model.hf_config.index_n_heads
+    if (op, phase) == ("select", "prefill") and indexer not in dispatch.FASTER_FROM:
+        return f"no forecast says that ours is faster with {indexer} indexer heads"
     return None
 
 
@@ -148,6 +152,8 @@ def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
         yield "--dcp-size gives every GPU some tokens of a request"
     if cfg.enable_kv_cache_sharding:
         yield "--enable-kv-cache-sharding moves pages"
+    if cfg.enable_pdmux:
+        yield "--enable-pdmux gives decode a part of the multiprocessors, and ours count on all"
 
 
 def _selection_obstacles(model: Any) -> Iterator[str]:

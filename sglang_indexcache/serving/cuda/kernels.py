@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -310,7 +311,8 @@ class KeptLists:
     """
 
     def __init__(self) -> None:
-        self._slots: torch.Tensor | None = None
+        # Weak: a selection is the engine's to free when its forward ends.
+        self._slots: Callable[[], torch.Tensor | None] = lambda: None
         self._selection = -1
         self._kept: Kept = {}
 
@@ -322,8 +324,8 @@ class KeptLists:
             selection: how often indices were selected or taken over so far: memory that holds
                 another selection may be the same tensor.
         """
-        if slots is not self._slots or selection != self._selection:
-            self._slots, self._selection, self._kept = slots, selection, {}
+        if slots is not self._slots() or selection != self._selection:
+            self._slots, self._selection, self._kept = weakref.ref(slots), selection, {}
         return self._kept
 
 

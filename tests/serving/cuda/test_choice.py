@@ -43,6 +43,7 @@ def server(**fields: Any) -> Any:
             "enable_hisparse": False,
             "enable_prefill_cp": False,
             "enable_kv_cache_sharding": False,
+            "enable_pdmux": False,
             "dcp_size": 1,
             "tp_size": 1,
             "attn_dp_size": 1,
@@ -123,6 +124,14 @@ def test_auto_leaves_short_prefills_to_the_engine() -> None:
     assert str(route) == "select in prefill: cuda (opted in; the engine's below 32768 tokens)"
 
 
+def test_auto_takes_no_prefill_selection_that_nothing_forecasts() -> None:
+    """With few indexer heads the gate, which does not depend on them, takes most of the time."""
+    model = glm5(index_n_heads=16)
+    expected = every("cuda") | {("select", "prefill"): None}
+    assert names("auto", server(), model, HOPPER) == expected
+    assert names("cuda", server(), model, HOPPER) == every("cuda")
+
+
 def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dispatch.MEASURED, ("select", (9, 0)), ("triton", "kernels/h100.json"))
     expected = every("cuda") | dict.fromkeys(SELECTIONS, "triton")
@@ -193,6 +202,7 @@ BAD_INDEXERS = [
     ({}, {"enable_prefill_cp": True}, "--enable-prefill-cp"),
     ({}, {"dcp_size": 2}, "--dcp-size"),
     ({}, {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+    ({}, {"enable_pdmux": True}, "--enable-pdmux"),
 ]
 
 
@@ -217,6 +227,7 @@ def test_what_our_indexer_cannot_do(fields: Any, flags: Any, says: str) -> None:
         ({}, {"kv_cache_dtype": "fp4_e2m1"}, "cannot read a fp4_e2m1 cache"),
         ({}, {"enable_hisparse": True}, "--enable-hisparse"),
         ({}, {"dcp_size": 2}, "--dcp-size"),
+        ({}, {"enable_pdmux": True}, "--enable-pdmux"),
     ],
 )
 def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> None:

@@ -9,6 +9,7 @@ every token, so two correct selections are equal sets.
 import ast
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import ROUTED, Route
-from sglang_indexcache.serving.cuda.kernels import EngineKernels
+from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
 from sglang_indexcache.serving.settings import Plan
 from tests.serving.cuda.test_backend import runner
 
@@ -664,6 +665,17 @@ def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
             query = q[..., :512].contiguous()
             forward(query, k, k, layer, batch, topk_indices=slots, **parts)
     assert seen == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8]
+
+
+def test_kept_lists_do_not_keep_the_selection() -> None:
+    """That is 64 MB of a chunk on a GPU, and the engine's to free."""
+    lists, slots = KeptLists(), random_slots(4)
+    freed = weakref.ref(slots)
+    lists.of(slots, 1)["packed"] = 1
+    assert lists.of(slots, 1) == {"packed": 1}
+    del slots
+    assert freed() is None
+    assert lists.of(random_slots(4), 1) == {}
 
 
 def test_attention_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
