@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,8 @@ from sglang_indexcache.kernels.contract import (
     Select,
     SparseMLA,
 )
+from sglang_indexcache.kernels.indexer import cuda as indexer_cuda
+from sglang_indexcache.kernels.indexer.page_order import page_order
 from sglang_indexcache.serving.cuda.choice import Phase, Route
 from sglang_indexcache.serving.hooks import around
 
@@ -120,7 +122,9 @@ def _ragged(
             metadata,
             topk_result,
         )
-    pages = _pages(indexer, layer_id)
+    backend, pages = current_backend(), _pages(indexer, layer_id)
+    goes_on = backend.index_buffer.selects_after(layer_id)
+    kernel = backend.page_orders.following(kernel, layer_id, goes_on)
     return select_prefill(kernel, q_fp8, weights, pages, metadata, indexer.index_topk, topk_result)
 
 
@@ -183,6 +187,57 @@ def select_prefill(
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
     return result
+
+
+class PageOrders:
+    """Within a forward, an F layer visits first the pages that the one before it selected from.
+
+    Holds one order, from an F layer to the next one of its forward: a word for each page of each
+    request.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a forward: no layer has selected yet."""
+        self._left: tuple[int, torch.Tensor] | None = None
+
+    def following(self, kernel: Select, layer: int, goes_on: bool) -> Select:
+        """``kernel`` for ``layer``; as it is where it would not follow an order.
+
+        Args:
+            kernel: of a prefill.
+            layer: the model's layer number.
+            goes_on: whether a later layer selects, for which to leave an order.
+        """
+        if kernel is not indexer_cuda.select:
+            return kernel
+
+        def select(
+            batch: IndexerBatch,
+            topk: int,
+            *,
+            as_slots: bool = False,
+            out: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            if not indexer_cuda.is_fused(batch):
+                return kernel(batch, topk, as_slots=as_slots, out=out)
+            batch = replace(batch, page_order=self._take(layer, batch.block_table))
+            chosen = kernel(batch, topk, as_slots=as_slots, out=out)
+            if goes_on:
+                self._left = layer, page_order(chosen, batch, as_slots=as_slots)
+            return chosen
+
+        return select
+
+    def _take(self, layer: int, table: torch.Tensor) -> torch.Tensor | None:
+        """What a lower layer left. A capture runs its layers several times from one begin: what a
+        first layer finds there is of the pass before, in memory that a replay may use otherwise."""
+        left, self._left = self._left, None
+        if left is None or left[0] >= layer or left[1].shape != table.shape:
+            return None
+        return left[1]
 
 
 def select_decode(
