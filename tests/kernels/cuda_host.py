@@ -42,9 +42,7 @@ def pointer(array: NDArray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def gate(
-    row: NDArray, k: int, seed: int, order: NDArray | None = None
-) -> tuple[NDArray, int, int]:
+def gate(row: NDArray, k: int, seed: int, order: NDArray | None = None) -> tuple[NDArray, int, int]:
     """Selection through the streaming gate; also the fullest list and all entries ever listed.
 
     ``order`` is that of the row's pages, int32.

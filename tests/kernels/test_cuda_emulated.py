@@ -197,7 +197,7 @@ def select_in_order(batch: Batch, order: NDArray, heads: int, tile_rows: int, k:
 def test_select_in_any_order_of_pages(
     heads: int, tile_rows: int, random: np.random.Generator
 ) -> None:
-    """More pages than the loading warp asks for at a time, and requests of very different length."""
+    """More pages than the loading warp asks for at a time; requests of very different length."""
     batch = Batch(random, heads, [3, 0, 11, 1, 6], [130, 40, 200, 1, 300], padding=5)
     wide = Batch(random, heads, [4, 70, 2], [9500, 70, 3])
     for each in (batch, wide):

@@ -21,7 +21,7 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.grid.cases import IndexerCase, SparseMlaInputs
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
-from sglang_indexcache.kernels.indexer.page_order import page_order
+from sglang_indexcache.kernels.indexer.page_order import HotPages
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.topk import reference as topk_reference
@@ -153,8 +153,8 @@ def _in_other_orders(select: Op, batch: IndexerBatch, own: torch.Tensor) -> list
     requests, width = batch.block_table.shape
     shuffled = torch.rand(requests, width, device=own.device).argsort().int()
     orders = {"any": shuffled}
-    if batch.query_starts is not None:
-        orders["a good"] = page_order(own, batch)
+    if batch.query_starts is not None and len(own):
+        orders["a good"] = HotPages.of(batch).order(own)
     complaints = []
     for name, order in orders.items():
         found = select(replace(batch, page_order=order), own.shape[1])

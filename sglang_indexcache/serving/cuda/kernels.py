@@ -30,7 +30,7 @@ from sglang_indexcache.kernels.contract import (
     SparseMLA,
 )
 from sglang_indexcache.kernels.indexer import cuda as indexer_cuda
-from sglang_indexcache.kernels.indexer.page_order import page_order
+from sglang_indexcache.kernels.indexer.page_order import HotPages
 from sglang_indexcache.serving.cuda.choice import Phase, Route
 from sglang_indexcache.serving.hooks import around
 
@@ -189,11 +189,20 @@ def select_prefill(
     return result
 
 
+@dataclass(frozen=True)
+class _Left:
+    """What an F layer leaves for the next one."""
+
+    layer: int
+    hot_pages: HotPages
+    order: torch.Tensor
+
+
 class PageOrders:
     """Within a forward, an F layer visits first the pages that the one before it selected from.
 
-    Holds one order, from an F layer to the next one of its forward: a word for each page of each
-    request.
+    Holds what one layer left, until the next one of its forward takes it: some words for each page
+    of each request.
     """
 
     def __init__(self) -> None:
@@ -201,7 +210,7 @@ class PageOrders:
 
     def begin(self) -> None:
         """Start a forward: no layer has selected yet."""
-        self._left: tuple[int, torch.Tensor] | None = None
+        self._left: _Left | None = None
 
     def following(self, kernel: Select, layer: int, goes_on: bool) -> Select:
         """``kernel`` for ``layer``; as it is where it would not follow an order.
@@ -223,21 +232,27 @@ class PageOrders:
         ) -> torch.Tensor:
             if not indexer_cuda.is_fused(batch):
                 return kernel(batch, topk, as_slots=as_slots, out=out)
-            batch = replace(batch, page_order=self._take(layer, batch.block_table))
+            left = self._take(layer, batch, as_slots)
+            batch = replace(batch, page_order=left.order if left else None)
             chosen = kernel(batch, topk, as_slots=as_slots, out=out)
             if goes_on:
-                self._left = layer, page_order(chosen, batch, as_slots=as_slots)
+                hot_pages = left.hot_pages if left else HotPages.of(batch, as_slots=as_slots)
+                self._left = _Left(layer, hot_pages, hot_pages.order(chosen))
             return chosen
 
         return select
 
-    def _take(self, layer: int, table: torch.Tensor) -> torch.Tensor | None:
-        """What a lower layer left. A capture runs its layers several times from one begin: what a
-        first layer finds there is of the pass before, in memory that a replay may use otherwise."""
+    def _take(self, layer: int, batch: IndexerBatch, as_slots: bool) -> _Left | None:
+        """What a lower layer left.
+
+        A capture runs its layers several times from one begin: what a first layer finds there is
+        of the pass before, in memory that a replay may use otherwise.
+        """
         left, self._left = self._left, None
-        if left is None or left[0] >= layer or left[1].shape != table.shape:
+        if left is None or left.layer >= layer:
             return None
-        return left[1]
+        same = left.order.shape == batch.block_table.shape and left.hot_pages.as_slots == as_slots
+        return left if same else None
 
 
 def select_decode(

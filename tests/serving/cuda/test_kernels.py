@@ -28,7 +28,7 @@ from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.indexer import cuda as indexer_cuda
-from sglang_indexcache.kernels.indexer.page_order import page_order
+from sglang_indexcache.kernels.indexer.page_order import HotPages
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
@@ -417,7 +417,7 @@ def test_a_layer_visits_first_what_the_layer_before_selected_from(
             rolled = [each.roll(layer, 0)[:rows] for each in (q, weights[..., 0])]
             own = replace(given, q=rolled[0], weights=rolled[1].contiguous())
             assert order is not None
-            assert torch.equal(order, page_order(SELECT(own, TOPK), own))
+            assert torch.equal(order, HotPages.of(own).order(SELECT(own, TOPK)))
         assert backend.page_orders._left is None, "no layer follows the last"
 
 
