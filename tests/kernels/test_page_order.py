@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from sglang_indexcache.kernels.contract import MAX_PAGES, PAGE_TOKENS, IndexerBatch
 from sglang_indexcache.kernels.grid import cases
@@ -158,6 +159,22 @@ def test_the_gate_s_lists_hold_what_comes_again_and_again() -> None:
     row = make_row("normal", n, np.random.default_rng(1))
     _, fullest, _ = cuda_host.gate(row, 2048, 1, np.zeros(n // 64, dtype=np.int32))
     assert 0 <= fullest <= cuda_host.constant("gate.list_capacity")
+
+
+@pytest.mark.parametrize("as_slots", [False, True])
+def test_nothing_is_read_on_the_host(as_slots: bool, generator: torch.Generator) -> None:
+    """Tensors without values: to read one is an error, as it is while a graph is captured."""
+    case = cases.IndexerCase("two", 8, ((300, 900), (0, 64), (2, 70)), padding=3)
+    batch = cases.indexer_inputs(case, generator, CPU)
+    with FakeTensorMode() as mode:
+        fields = {
+            name: mode.from_tensor(each) for name, each in vars(batch).items() if each is not None
+        }
+        selected = torch.empty(305, 16, dtype=torch.int32)
+        order = page_order(selected, IndexerBatch(**fields), as_slots=as_slots)
+        assert order.shape == batch.block_table.shape
+        with pytest.raises(DataDependentOutputException):
+            order.max().item()
 
 
 def test_a_part_keeps_its_requests_orders(generator: torch.Generator) -> None:

@@ -1,9 +1,9 @@
 """The pages that a layer selected from, first: an order for the next layer's selection.
 
-Layers that follow each other select much the same tokens (paper, section on the overlap of their
-indices). The fused kernel lists every logit that may still be selected, so the sooner it has seen
-the best, the fewer it lists. The order changes nothing else, and is one for all rows of a request:
-the blocks that work on them read the same pages at about the same time.
+Layers that follow each other select much the same tokens: why they can share a selection at all.
+The fused kernel lists every logit that may still be selected, so the sooner it has seen the best,
+the fewer it lists. The order changes nothing else, and is one for all rows of a request: the blocks
+that work on them read the same pages at about the same time.
 """
 
 from __future__ import annotations
