@@ -51,8 +51,8 @@ IC_HD int spread_page(int i, int step, int pages) {
   return int(uint32_t(i) * uint32_t(step) % uint32_t(pages));
 }
 
-// An order in which each request's pages are to be visited instead, [requests, width], where `pages` is
-// not null. What it holds is trusted for speed alone.
+// An order in which each request's pages are to be visited instead, [requests, width], where `pages`
+// is not null. Where it is no permutation the selection may be wrong, and nothing else.
 struct PageOrder {
   const int* pages;
   int width;

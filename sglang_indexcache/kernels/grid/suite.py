@@ -149,12 +149,14 @@ def _wrong_logits(
 
 
 def _in_other_orders(select: Op, batch: IndexerBatch, own: torch.Tensor) -> list[str]:
-    """The same whatever the order of pages: those of the selection first, and any."""
-    requests, width = batch.block_table.shape
-    shuffled = torch.rand(requests, width, device=own.device).argsort().int()
-    orders = {"any": shuffled}
-    if batch.query_starts is not None and len(own):
-        orders["a good"] = HotPages.of(batch).order(own)
+    """A prefill's is the same in any order of pages, and with those of the selection first."""
+    if batch.query_starts is None or len(own) == 0:
+        return []
+    shuffled = torch.rand(batch.block_table.shape, generator=torch.Generator().manual_seed(0))
+    orders = {
+        "any": shuffled.argsort().int().to(own.device),
+        "a good": HotPages.of(batch).order(own),
+    }
     complaints = []
     for name, order in orders.items():
         found = select(replace(batch, page_order=order), own.shape[1])
