@@ -106,6 +106,11 @@ def _forecast(folder: Path, path: str) -> str:
     return forecast.table(json.loads((folder / path).read_text())).to_markdown()
 
 
+def _best_first(folder: Path, path: str) -> str:
+    found = json.loads((folder / path).read_text())["best_pages_first"]
+    return forecast.best_first_table(found).to_markdown()
+
+
 def _composition(folder: Path, path: str) -> str:
     return composition.table(json.loads((folder / path).read_text())["composition"]).to_markdown()
 
@@ -217,6 +222,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "healing-grid": (_healing_grid, "heal.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
+    "kernel-best-first": (_best_first, "kernels/forecast.json"),
     "kernel-composition": (_composition, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
     "request-patterns": (_request_patterns, "request_patterns.json"),

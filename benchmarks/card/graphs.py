@@ -24,11 +24,12 @@ from sglang_indexcache.kernels.grid.cases import (
     indexer_inputs,
     topk_inputs,
 )
+from sglang_indexcache.kernels.indexer.page_order import HotPages
 
 INDEXER = (
     IndexerCase("ragged", 32, ((1, 3000), (1, 0), (1, 700), (1, 65)), topk=512, decode=True),
     IndexerCase("MTP", 64, ((4, 1500), (4, 66)), topk=512, decode=True),
-    IndexerCase("prefill", 32, ((40, 900), (7, 300), (300, 4100)), topk=512, padding=3),
+    IndexerCase("prefill", 32, ((40, 900), (7, 300), (1100, 4100)), topk=512, padding=3),
 )
 ATTENTION = tuple(
     (
@@ -90,20 +91,29 @@ def seeded(seed: int) -> torch.Generator:
 def select_job(
     select: Callable[..., Any], case: IndexerCase, as_slots: bool, device: torch.device
 ) -> Job:
-    """The fused indexer; the second batch has other pages and sees half as much."""
+    """The fused indexer; the second batch has other pages and sees half as much.
+
+    In prefill once more, visiting the pages in the order that the first selection leaves.
+    """
     first, second = (indexer_inputs(case, seeded(seed), device) for seed in (1, 2))
     second = dataclasses.replace(second, visible=second.visible // 2)
-    out = torch.empty(len(first.visible), case.topk, dtype=torch.int32, device=device)
+    shape = (1 if case.decode else 2, len(first.visible), case.topk)
+    out = torch.empty(shape, dtype=torch.int32, device=device).unbind()
 
     def call(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
-        select(IndexerBatch(*inputs), case.topk, as_slots=as_slots, out=outputs[0])
+        batch = IndexerBatch(*inputs)
+        chosen = select(batch, case.topk, as_slots=as_slots, out=outputs[0])
+        if not case.decode:
+            order = HotPages.of(batch, as_slots=as_slots).order(chosen)
+            batch = dataclasses.replace(batch, page_order=order)
+            select(batch, case.topk, as_slots=as_slots, out=outputs[1])
 
     name = f"select {case}{' as slots' * as_slots}"
-    return Job(name, tensors(first), tensors(second), (out,), call)
+    return Job(name, tensors(first), tensors(second), out, call)
 
 
 def tensors(batch: IndexerBatch) -> tuple[torch.Tensor, ...]:
-    """The fields of a batch, without the last where it is left out."""
+    """The fields of a batch, without the last ones where they are left out."""
     fields = (getattr(batch, field.name) for field in dataclasses.fields(batch))
     return tuple(field for field in fields if field is not None)
 

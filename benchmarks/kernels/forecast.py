@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -236,13 +236,12 @@ def clocks(loop: Modelled, mood: Mood) -> float:
 
 
 def page_clocks(
-    loops: Mapping[str, Modelled], heads: int, context: int, mood: Mood
+    loops: Mapping[str, Modelled], heads: int, counts: gate_counts.Counts, mood: Mood
 ) -> tuple[float, float]:
     """Clocks of a pair of pages, and how much of them is for logits that pass.
 
     A line through the two models of the loop, and never below the lesser.
     """
-    counts = gate_counts.average(context, LOGIT_MEAN[mood])
     rounds = counts.rounds_8 if select_rows(heads) == 8 else counts.rounds_4
     (few, low), (many, high) = (
         (rounds_of, clocks(loops[f"select_{heads}{name}"], mood))
@@ -253,14 +252,22 @@ def page_clocks(
 
 
 def prefill_parts(
-    loops: Mapping[str, Modelled], heads: int, context: int, mood: Mood
+    loops: Mapping[str, Modelled],
+    heads: int,
+    context: int,
+    mood: Mood,
+    *,
+    best_first: bool = False,
 ) -> dict[str, float]:
-    """Clocks of one tile of the fused kernel, the last chunk of a prompt, by part."""
+    """Clocks of one tile of the fused kernel, the last chunk of a prompt, by part.
+
+    ``best_first`` as of ``gate_counts.average``.
+    """
     rows = select_rows(heads)
     visible = context - ROWS / 2
     pages = visible / PAGE_TOKENS
-    counts = gate_counts.average(context, LOGIT_MEAN[mood])
-    each, more = page_clocks(loops, heads, context, mood)
+    counts = gate_counts.average(context, LOGIT_MEAN[mood], TOPK, best_first=best_first)
+    each, more = page_clocks(loops, heads, counts, mood)
     find = math.ceil(rows / GATE_WARPS) * (GATE.bins + GATE.rounds)
     find_at_end = rows * GATE.bins + GATE.rounds
     full = (gate_counts.CAPACITY - gate_counts.CHECK_KEYS) / 1024
@@ -279,10 +286,40 @@ def prefill_parts(
     }
 
 
-def prefill_us(loops: Mapping[str, Modelled], heads: int, context: int, mood: Mood) -> float:
+def prefill_us(
+    loops: Mapping[str, Modelled],
+    heads: int,
+    context: int,
+    mood: Mood,
+    *,
+    best_first: bool = False,
+) -> float:
     """Logits and selection of 8192 rows: whole rounds of tiles over the SMs."""
     rounds = math.ceil(ROWS / select_rows(heads) / MULTIPROCESSORS)
-    return rounds * sum(prefill_parts(loops, heads, context, mood).values()) / GHZ[mood] / 1e3
+    parts = prefill_parts(loops, heads, context, mood, best_first=best_first)
+    return rounds * sum(parts.values()) / GHZ[mood] / 1e3
+
+
+def best_pages_first(
+    loops: Mapping[str, Modelled], engine: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What an order of pages can bring at most: every floor final from the first check on."""
+    found = []
+    for heads in (32, 64):
+        for context in (LONG, *(each for each in CONTEXTS if each > LONG)):
+            ours = prefill_us(loops, heads, context, "central")
+            least = prefill_us(loops, heads, context, "central", best_first=True)
+            theirs = engine_prefill_us(engine, heads, context)
+            found.append(
+                {
+                    "shape": f"{ROWS} rows, {context // 1024}K, {heads} heads",
+                    "ours_us": round(ours, 1),
+                    "ratio": round(theirs / ours, 2),
+                    "least_us": round(least, 1),
+                    "ratio_at_most": round(theirs / least, 2),
+                }
+            )
+    return found
 
 
 def faster_from(
@@ -604,6 +641,7 @@ def record(
     """
     entries = record_loops(loops, before.get("hot_loops", {}), reasons)
     rows = [one.to_json() for one in rows_of(loops, engine)]
+    bound = best_pages_first(loops, engine)
 
     def topk_us(rows: int) -> float:
         return decode_topk_us(loops, rows, CONTEXTS[-1], "central")
@@ -630,9 +668,10 @@ def record(
         "engine": engine,
         "hot_loops": entries,
         "rows": rows,
+        "best_pages_first": bound,
         "composition": composition.rows(composition_times(loops, engine)),
         "faster_from": {str(heads): faster_from(loops, engine, heads) for heads in (32, 64)},
-        "predictions": predictions(rows, loops, decode_us, topk_us),
+        "predictions": predictions(rows, bound, loops, decode_us, topk_us),
     }
 
 
@@ -652,6 +691,22 @@ def table(result: Mapping[str, Any]) -> Grid:
         for one in result["rows"]
     )
     return Grid(f"{result['machine']}: {result['status']}", header, cells)
+
+
+def best_first_table(found: Sequence[Mapping[str, Any]]) -> Grid:
+    """The bound, for people."""
+    header = ("shape", "forecast, us", "faster by", "bound, us", "faster by at most")
+    cells = tuple(
+        (
+            one["shape"],
+            f"{one['ours_us']:.0f}",
+            f"{one['ratio']:.2f}x",
+            f"{one['least_us']:.0f}",
+            f"{one['ratio_at_most']:.2f}x",
+        )
+        for one in found
+    )
+    return Grid("A bound: every floor final from the first check on", header, cells)
 
 
 def main() -> None:
@@ -674,6 +729,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(table(result).to_markdown())
+    print(best_first_table(result["best_pages_first"]).to_markdown())
     print(composition.table(result["composition"]).to_markdown())
     print(f"written to {options.out}")
 

@@ -97,12 +97,23 @@ def busiest_lane(rows: int, chance: float) -> float:
 
 
 @cache
-def average(context: int, mean: float, k: int = 2048, rows: int = 6) -> Counts:
-    """Over rows of normal(mean, 1) logits, each scaled by 1 to 2: bins are parts of octaves."""
+def average(
+    context: int, mean: float, k: int = 2048, rows: int = 6, *, best_first: bool = False
+) -> Counts:
+    """Over rows of normal(mean, 1) logits, each scaled by 1 to 2: bins are parts of octaves.
+
+    Args:
+        best_first: each row's k largest come first, so that no floor rises after the first check:
+            more than any order of pages can do, which rows and neighbouring keys share.
+    """
     random = np.random.default_rng(0)
     found = []
     for _ in range(rows):
         logits = (mean + random.standard_normal(context)) * 2.0 ** random.uniform()
+        if best_first:
+            logits = np.concatenate(
+                np.array_split(np.partition(logits, context - k), [context - k])[::-1]
+            )
         found.append(count(logits.astype(np.float32), k))
     return Counts(
         *(float(np.mean([getattr(one, name) for one in found])) for name in Counts.__annotations__)

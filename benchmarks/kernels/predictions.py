@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.kernels.hot_loops import Modelled
-from benchmarks.kernels.workloads import Workload
+from benchmarks.kernels.workloads import AGREEING, Workload
 
 OURS, ENGINE_TOPK = "cuda", "sglang v2"
 ENGINE_SELECT, ENGINE_MLA = f"deep_gemm + {ENGINE_TOPK}", "flash_mla"
 LISTS_KEPT = "cuda, lists kept"
 """Ours again, for a layer that shares the last one's slots."""
+IN_ORDER = "cuda, best pages first"
+"""Ours again, for a layer that selects from the pages of the last one, and makes its own order."""
 
 
 def predictions(
     rows: Sequence[Mapping[str, Any]],
+    best_first: Sequence[Mapping[str, Any]],
     loops: Mapping[str, Modelled],
     decode_us: Callable[[int, bool], float],
     topk_us: Callable[[int], float],
@@ -28,6 +31,7 @@ def predictions(
 
     Args:
         rows: of the forecast, as in its JSON.
+        best_first: its bound, likewise.
         loops: the hot loops that they follow from.
         decode_us: what attention of so many requests takes, over an FP8 cache or a bfloat16 one.
         topk_us: what top-k of so many rows of 200K takes.
@@ -41,6 +45,7 @@ def predictions(
         ratio = decode_us(*over) / decode_us(*under)
         found.append(_ratio(over, under, ratio, otherwise))
     found.append(_lists_kept(rows))
+    found += [_in_order(best_first, work) for work in AGREEING]
     for rows_over, rows_under, otherwise in (
         (8, 1, "8 clusters of 8 blocks do not run at once, or L2 is what top-k waits for"),
         (16, 15, "cudaOccupancyMaxActiveClusters says another number than 15 of 8 blocks"),
@@ -170,6 +175,24 @@ def _lists_kept(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "low": round((1 + ratio) / 2, 2),
         "high": round(ratio + (ratio - 1) / 2, 2),
         "otherwise": "packing the lists takes another part of attention than assumed",
+    }
+
+
+def _in_order(best_first: Sequence[Mapping[str, Any]], work: Workload) -> dict[str, Any]:
+    """What the order brings where layers agree: up to twice what the model of single logits says.
+
+    The workload's best logits lie next to each other, so that more of a page's pass at once.
+    """
+    start, end = f"{work.rows} rows, {work.context // 1024}K,", f"{work.heads} heads"
+    one = next(b for b in best_first if b["shape"].startswith(start) and b["shape"].endswith(end))
+    gain = float(one["ours_us"]) / float(one["least_us"]) - 1
+    return {
+        "name": f"{one['shape']}: pages in their usual order over the best first",
+        "over": [str(work), OURS],
+        "under": [str(work), IN_ORDER],
+        "low": 1.0,
+        "high": round(1 + 2 * gain, 2),
+        "otherwise": "making the order takes what it brings, or the gate is not waited for",
     }
 
 

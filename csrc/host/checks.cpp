@@ -100,7 +100,8 @@ int check_split_count(int tiles, int pages, int resident) {
 
 // The streaming gate over one row, pages in the kernel's order. `entries` receives how many entries
 // were ever listed; returns the fullest that the list ever was, or -1 if it overflowed.
-int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t* entries) {
+int check_gate(const float* row, int n, int k, uint64_t seed, const int* order, int* out,
+               int64_t* entries) {
   constexpr int kRows = 2;  // the second row stays empty and must not disturb the first
   SerialBlock block(seed);
   std::vector<Entry> lists(kRows * indexer::kListCapacity, ~Entry(0));
@@ -122,7 +123,8 @@ int check_gate(const float* row, int n, int k, uint64_t seed, int* out, int64_t*
       uint32_t passes = 0;
       const auto at = [&](int j) -> indexer::Scored {
         const int key = i * kTogether + j;
-        const int page = indexer::spread_page(done + key / kPageTokens, step, pages);
+        const int number = done + key / kPageTokens;
+        const int page = order ? order[number] : indexer::spread_page(number, step, pages);
         const int position = page * kPageTokens + key % kPageTokens;
         return {position < n ? row[position] : 0.0f, position};
       };

@@ -95,6 +95,20 @@ __device__ __forceinline__ void load_queries(Ring<T>& ring, const CUtensorMap* q
   tma_load_2d(ring.queries, queries, &ring.queries_full, 0, row * T::kHeads);
 }
 
+// One lane. Page `page` of the pool, whose first token has position `start`, is number `n` of those
+// that go through the ring.
+template <class T>
+__device__ __forceinline__ void load_page(Ring<T>& ring, const CUtensorMap* keys,
+                                          const Inputs& inputs, int page, int start, int n) {
+  const int stage = ring_stage(n);
+  mbarrier_wait(&ring.empty[stage], ring_parity(n) ^ 1);
+  ring.starts[stage] = start;
+  mbarrier_arrive_expect(&ring.full[stage], kPageBytes);
+  tma_load_3d(ring.keys[stage], keys, &ring.full[stage], 0, 0, page);
+  bulk_load(ring.scales[stage], inputs.pages + int64_t(page) * kPageBytes + kKeyBytes, kScaleBytes,
+            &ring.full[stage]);
+}
+
 // The whole warp. Pages page_at(0), ..., page_at(count - 1) of a request; `n` is the number of
 // pages that went through the ring before.
 template <class T, class PageAt>
@@ -109,15 +123,7 @@ __device__ __forceinline__ void load_pages(Ring<T>& ring, const CUtensorMap* key
     for (int j = 0; j < here; ++j) {
       const int page = __shfl_sync(~0u, own, j);
       const int start = __shfl_sync(~0u, index, j) * kPageTokens;
-      if (lane == 0) {
-        const int stage = ring_stage(n + base + j);
-        mbarrier_wait(&ring.empty[stage], ring_parity(n + base + j) ^ 1);
-        ring.starts[stage] = start;
-        mbarrier_arrive_expect(&ring.full[stage], kPageBytes);
-        tma_load_3d(ring.keys[stage], keys, &ring.full[stage], 0, 0, page);
-        bulk_load(ring.scales[stage], inputs.pages + int64_t(page) * kPageBytes + kKeyBytes,
-                  kScaleBytes, &ring.full[stage]);
-      }
+      if (lane == 0) load_page(ring, keys, inputs, page, start, n + base + j);
       __syncwarp();
     }
   }

@@ -4,6 +4,7 @@
 #include "common/launch.h"
 #include "indexer/gate.h"
 #include "indexer/inputs.h"
+#include "indexer/schedule.h"
 
 namespace indexcache::indexer {
 
@@ -24,6 +25,7 @@ struct SelectOutput {
   int k;
   bool as_slots;
   Entry* lists;  // [blocks, select_rows, kListCapacity]
+  PageOrder order;
   int blocks;
 };
 

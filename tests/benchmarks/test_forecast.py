@@ -18,7 +18,7 @@ from benchmarks.kernels import (
 )
 from benchmarks.kernels.hot_loops import ALLOWED_SLOWDOWN, HOT_LOOPS, Modelled, slower
 from benchmarks.kernels.machine import SHARED_LIMIT
-from benchmarks.kernels.predictions import LISTS_KEPT, compare
+from benchmarks.kernels.predictions import IN_ORDER, LISTS_KEPT, compare
 from benchmarks.kernels.sass import Instruction
 from benchmarks.kernels.workloads import workloads
 from sglang_indexcache.errors import KernelError
@@ -62,6 +62,10 @@ def test_it_is_the_forecast_of_its_own_loops() -> None:
         forecast.rows_of(loops, COMMITTED["engine"]), COMMITTED["rows"], strict=True
     ):
         assert made.to_json() | {"bound_by": ""} == row | {"bound_by": ""}
+    bound = forecast.best_pages_first(loops, COMMITTED["engine"])
+    assert bound == COMMITTED["best_pages_first"]
+    for one in bound:
+        assert one["least_us"] < one["ours_us"], one["shape"]
 
 
 def test_no_loop_is_slower_than_it_was_without_a_reason() -> None:
@@ -144,6 +148,19 @@ def test_prefill_by_hand() -> None:
     total = sum(parts.values())
     us = forecast.prefill_us(loops, 32, 122_880, "central")
     assert us == pytest.approx(8 * total / 1.7e3)
+
+
+def test_no_order_of_pages_can_do_more() -> None:
+    """The best first: all is listed until the first check, and little more than k after it."""
+    loops = {"select_32": loop_of((2000, 2000)), "select_32_busy": loop_of((2400, 2400))}
+    parts = forecast.prefill_parts(loops, 32, 122_880, "central", best_first=True)
+    usual = forecast.prefill_parts(loops, 32, 122_880, "central")
+    assert (parts["gate"], parts["keep"]) == (0, 0)
+    assert parts["products"] == pytest.approx(usual["products"])
+    assert parts["finish"] < usual["finish"]
+    counts = gate_counts.average(122_880, 0.0, best_first=True)
+    assert gate_counts.FIRST_CHECK < counts.offered < gate_counts.FIRST_CHECK + 2048 / 2
+    assert 16 * gate_counts.FIRST_CHECK / 122_880 < counts.rounds_8 < 2
 
 
 def test_where_the_kernel_begins_to_be_faster() -> None:
@@ -313,7 +330,7 @@ def test_top_k_by_hand() -> None:
 
 def test_predictions_are_of_what_is_timed() -> None:
     timed = {str(work) for work in workloads()}
-    names = {"cuda", LISTS_KEPT, *device_check.ENGINE_ANCHORS}
+    names = {"cuda", IN_ORDER, LISTS_KEPT, *device_check.ENGINE_ANCHORS}
     measurable = [one for one in COMMITTED["predictions"] if "over" in one]
     assert len(measurable) >= len(GOALS)
     for one in measurable:

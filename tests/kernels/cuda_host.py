@@ -42,8 +42,11 @@ def pointer(array: NDArray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
-    """Selection through the streaming gate; also the fullest list and all entries ever listed."""
+def gate(row: NDArray, k: int, seed: int, order: NDArray | None = None) -> tuple[NDArray, int, int]:
+    """Selection through the streaming gate; also the fullest list and all entries ever listed.
+
+    ``order`` is that of the row's pages, int32.
+    """
     out = np.full(k, 7777777, dtype=np.int32)
     entries = c_int64()
     fullest = host().check_gate(
@@ -51,6 +54,7 @@ def gate(row: NDArray, k: int, seed: int) -> tuple[NDArray, int, int]:
         c_int(len(row)),
         c_int(k),
         c_uint64(seed),
+        None if order is None else pointer(order),
         pointer(out),
         ctypes.byref(entries),
     )

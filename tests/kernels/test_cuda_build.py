@@ -321,13 +321,15 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
     packed = torch.zeros(2, 32, dtype=ints), torch.zeros(2, 32, dtype=data), rows[:2]
     sinks, out = torch.zeros(20), torch.zeros(4, 20, 512, dtype=torch.bfloat16)
     lse = torch.zeros(4, 20)
+    batch = q, weights, pages, table, starts, rows
     calls = [
         lambda: topk.topk(logits, rows, chosen),
         lambda: topk.topk_of_requests(logits, rows, starts, 1, table, chosen),
         lambda: topk.topk_of_requests(logits, rows, None, 2, None, chosen),
         lambda: indexer.indexer_logits(q, weights, pages, table, starts, 1, rows, logits),
         lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
-        lambda: indexer.indexer_select(q, weights, pages, table, starts, rows, True, lists, chosen),
+        lambda: indexer.indexer_select(*batch, None, True, lists, chosen),
+        lambda: indexer.indexer_select(*batch, table, True, lists, chosen),
         lambda: mla.sparse_mla_pack(slots, 2, *packed),
         lambda: mla.sparse_mla_clusters(cache, 8),
         lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),

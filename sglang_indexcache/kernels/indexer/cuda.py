@@ -49,20 +49,30 @@ def select(
     """:class:`sglang_indexcache.kernels.contract.Select`."""
     check_topk(topk, "select")
     _check("select", batch)
-    rows, heads, _ = batch.q.shape
+    rows = len(batch.q)
     out = output("select", out, (rows, topk), torch.int32, batch.q.device)
     if rows == 0:
         return out
-    width = batch.block_table.shape[1] * PAGE_TOKENS
-    tiles, sms = -(-rows // select_rows(heads)), multiprocessors(batch.q.device)
-    if batch.query_starts is None or tiles < sms:
-        _in_parts(batch, width, as_slots, out)
+    if is_fused(batch):
+        _fused(batch, as_slots, out)
     else:
-        _fused(batch, min(tiles, sms), as_slots, out)
+        _in_parts(batch, batch.block_table.shape[1] * PAGE_TOKENS, as_slots, out)
     return out
 
 
-def _fused(batch: IndexerBatch, blocks: int, as_slots: bool, out: torch.Tensor) -> None:
+def is_fused(batch: IndexerBatch) -> bool:
+    """Whether ``select`` takes one launch, and visits pages in the batch's order if it has one."""
+    tiles, sms = _tiles_and_sms(batch)
+    return batch.query_starts is not None and tiles >= sms
+
+
+def _tiles_and_sms(batch: IndexerBatch) -> tuple[int, int]:
+    rows, heads, _ = batch.q.shape
+    return -(-rows // select_rows(heads)), multiprocessors(batch.q.device)
+
+
+def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
+    blocks = min(_tiles_and_sms(batch))
     shape = (blocks, select_rows(batch.q.shape[1]), LIST_CAPACITY)
     lists = torch.empty(shape, dtype=torch.int64, device=batch.q.device)
     library("indexer").indexer_select(
@@ -72,6 +82,7 @@ def _fused(batch: IndexerBatch, blocks: int, as_slots: bool, out: torch.Tensor) 
         batch.block_table,
         batch.query_starts,
         batch.visible,
+        batch.page_order,
         as_slots,
         lists,
         out,

@@ -28,6 +28,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.dispatch import Machine, named
+from sglang_indexcache.kernels.indexer import cuda as indexer_cuda
+from sglang_indexcache.kernels.indexer.page_order import HotPages
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
@@ -346,6 +348,122 @@ def test_selection_is_what_sglangs_indexer_means(
     # In order of position, and padded at the end only: what SGLang's kernels rely on.
     order = torch.where(chosen < 0, CONTEXT, chosen)
     assert (order.diff(dim=1) >= 0).all()
+
+
+@dataclass
+class Fused:
+    """In place of the fused kernel: the reference, which notes the order that it was given."""
+
+    orders: list[torch.Tensor | None]
+
+    def __call__(self, batch: IndexerBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.orders.append(batch.page_order)
+        return SELECT(batch, *args, **kwargs)
+
+
+def fused(monkeypatch: pytest.MonkeyPatch, backend: IndexCacheBackend, sms: int = 1) -> Fused:
+    made = Fused([])
+    monkeypatch.setattr(indexer_cuda, "select", made)
+    monkeypatch.setattr(indexer_cuda, "multiprocessors", lambda device: sms)
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
+    backend.kernels = replace(REFERENCE, select_prefill=made)
+    return made
+
+
+def select_layers(backend: IndexCacheBackend, batch: Any, layers: list[int], q: Any, w: Any) -> Any:
+    """Through the hook; every layer has queries of its own, its number's rotation of the given."""
+    return [
+        kernels_cuda._ragged(
+            None,  # type: ignore[arg-type]
+            make_indexer(),
+            False,
+            batch,
+            layer,
+            q.roll(layer, 0),
+            w.roll(layer, 0),
+            backend.get_indexer_metadata(layer, batch),
+        )
+        for layer in layers
+    ]
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["", "padded"])
+@pytest.mark.parametrize("form", ["slots", "positions", "offsets"])
+def test_a_layer_visits_first_what_the_layer_before_selected_from(
+    monkeypatch: pytest.MonkeyPatch, form: str, padding: int
+) -> None:
+    """Of the same forward, in every form of indices; the first has nobody to follow."""
+    backend = make_backend(
+        monkeypatch, fp8=form == "offsets", fused=form != "positions", pattern="FSFF"
+    )
+    kernel = fused(monkeypatch, backend)
+    for lengths, extend in (([400, 97, 201], [30, 97, 1]), ([300, 64], [20, 64])):
+        batch = make_batch(backend, ForwardMode.EXTEND, lengths, extend)
+        backend.init_forward_metadata(batch)
+        rows = sum(extend)
+        q, weights = make_queries(backend, rows + padding)
+        kernel.orders.clear()
+        select_layers(backend, batch, [0, 2, 3], q, weights)
+        attention = backend.forward_metadata
+        given = IndexerBatch(
+            q[:rows],
+            weights[:rows, :, 0],
+            backend.token_to_kv_pool.pages,
+            attention.real_page_table,
+            attention.dsa_seqlens_expanded,
+            attention.cu_seqlens_q,
+        )
+        assert kernel.orders[0] is None
+        for layer, order in zip((0, 2), kernel.orders[1:], strict=True):
+            rolled = [each.roll(layer, 0)[:rows] for each in (q, weights[..., 0])]
+            own = replace(given, q=rolled[0], weights=rolled[1].contiguous())
+            assert order is not None
+            assert torch.equal(order, HotPages.of(own).order(SELECT(own, TOPK)))
+        assert backend.page_orders._left is None, "no layer follows the last"
+
+
+def test_passes_of_a_capture_do_not_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run after one begin. A stage's last F layer leaves an order that nobody takes."""
+    backend = make_backend(monkeypatch, pattern="FFFF")
+    kernel = fused(monkeypatch, backend)
+    batch = make_batch(backend, ForwardMode.EXTEND, [130, 5], [130, 5])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 135)
+    for _ in range(3):
+        select_layers(backend, batch, [1, 2], q, weights)
+    assert [order is not None for order in kernel.orders] == [False, True] * 3
+
+
+def test_an_order_ends_with_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next forward begins at a higher layer: another pattern, a later sub-batch."""
+    backend = make_backend(monkeypatch, pattern="FFFF")
+    kernel = fused(monkeypatch, backend)
+    batch = make_batch(backend, ForwardMode.EXTEND, [130, 5], [130, 5])
+    q, weights = make_queries(backend, 135)
+    monkeypatch.setattr(
+        DeepseekSparseAttnBackend, "init_forward_metadata_out_graph", lambda *_, **__: None
+    )
+    for begin in (backend.init_forward_metadata, backend.init_forward_metadata_out_graph):
+        backend.init_forward_metadata(batch)
+        select_layers(backend, batch, [0], q, weights)
+        assert backend.page_orders._left is not None
+        begin(batch)
+        select_layers(backend, batch, [2], q, weights)
+    assert kernel.orders == [None] * 4
+
+
+@pytest.mark.parametrize("why", ["two launches", "another kernel"])
+def test_no_order_is_made_that_nobody_follows(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    backend = make_backend(monkeypatch, pattern="FFFF")
+    kernel = fused(monkeypatch, backend, sms=1 if why == "another kernel" else 1000)
+    if why == "another kernel":
+        monkeypatch.setattr(indexer_cuda, "select", SELECT)
+    batch = make_batch(backend, ForwardMode.EXTEND, [130, 5], [130, 5])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, 135)
+    select_layers(backend, batch, [0, 1], q, weights)
+    assert kernel.orders == [None, None]
+    assert backend.page_orders._left is None
 
 
 def test_offsets_point_at_the_gathered_rows(
