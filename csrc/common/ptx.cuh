@@ -233,6 +233,13 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// All threads of the cluster: no block ends while another may read its shared memory. What was read is
+// in registers by then, so that nothing has to be ordered, and no store to be waited for.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // The address of this block's `address` in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank) {
   uint32_t peer;

@@ -129,8 +129,9 @@ int check_gate(const float* row, int n, int k, uint64_t seed, const int* order, 
         return {position < n ? row[position] : 0.0f, position};
       };
       for (int j = 0; j < kTogether; ++j) {
-        const bool pass = at(j).position < n && indexer::reaches(at(j).logit, gate.floors[0]);
-        passes |= uint32_t(pass) << j;
+        const float floor = gate.floors[0];
+        const bool below = floor > -INFINITY && indexer::push_below(0, at(j).logit, floor);
+        passes |= uint32_t(at(j).position < n && !below) << j;
       }
       overflowed |= gate.counts[0] > indexer::kListCapacity - kTogether;
       if (overflowed) return;

@@ -52,7 +52,7 @@ IC_HD int gate_bin(float value) {
 // No float in this bin or a higher one is below it.
 IC_HD float gate_edge(int bin) {
   if (bin <= 0) return -INFINITY;
-  if (bin == kSignBins) return 0.0f;
+  if (bin == kSignBins) return -0.0f;  // not 0.0f: push_below
   const bool positive = bin > kSignBins;
   const int magnitude = positive ? bin - kSignBins : kSignBins - bin;  // the latter's upper edge
   const uint32_t edge = uint32_t(magnitude + kLeastMagnitude) << kBinShift;
@@ -69,18 +69,25 @@ struct Gate {
   int digit_hist[kDigitBins];
 };
 
-// Whether a logit must be listed; one that is not a number always is.
-IC_HD bool reaches(float logit, float floor) { return !(logit < floor); }
-
-// `bits` one to the left, and into the lowest whether a logit does not reach a floor above -infinity.
-// On the device that is the sign of the difference: of equal ones and of subnormals it is right, and
-// a difference that is not a number has no sign there (PTX: 0x7FFFFFFF).
+// `bits` one to the left, and into the lowest whether a logit does not reach a floor above -infinity;
+// one that is not a number always does.
+//
+// That is the sign of the difference. Of subnormals it is right, of equal ones too because a floor of
+// zero is -0.0, from which neither zero differs by a sign; and what is not a number has none on the
+// device (PTX: 0x7FFFFFFF).
 IC_HD uint32_t push_below(uint32_t bits, float logit, float floor) {
+  const float above = logit - floor;
 #ifdef __CUDA_ARCH__
-  return __funnelshift_l(__float_as_uint(logit - floor), bits, 1);
+  return __funnelshift_l(__float_as_uint(above), bits, 1);
 #else
-  return bits << 1 | uint32_t(!reaches(logit, floor));
+  return bits << 1 | (above == above ? float_bits(above) >> 31 : 0u);
 #endif
+}
+
+// The floor that an entry's key proves.
+IC_HD float floor_of_key(uint32_t key) {
+  const float floor = float_of_key(key);
+  return floor == 0.0f ? -0.0f : floor;
 }
 
 template <int kRows, class Block>
@@ -134,7 +141,7 @@ IC_HD void make_room(Block& block, Gate<kRows>& gate, int row, Entry* list, int 
   const int left = block.keep(list, *count, floor_entry(gate.floors[row]), count);
   if (left <= kListCapacity - kCheckKeys) return;
   const Entry bound = kth_bound(block, list, left, k, gate.digit_hist);
-  block.each(1, [&](int) { gate.floors[row] = float_of_key(key_of(bound)); });
+  block.each(1, [&](int) { gate.floors[row] = floor_of_key(key_of(bound)); });
   block.keep(list, left, bound, count);
   // More are left only of pages that came several times, in an order that is none.
   block.each(1, [&](int) { *count = smaller(*count, kListCapacity - kCheckKeys); });

@@ -30,6 +30,39 @@ __device__ __forceinline__ void for_each_share(const LogitsParams& params, Visit
   }
 }
 
+// One page through the ring, number `n`: this lane's share of its logits, and their positions; its
+// first key is `own`.
+template <class T>
+__device__ __forceinline__ void score_page(float (&logits)[T::Share::kOwned],
+                                           int (&positions)[T::Share::kOwned], Ring<T>& ring,
+                                           const float (&weights)[T::kWeights], int own, int n) {
+  const unsigned stage = ring_stage(n);
+  const uint64_t keys = advance(k_major_descriptor(shared_address(ring.keys)), stage * kKeyBytes);
+  const uint64_t queries = k_major_descriptor(shared_address(ring.queries));
+  float registers[T::kAccumulators];
+
+  mbarrier_wait(&ring.full[stage], ring_parity(n));
+  multiply<T>(registers, keys, queries);
+  wgmma_wait(registers);
+
+  // What else the stage holds is read now, when accumulators make room for it, and not before.
+  const int start = ring.starts[stage];
+  float scales[T::Share::kOwned];
+#pragma unroll
+  for (int slot = 0; slot < T::Share::kOwned; ++slot) {
+    const int key = own + slot * kKeysApart;
+    scales[slot] = ring.scales[stage][key];
+    positions[slot] = start + key;
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.empty[stage]);
+
+  float values[T::kValues];
+  sum_heads<T>(values, registers, weights);
+#pragma unroll
+  for (int slot = 0; slot < T::Share::kOwned; ++slot) logits[slot] = values[slot] * scales[slot];
+}
+
 template <int kHeads, int kRows>
 __global__ void __launch_bounds__(Tile<kHeads, kRows>::kThreads,
                                   Tile<kHeads, kRows>::kColumns <= 64 ? 2 : 1)
@@ -68,7 +101,7 @@ __global__ void __launch_bounds__(Tile<kHeads, kRows>::kThreads,
       for (int i = (group - n) & 1; i < count; i += kPagesAtOnce) {
         float logits[T::Share::kOwned];
         int positions[T::Share::kOwned];
-        score_page(logits, positions, ring, weights, 0, key, n + i);
+        score_page(logits, positions, ring, weights, key, n + i);
 #pragma unroll
         for (int slot = 0; slot < T::Share::kOwned; ++slot) {
           if (positions[slot] < limit) {

@@ -596,7 +596,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const Params params
   }
   cluster_sync();
   combine(shared, params, tile, rank, blocks);
-  cluster_sync();  // nobody leaves while a peer may still read from it
+  cluster_leave();
 }
 
 }  // namespace indexcache::sparse_mla

@@ -368,7 +368,7 @@ class ClusterRow {
     if (rank() == blocks() - 1) {
       for (int i = selected_ + threadIdx.x; i < k_; i += kThreads) out[i] = -1;
     }
-    cluster_sync();  // the others have read this block's histograms
+    cluster_leave();  // the others have read this block's histograms
   }
 
   template <class F>

@@ -228,6 +228,12 @@ __forceinline__ void cluster_sync() {
                 simt::machine().threads * simt::machine().cluster);
 }
 
+// The same barrier: that it orders nothing is not modelled.
+__forceinline__ void cluster_leave() {
+  simt::barrier(simt::machine().cluster_meeting,
+                simt::machine().threads * simt::machine().cluster);
+}
+
 inline uint32_t peer_address(uint32_t address, uint32_t rank) {
   return (address & ((1u << simt::kRankShift) - 1)) | rank << simt::kRankShift;
 }
