@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import QualityError
@@ -63,25 +64,27 @@ class Design:
         """Standard errors of the whole evaluation that a difference needs to be found."""
         return needed_drift(self.fractions, self.alpha, self.power)
 
-    def needed(self, deviation: float, differing: float) -> int:
+    def needed(self, deviation: float, differing: float, heaviest: float = 1.0) -> int:
         """Contexts with which "no loss beyond the margin" is shown of a pattern that loses nothing.
 
         Args:
             deviation: standard deviation of a context's difference, see :func:`spread`.
             differing: share of contexts that differ, 0 to 1.
+            heaviest: see `inference.Estimate.heaviest`; above 1 if cells are unequal.
         """
-        return math.ceil(self._needed(self.margin, deviation, differing) - 1e-9)
+        return math.ceil(self._needed(self.margin, deviation, differing, heaviest) - 1e-9)
 
-    def detectable(self, deviation: float, differing: float) -> float:
+    def detectable(self, deviation: float, differing: float, heaviest: float = 1.0) -> float:
         """Smallest loss that is found with the design's power; also the smallest margin.
 
         Args:
             deviation: standard deviation of a context's difference.
             differing: share of contexts that differ, 0 to 1.
+            heaviest: see `inference.Estimate.heaviest`; above 1 if cells are unequal.
         """
 
         def enough(margin: float) -> bool:
-            return self._needed(margin, deviation, differing) <= self.contexts
+            return self._needed(margin, deviation, differing, heaviest) <= self.contexts
 
         # Where the spread is large the bet's approximation gives up again near 1.
         high = next((step / 100 for step in range(1, 100) if enough(step / 100)), 1.0 - 1e-9)
@@ -91,14 +94,15 @@ class Design:
             low, high = (low, middle) if enough(middle) else (middle, high)
         return high
 
-    def _needed(self, margin: float, deviation: float, differing: float) -> float:
+    def _needed(self, margin: float, deviation: float, differing: float, heaviest: float) -> float:
         """By the bet, or by t as soon as enough contexts differ for it.
 
         For t the normal size, and half a squared boundary for not knowing the deviation (Guenther
-        1981, American Statistician 35:243), which the contexts that differ alone can tell.
+        1981, American Statistician 35:243), which the contexts that differ alone can tell. The bet
+        is on differences that reach as far as the heaviest context moves the mean.
         """
         known: float = (self.drift * deviation / margin) ** 2
-        by_bet = max(known, self._bet_needs(margin, deviation))
+        by_bet = max(known, self._bet_needs(margin / heaviest, deviation / heaviest))
         if not differing:
             return by_bet
         unknown: float = self.bounds[-1] ** 2 / 2
@@ -151,3 +155,27 @@ def spread(
         fourth += likely * discordance * (tied**4 + free)
         fourth += likely * discordance**2 * (6 * tied**2 * free + 3 * free * (free - 1))
     return math.sqrt(second) / questions, second**2 / fourth if fourth else 0.0
+
+
+def spread_over_cells(
+    cells: Sequence[tuple[int, int]], discordance: float, correlation: float
+) -> tuple[float, float, float]:
+    """Deviation, share of contexts that differ and weight of the heaviest, as Design takes them.
+
+    As `inference.Estimate` will find them. The primary result is a mean over cells, so what a small
+    cell adds to its error, or may hide, is not made up for by a large one.
+
+    Args:
+        cells: contexts of each, and questions behind one of its contexts.
+        discordance: see :func:`spread`.
+        correlation: likewise.
+    """
+    total = sum(count for count, _ in cells)
+    second = fourth = step = heaviest = 0.0
+    for count, questions in cells:
+        deviation, share = spread(discordance, correlation, questions)
+        weight = total / (len(cells) * count)
+        second += count / total * (weight * deviation) ** 2
+        fourth += count / total * (weight * deviation) ** 4 / share
+        step, heaviest = max(step, weight / questions), max(heaviest, weight)
+    return math.sqrt(second), min(second**2 / fourth, second / step**2), heaviest

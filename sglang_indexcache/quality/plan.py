@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.design import Design, spread
+from sglang_indexcache.quality.design import Design, spread_over_cells
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Planned
 from sglang_indexcache.quality.outcomes import Cell
 from sglang_indexcache.quality.tasks import (
@@ -375,20 +374,33 @@ def needed(plan: Plan) -> int:
     return plan.design.needed(*_assumed(plan))
 
 
-def _assumed(plan: Plan) -> tuple[float, float]:
-    """Deviation of a context's difference and share of contexts that differ, over unequal cells.
+def mend(plan: Plan) -> str:
+    """How to show the margin, where that needs more contexts than are planned."""
+    if light := _lightest(plan):
+        return (
+            f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts as "
+            "much as every other cell: give more rows of it, or leave it out (that file, or that "
+            "--length)"
+        )
+    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
+        return "Plan more (--contexts)"
+    return "The files have no more: ask generated tasks beside them (--task)"
 
-    The primary result is a mean over cells, so what a small cell adds to its error is not made up
-    for by a large one.
-    """
-    cells = [
-        (len(rows), *spread(DISCORDANCE, CORRELATION, plan.questions_of(task)))
-        for (task, _), rows in (plan.scored or plan.cells).items()
-    ]
-    total = sum(count for count, _, _ in cells)
-    variance = sum(deviation**2 / count for count, deviation, _ in cells) / len(cells) ** 2
-    differing = sum(count * share for count, _, share in cells) / total
-    return math.sqrt(total * variance), differing
+
+def _lightest(plan: Plan) -> Taken | None:
+    """The smallest cell, if the plan would show a smaller loss without it."""
+    scored = [cell for cell in plan.taken if (cell.task, cell.length) in plan.scored]
+    if len(plan.scored) < 2 or not scored:
+        return None
+    light = min(scored, key=lambda cell: len(cell.rows))
+    others = replace(plan, taken=tuple(cell for cell in plan.taken if cell != light))
+    return light if detectable(others) < detectable(plan) else None
+
+
+def _assumed(plan: Plan) -> tuple[float, float, float]:
+    cells = (plan.scored or plan.cells).items()
+    asked = [(len(rows), plan.questions_of(task)) for (task, _), rows in cells]
+    return spread_over_cells(asked, DISCORDANCE, CORRELATION)
 
 
 def check_fits(plan: Plan, most: int | None, where: str) -> None:

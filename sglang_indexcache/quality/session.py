@@ -28,6 +28,7 @@ from sglang_indexcache.quality.plan import (
     check_fits,
     cost,
     detectable,
+    mend,
     needed,
     tails,
 )
@@ -250,16 +251,9 @@ def plan_in_words(
         lines.append(
             f"warning    no loss beyond {100 * plan.margin:g} points can hardly be shown: that "
             f"needs {contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-            f"planned. {_mend(plan)}, or take a wider --margin."
+            f"planned. {mend(plan)}, or take a wider --margin."
         )
     return lines
-
-
-def _mend(plan: Plan) -> str:
-    """How to have more contexts."""
-    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
-        return "Plan more (--contexts)"
-    return "The files have no more: ask generated tasks beside them (--task)"
 
 
 def _hours(whole: Cost) -> str:

@@ -90,6 +90,7 @@ class Reading:
         upper: the other.
         deviation: of a context's difference, in the mean over cells.
         differing: share of contexts that differ.
+        heaviest: see `inference.Estimate.heaviest`.
     """
 
     kind: Kind
@@ -98,6 +99,7 @@ class Reading:
     upper: float
     deviation: float
     differing: float
+    heaviest: float
 
 
 def read(differences: Differences, design: Design, look: int) -> Reading:
@@ -118,7 +120,7 @@ def read(differences: Differences, design: Design, look: int) -> Reading:
         kind = Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Reading(kind, estimate.mean, lower, upper, deviation, differing)
+    return Reading(kind, estimate.mean, lower, upper, deviation, differing, estimate.heaviest)
 
 
 def sees(differences: Differences, alpha: float) -> bool:
@@ -367,11 +369,12 @@ def _claim(
     permitted: bool,
 ) -> Verdict:
     reading = read(differences, design, look)
+    seen = reading.deviation, reading.differing, reading.heaviest
     kind, more = reading.kind, None
     if kind is Kind.NO_LOSS and not permitted:
         kind = Kind.UNDECIDED
     if kind is Kind.UNDECIDED and math.isfinite(reading.deviation):
-        needed = design.needed(reading.deviation, reading.differing)
+        needed = design.needed(*seen)
         more = max(needed, design.contexts) - len(differences)
     verdict = Verdict(
         kind,
@@ -379,7 +382,7 @@ def _claim(
         "",
         difference=reading.difference,
         interval=(reading.lower, reading.upper),
-        detectable=design.detectable(reading.deviation, reading.differing),
+        detectable=design.detectable(*seen),
         more=more,
         flips=differences.flips,
         noise=noise.flips if noise else None,

@@ -78,7 +78,8 @@ def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
     design, found = Design(contexts=60), 0
     for _ in range(300):
         values = draw.choice((-1.0, 0.0, 1.0), 60, p=(0.21, 0.58, 0.21))
-        estimate = Estimate(Differences(values, nothing, (("t", 1),), Flips(0, 0, 60)))
+        found_now = Differences(values, nothing, (("t", 1),), Flips(0, 0, 60), nothing + 1)
+        estimate = Estimate(found_now)
         found += estimate.lower(design.bounds[-1]) > -few
     assert found > 0.8 * 300  # at the last look alone, so by more than planned
     assert Design(contexts=12).detectable(0.9, 0.8) > 0.9
@@ -94,7 +95,8 @@ def test_where_nothing_differs_the_needed_contexts_suffice() -> None:
     design = Design(contexts=4, margin=0.01)
     for contexts, enough in ((design.needed(0.0, 0.0), True), (300, False)):
         nothing = np.zeros(contexts)
-        same = Differences(nothing, nothing.astype(int), (("t", 1),), Flips(0, 0, contexts))
+        cells, one = nothing.astype(int), np.ones(contexts, int)
+        same = Differences(nothing, cells, (("t", 1),), Flips(0, 0, contexts), one)
         assert (Estimate(same).lower(design.bounds[-1]) > -0.01) is enough
 
 

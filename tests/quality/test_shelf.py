@@ -16,6 +16,7 @@ from sglang_indexcache.quality.evaluation import CONTROL_LOOK
 from sglang_indexcache.quality.plan import (
     CORRELATION,
     DISCORDANCE,
+    Cost,
     Material,
     Plan,
     Taken,
@@ -23,6 +24,7 @@ from sglang_indexcache.quality.plan import (
     cost,
     detectable,
 )
+from sglang_indexcache.quality.session import plan_in_words
 from sglang_indexcache.quality.shelf import CONTINUED, Bounds, Shelf, fill_shelf
 from sglang_indexcache.quality.tasks import UNSCORED
 from tests.quality.fake_server import HAYSTACK, TOPK, Words
@@ -173,7 +175,10 @@ def test_a_row_that_a_server_does_not_take_is_refused(mixed: Path) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 400), min_size=1, max_size=5), st.integers(2, 50))
 def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) -> None:
-    """Against the variance of a mean of means, and as before where all cells are alike."""
+    """Against the variance of a mean of means, and as before where all cells are alike.
+
+    The smallest cell is what a bet may lose at once, and t needs that much to differ.
+    """
 
     def plan(sizes: list[int]) -> Plan:
         taken = tuple(
@@ -186,10 +191,33 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
     variance = deviation**2 * sum(1 / count for count in counts) / len(counts) ** 2
     found = plan(counts)
     equivalent = (variance * sum(counts)) ** 0.5
-    expected = found.design.detectable(equivalent, differing)
+    weights = [sum(counts) / (len(counts) * count) for count in counts]
+    squares = [count * weight**2 for count, weight in zip(counts, weights, strict=True)]
+    fourths = [count * weight**4 for count, weight in zip(counts, weights, strict=True)]
+    equal = differing * sum(squares) ** 2 / sum(fourths) / sum(counts)
+    steps = deviation**2 * sum(squares) / max(weights) ** 2 / sum(counts)
+    expected = found.design.detectable(equivalent, min(equal, steps), max(weights))
     assert detectable(found) == pytest.approx(expected)
     same = plan([alike] * 3)
     assert detectable(same) == pytest.approx(same.design.detectable(deviation, differing))
+
+
+def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
+    def plan(*counts: int) -> Plan:
+        taken = tuple(
+            Taken("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
+            for n, count in enumerate(counts, 1)
+        )
+        return Plan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
+
+    assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
+    words = " ".join(plan_in_words(plan(400, 400, 8), (), Cost({})))
+    assert "no loss beyond 3 points can hardly be shown" in words
+    assert (
+        "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
+        "it, or leave it out (that file, or that --length), or take a wider --margin."
+    ) in words
+    assert "has only" not in " ".join(plan_in_words(plan(40, 40), (), Cost({})))
 
 
 def test_mrcr_is_taken_as_it_is_published(tmp_path: Path) -> None:
