@@ -103,6 +103,11 @@ def _choose(
             length = next(length for length in bounds.lengths if size <= length)
             cells[task, length][row] = size
             items[task][row] = item
+    for row in _repeated(items[name], bounds.seed):
+        left["about a document that another row asks about, and so no observation of its own"] += 1
+        for (task, _), sizes in cells.items():
+            if task == name:
+                sizes.pop(row, None)
     taken = []
     for (task, length), sizes in sorted(cells.items()):
         if len(sizes) < max(bounds.looks, _FEWEST):
@@ -121,6 +126,25 @@ def _choose(
     for cell in taken:
         kept[cell.task].update((row, items[cell.task][row]) for row in cell.rows)
     return taken, kept, said
+
+
+def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
+    """All rows but one of those that begin with the same text for half of the shorter one.
+
+    Questions about one document, or turns of one conversation, fail together, and would count as
+    independent. Which one is asked follows from the seed.
+    """
+    documents: list[list[int]] = []
+    before = ""
+    for text, row in sorted((item.text, row) for row, item in items.items()):
+        shared = (min(len(before), len(text)) + 1) // 2
+        if documents and before[:shared] == text[:shared]:
+            documents[-1].append(row)
+        else:
+            documents.append([row])
+        before = text
+    kept = {random.Random(f"{min(rows)} {seed}").choice(sorted(rows)) for rows in documents}
+    return sorted(items.keys() - kept)
 
 
 def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tuple[str, int]:

@@ -220,6 +220,50 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     assert "has only" not in " ".join(plan_in_words(plan(40, 40), (), Cost({})))
 
 
+def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
+    return [
+        {
+            "context": " ".join(f"d{document}w{n}" for n in range(100)),
+            "question": f"which is {question}?",
+            **{f"choice_{letter}": f"{letter}{question}" for letter in "ABCD"},
+            "answer": "ABCD"[question % 4],
+        }
+        for document in range(documents)
+        for question in range(questions)
+    ]
+
+
+def test_rows_about_one_document_are_one_observation(tmp_path: Path) -> None:
+    path = write(tmp_path / "lb.json", longbench_rows(6, 4))
+    found, other = (shelf(path, "longbench-v2", seed=seed) for seed in (0, 3))
+    [cell], [another] = found.taken, other.taken
+    assert sorted((row - 1) // 4 for row in cell.rows) == list(range(6))
+    assert set(cell.rows) != set(another.rows)  # which of them is the seed's
+    assert cell.available == 6
+    assert "longbench-v2: 6 of 24 rows are asked" in found.told[0]
+    assert "18 about a document that another row asks about" in found.told[0]
+    single = shelf(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
+    assert "about a document" not in single.told[0]
+
+
+def test_turns_of_a_conversation_are_one_observation_and_prompts_without_answers_none(
+    tmp_path: Path,
+) -> None:
+    rows: list[dict[str, object]] = []
+    for talk in range(4):
+        first = {"role": "user", "content": f"talk {talk} " * 40}
+        said = {"role": "assistant", "content": "yes " * 20}
+        rows.append({"messages": [first], "answer": "yes"})
+        rows.append(
+            {"messages": [first, said, {"role": "user", "content": "and?"}], "answer": "no"}
+        )
+        rows.append({"messages": [first, said, {"role": "user", "content": "why?"}]})
+    found = shelf(write(tmp_path / "talks.jsonl", rows))
+    counts = {cell.task: len(cell.rows) for cell in found.taken}
+    assert counts == {"prompts": 4, UNSCORED: 4}
+    assert "4 about a document" in found.told[0]
+
+
 def test_mrcr_is_taken_as_it_is_published(tmp_path: Path) -> None:
     path = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(4)])
     found = shelf(path, "mrcr")

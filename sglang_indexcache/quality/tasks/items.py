@@ -1,7 +1,8 @@
 """Questions that a user has: rows of a file, each one a prompt with its answer.
 
 A task of this kind is a function from a row, as it is published, to an :class:`Item`. An item is a
-context of its own with a single question, so it counts as one independent observation.
+context of its own with a single question, so it counts as one independent observation: `shelf` asks
+one of those that share a document.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ class Item:
     begun: str = ""
     depth: float | None = None
     one_form: bool = True
+
+    @property
+    def text(self) -> str:
+        """Everything that is sent, to see how far two items begin alike."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "".join(f"\0{one['role']}\0{one['content']}" for one in self.prompt)
 
     @property
     def characters(self) -> int:
