@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -172,10 +173,14 @@ def test_another_engine_is_asked_by_chat_completions(tmp_path: Path, haystack: P
     """And found out: this one counts words, and not the model's tokens."""
     path = write(tmp_path / "mrcr.jsonl", [mrcr_row(n) for n in range(4)])
     command = ("eval", "run", "1/4", *FILES, "--haystack", haystack, "--mrcr", path)
-    with serving(Fake(fault="truncates")) as url:
-        given = [f"--url={arm}={url}/v1" for arm in ("full", "1/4", "first-layer-only")]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(Fake(fault="truncates"))) for _ in range(3)]
+        arms = zip(("full", "1/4", "first-layer-only"), urls, strict=True)
+        given = [f"--url={arm}={url}/v1" for arm, url in arms]
         result = call(*command, *given, "-o", tmp_path / "out")
-        mixed = call(*command, *given[:2], f"--url=first-layer-only={url}", "-o", tmp_path / "b")
+        mixed = call(
+            *command, *given[:2], f"--url=first-layer-only={urls[2]}", "-o", tmp_path / "b"
+        )
     assert result.exit_code == 1
     assert "by the tokenizer and chat template of --model: it cuts long prompts" in words(result)
     assert "full, 1/4 is asked by chat completions" in words(mixed)
