@@ -135,8 +135,10 @@ class Evaluation:
 
     Attributes:
         facts: what was evaluated, to print beside a verdict: ``model`` (name), ``checkpoint``
-            (digest), ``server`` (SGLang's facts that may not differ between arms), ``versions``,
-            ``commit``, ``flags`` (of the command), ``started`` (UTC). JSON values.
+            (digest), ``material`` (digest of tokenizer, text and files, and the questions behind a
+            context: contexts of one name are alike within one), ``server`` (SGLang's facts that may
+            not differ between arms), ``versions``, ``commit``, ``flags`` (of the command),
+            ``started`` (UTC). JSON values.
         design: as it was fixed before the first request.
         selects_all: ``index_topk``: no pattern can matter at or below this length.
         arms: the reference, then candidates from most to fewest full layers, then the bad one.
