@@ -147,7 +147,8 @@ class Evaluation:
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         missing: what could not be answered.
-        tokens: that servers computed, those from a cache left out.
+        tokens: that servers computed, those from a cache left out; of chat completions, whole
+            prompts, since nobody says what came from a cache.
         seconds: that answers took, all together.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.

@@ -335,7 +335,14 @@ class Cost:
         return self.total / self.rate / 3600 if self.rate else None
 
 
-def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = None) -> Cost:
+def cost(
+    plan: Plan,
+    arms: int,
+    tails: Mapping[str, int],
+    rate: float | None = None,
+    *,
+    chat: bool = False,
+) -> Cost:
     """What the whole plan computes, if nothing is decided early.
 
     Args:
@@ -343,11 +350,16 @@ def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = N
         arms: asked on every context: the reference, the candidates and the positive control.
         tails: tokens of a question and its answer, by task; none of a file's, which is all context.
         rate: tokens that are computed in a second.
+        chat: whether chat completions are asked, where every question's prompt counts whole: what
+            an engine takes from a cache is not known.
     """
     tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
     for planned in plan.planned:
         size, tail = plan.sizes.get(planned.context, planned.length), tails.get(planned.task, 0)
-        one = size + plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+        questions = plan.questions_of(planned.task)
+        one = size + questions * (tail + (size - tail) % PAGE)
+        if chat:
+            one = questions * (size + _SLACK)
         continued = planned.task == UNSCORED  # by the reference, before all others are asked
         tokens[planned.length] += one * (arms + planned.again + continued)
     return Cost(tokens, rate)

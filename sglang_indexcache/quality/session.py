@@ -179,7 +179,7 @@ def run_evaluation(
         )
 
         def bill(found: float | None) -> Cost:
-            return cost(request.plan, len(arms), lengths_of_tails, found)
+            return cost(request.plan, len(arms), lengths_of_tails, found, chat=request.chat)
 
         for line in plan_in_words(request.plan, arms, bill(rate), request.notices):
             console.print(line, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang_indexcache.quality.chat import ChatEndpoint, check_only_chat, is_cha
 from sglang_indexcache.quality.evaluation import Evaluation, Mode
 from sglang_indexcache.quality.journal import load
 from sglang_indexcache.quality.outcomes import paired
-from sglang_indexcache.quality.plan import Material, Plan
+from sglang_indexcache.quality.plan import Material, Plan, cost, tails
 from sglang_indexcache.quality.report import write_report
 from sglang_indexcache.quality.shelf import Bounds, fill_shelf
 from sglang_indexcache.quality.verdict import Kind
@@ -73,6 +74,14 @@ def test_a_whole_evaluation_of_any_engine(tmp_path: Path) -> None:
     assert not paired(control, "few", "full").values.any()
     assert all(row.reply is not None and row.nll is None for row in found.answers)
     assert load(tmp_path) == found
+
+
+def test_the_cost_at_most_is_that_of_whole_prompts(tmp_path: Path) -> None:
+    plan = replace(PLAN, lengths=(512,), margin=0.02)
+    found = chatted(tmp_path, plan)
+    parts = plan, len(ARMS), tails(plan, material_of(plan))
+    whole = cost(*parts, chat=True).total
+    assert cost(*parts).total < found.tokens <= whole < 1.5 * found.tokens
 
 
 def test_the_report_says_that_no_pattern_was_verified(tmp_path: Path) -> None:
