@@ -125,7 +125,7 @@ class Plan:
                 f"whatever is shared. Take longer ones (--length), such as "
                 f"{8 * self.selects_all}; the control below is asked by itself."
             )
-        if self.tasks and self.contexts < self.looks:
+        if self.contexts < self.looks:
             raise QualityError(
                 f"{self.contexts} contexts of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"

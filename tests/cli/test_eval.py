@@ -12,12 +12,14 @@ from typer.testing import CliRunner, Result
 import sglang_indexcache
 from sglang_indexcache.cli import app
 from sglang_indexcache.quality.journal import load
+from sglang_indexcache.support.files import shipped
 from tests.quality.evaluate import evaluate
 from tests.quality.fake_server import Fake, serving
 from tests.quality.logs.made import DATA, lm_eval
 from tests.quality.tasks.published import mrcr_row, prompt_row, write
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))
 SMALL = (
     *("--model", TINY, "--task", "notes", "--length", "256", "--contexts", "4"),
     *("--looks", "1", "--margin", "20"),
@@ -167,6 +169,56 @@ def test_prompts_without_answers_end_without_a_verdict(tmp_path: Path, haystack:
     assert "1/4: no verdict, since these prompts have no right answer" in said
     assert "--prompts own.jsonl" in said
     assert load(tmp_path / "out").notices[0].startswith("prompts: 4 of 4 rows are asked")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--reply-tokens", "5"), "--reply-tokens is for answers that the model writes itself"),
+        (("--reply-tokens", "-4", "--generate"), "--reply-tokens -4 is below 0"),
+        (("--write-quality", QUARTER), "prompts without a right answer get no verdict"),
+        (("--task", "notes", "--write-quality", HALF), "has another pattern than those evaluated"),
+    ],
+)
+def test_what_cannot_come_of_a_run_is_said_before_it(
+    tmp_path: Path, haystack: Path, options: tuple[str | Path, ...], said: str
+) -> None:
+    path = write(tmp_path / "own.jsonl", [prompt_row(n) for n in range(4)])
+    fake = Fake(in_requests=True)
+    with serving(fake) as url:
+        result = call(
+            *(
+                "eval",
+                "run",
+                "1/4",
+                *FILES,
+                "--url",
+                url,
+                "-o",
+                tmp_path / "out",
+                "--contexts",
+                "4",
+            ),
+            *("--haystack", haystack, "--prompts", path, *options),
+        )
+    assert (result.exit_code, fake.calls) == (1, 0)
+    assert said in words(result)
+
+
+def test_a_verdict_of_an_unknown_pattern_is_refused_before_the_run(
+    tmp_path: Path, haystack: Path
+) -> None:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(Fake())) for _ in range(3)]
+        arms = zip(("full", "1/4", "first-layer-only"), urls, strict=True)
+        given = [f"--url={arm}={url}/v1" for arm, url in arms]
+        result = call(
+            *("eval", "run", "1/4", *SMALL, *given, "-o", tmp_path / "out"),
+            *("--haystack", haystack, "--write-quality", QUARTER),
+        )
+    assert result.exit_code == 1
+    assert "the server does not say which pattern it runs" in words(result)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_engine_is_asked_by_chat_completions(tmp_path: Path, haystack: Path) -> None:

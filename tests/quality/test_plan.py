@@ -12,6 +12,7 @@ from sglang_indexcache.quality.evaluation import CONTROL_LOOK
 from sglang_indexcache.quality.plan import (
     Material,
     Plan,
+    Taken,
     check_fits,
     cost,
     default_lengths,
@@ -106,6 +107,10 @@ def test_more_contexts_show_smaller_losses() -> None:
         ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles"),
         ({"tasks": ("notes", "notes")}, "each task once"),
         ({"contexts": 3}, "cannot be looked at 4 times"),
+        (
+            {"contexts": 3, "tasks": (), "taken": (Taken("mrcr", 256, (1, 2, 3), (9,) * 3, 10),)},
+            "cannot be looked at 4 times",
+        ),
         ({"margin": 0.0}, "margin of 0.0 is not above 0"),
     ],
 )
