@@ -179,7 +179,14 @@ class Questions:
             self.seed,
             self.generate if generate is None else generate,
         )
-        shelf = fill_shelf(files, tokenizer, bounds)
+        with out.status("") as status:  # a line in a log, a moving one in a terminal
+
+            def on_row(name: str, rows: int) -> None:
+                if rows == 1:
+                    out.print(f"counting the tokens of {files[name]}", highlight=False)
+                status.update(f"{name}: row {rows:,}")
+
+            shelf = fill_shelf(files, tokenizer, bounds, on_row)
         plan = Plan(
             tuple(self.task or (() if files else DEFAULT)),
             lengths,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.inference import FEW, STAKES
 from sglang_indexcache.quality.looks import boundaries, needed_drift
+from sglang_indexcache.support.words import counted
 
 QUESTIONS = 8
 """Behind one context."""
@@ -39,11 +40,15 @@ class Design:
 
     def __post_init__(self) -> None:
         if not 0 < self.margin < 1:
-            raise QualityError(f"a margin of {self.margin} is not above 0 and below 1")
+            raise QualityError(
+                f"a margin of {100 * self.margin:g} points is not above 0 and below 100"
+            )
         if not (0 < self.alpha < 0.5 < self.power < 1):
             raise QualityError(f"alpha {self.alpha} must be below 0.5 and power {self.power} above")
         if not 1 <= self.looks <= self.contexts:
-            raise QualityError(f"{self.looks} looks need at least as many contexts")
+            raise QualityError(
+                f"{counted(self.looks, 'look')} need at least as many contexts, not {self.contexts}"
+            )
 
     @property
     def fractions(self) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from sglang_indexcache.quality.tasks import (
     make_context,
 )
 from sglang_indexcache.quality.tasks.items import Message, as_context, has_template, rendered
+from sglang_indexcache.support.words import counted
 
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every so-manieth context of a cell."""
@@ -45,12 +46,13 @@ JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
 def default_lengths(context: int | None) -> tuple[int, ...]:
     """Lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
 
-    The last is that context to two digits: 200,000 for 202,752.
+    The last is that context to two digits: 200,000 for 202,752. What stays free is an eighth of a
+    small one.
 
     Args:
         context: tokens that the model takes; None if its config does not say, then to 128Ki.
     """
-    room = 4 * SHORTEST if context is None else context - LEFT_FREE
+    room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
     found = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
     step: int = 10 ** max(len(str(room)) - 2, 0)
     last = room // step * step
@@ -125,9 +127,11 @@ class Plan:
                 f"whatever is shared. Take longer ones (--length), such as "
                 f"{8 * self.selects_all}; the control below is asked by itself."
             )
+        if self.questions < 1:
+            raise QualityError(f"{self.questions} questions behind a context; ask one at least")
         if self.contexts < self.looks:
             raise QualityError(
-                f"{self.contexts} contexts of each task and length cannot be looked at "
+                f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
             )
         _ = self.design  # refuses a margin or looks that no design can have
@@ -319,10 +323,17 @@ class Cost:
     Attributes:
         tokens: by length of the contexts.
         rate: tokens that are computed in a second; None if nobody knows yet.
+
+    Raises:
+        QualityError: a rate that is not above 0.
     """
 
     tokens: Mapping[int, int]
     rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.rate <= 0:
+            raise QualityError(f"a rate of {self.rate:g} tokens a second is not above 0 (--rate)")
 
     @property
     def total(self) -> int:

@@ -17,7 +17,7 @@ from sglang_indexcache.quality.journal import Recorded
 from sglang_indexcache.quality.outcomes import Cell, paired
 from sglang_indexcache.quality.plan import CORRELATION, DISCORDANCE
 from sglang_indexcache.quality.tasks import UNSCORED
-from sglang_indexcache.quality.verdict import at_floor
+from sglang_indexcache.quality.verdict import at_floor, points
 
 MOST_MISSING = 0.01
 """Share of the planned contexts that may fail."""
@@ -160,7 +160,7 @@ def check_noise(evaluation: Evaluation) -> None:
     if needed > design.contexts:
         raise QualityError(
             f"the reference differs from itself so often (A/A: {noise.flips}) that a margin of "
-            f"{100 * design.margin:g} points needs {needed:,} contexts, and {design.contexts:,} "
+            f"{points(design.margin)} needs {needed:,} contexts, and {design.contexts:,} "
             "are planned. Start the server with deterministic kernels "
             "(--enable-deterministic-inference) if it has them, plan more (--contexts), or take a "
             "wider --margin."

@@ -35,10 +35,12 @@ from sglang_indexcache.quality.plan import (
 from sglang_indexcache.quality.replies import reply
 from sglang_indexcache.quality.run import Run
 from sglang_indexcache.quality.scoring import score
+from sglang_indexcache.quality.verdict import points
 from sglang_indexcache.support.interrupts import sigterm_interrupts
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.progress import progress_at_most
 from sglang_indexcache.support.provenance import checkpoint_digest, commit, versions
+from sglang_indexcache.support.words import counted
 
 CONTROL = "first-layer-only"
 """The positive control's name, if the user gives no other: F, then S as far as it may be."""
@@ -234,8 +236,8 @@ def plan_in_words(
         f"arms       {', '.join(f'{arm.name} ({arm.role.value})' for arm in arms)}; the reference "
         f"again on every {AGAIN_EVERY}th context (A/A)",
         *(f"file       {notice}" for notice in notices),
-        f"contexts   {made}{len(cells)} cells, {pairs:,} paired questions; control at "
-        f"{plan.control_length} tokens",
+        f"contexts   {made}{counted(len(cells), 'cell')}, {counted(pairs, 'paired question')}; "
+        f"control at {plan.control_length} tokens",
         f"cost       {whole.total:,} tokens at most, {_hours(whole)}; looks: {plan.looks}, the "
         "evaluation ends at the one that decides",
     ]
@@ -249,7 +251,7 @@ def plan_in_words(
     )
     if (contexts := needed(plan)) > design.contexts:
         lines.append(
-            f"warning    no loss beyond {100 * plan.margin:g} points can hardly be shown: that "
+            f"warning    no loss beyond {points(plan.margin)} can hardly be shown: that "
             f"needs {contexts:,} contexts under these assumptions, and {design.contexts:,} are "
             f"planned. {mend(plan)}, or take a wider --margin."
         )

@@ -30,6 +30,7 @@ from sglang_indexcache.quality.inference import Estimate, capital
 from sglang_indexcache.quality.looks import boundaries
 from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.quality.tasks import CHANCE
+from sglang_indexcache.support.words import counted
 
 REFERENCE = "full"
 LEAST_ABOVE_CHANCE = 0.10
@@ -405,12 +406,19 @@ def _sentence(
         claim = "not claimed, because a pattern with more full layers was not shown to be safe"
     elif verdict.more is None:
         claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
+    elif not verdict.more:
+        claim = (
+            f"undecided: a new run of the same size shows, with {design.power:.0%} probability, "
+            "that it loses nothing if it does"
+        )
     elif look < design.looks:
-        claim = f"undecided at look {look} of {design.looks}, {verdict.more:,} more contexts"
+        claim = (
+            f"undecided at look {look} of {design.looks}, {counted(verdict.more, 'more context')}"
+        )
     else:
         claim = (
-            f"undecided, {verdict.more:,} more contexts: a new run with so many more shows, with "
-            f"{design.power:.0%} probability, that it loses nothing if it does"
+            f"undecided, {counted(verdict.more, 'more context')}: a new run with so many more "
+            f"shows, with {design.power:.0%} probability, that it loses nothing if it does"
         )
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     missing = f" {differences.missing:,} questions missing." if differences.missing else ""

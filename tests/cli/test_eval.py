@@ -143,6 +143,9 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(
     assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in said
     assert "1 of at most 64 tokens (index_topk)" in said
     assert "2 cells, 7 paired questions; control at 48 tokens" in said
+    assert "1 cell, 3 paired questions" in words(
+        call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own)
+    )
     assert "Plan more (--contexts)" in said
     whole = words(call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own))
     assert "The files have no more: ask generated tasks beside them (--task)" in whole
@@ -167,6 +170,7 @@ def test_prompts_without_answers_end_without_a_verdict(tmp_path: Path, haystack:
     said = words(result)
     assert "how far each pattern moves the model; no answer is right or wrong" in said
     assert "1/4: no verdict, since these prompts have no right answer" in said
+    assert said.index("counting the tokens of") < said.index("own.jsonl") < said.index("cost ")
     assert "--prompts own.jsonl" in said
     assert load(tmp_path / "out").notices[0].startswith("prompts: 4 of 4 rows are asked")
 

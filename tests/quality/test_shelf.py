@@ -99,6 +99,32 @@ def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path, mixed: 
     assert said in shelf(mixed, generate=True).told[0]
 
 
+class Strict(Words):
+    """A tokenizer whose template knows no developer."""
+
+    chat_template = "one"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        if any(message["role"] == "developer" for message in messages):
+            raise ValueError("no developer")
+        return [1] * 100
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "say yes"}]
+    rows = [{"messages": turns, "answer": "yes"} for _ in range(3)]
+    rows[1]["messages"] = [{"role": "developer", "content": "be kind"}, *turns]
+    path = write(tmp_path / "own.jsonl", rows)
+    with pytest.raises(QualityError, match=r"^line 2 of .*own.jsonl: .*template refuses .*no dev"):
+        fill_shelf({"prompts": path}, Strict(), BOUNDS)
+
+
+def test_rows_are_told_while_they_are_counted(mixed: Path) -> None:
+    told: list[tuple[str, int]] = []
+    fill_shelf({"prompts": mixed}, Words(), BOUNDS, lambda *one: told.append(one))
+    assert told == [("prompts", row) for row in range(1, 15)]
+
+
 def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "short.jsonl", [prompt_row(n, " yes", 3) for n in range(4)])
     said = r"short.jsonl has nothing that can be asked. prompts: 0 of 4 rows are asked. Left out: 4"
