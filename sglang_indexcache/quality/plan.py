@@ -416,6 +416,8 @@ def _lightest(plan: Plan) -> Taken | None:
     if len(plan.scored) < 2 or not scored:
         return None
     light = min(scored, key=lambda cell: len(cell.rows))
+    if len(light.rows) == max(map(len, plan.scored.values())):
+        return None
     others = replace(plan, taken=tuple(cell for cell in plan.taken if cell != light))
     return light if detectable(others) < detectable(plan) else None
 
