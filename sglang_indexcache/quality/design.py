@@ -17,6 +17,10 @@ _SURELY_NOT_FEW: float = FEW + 2 * FEW**0.5
 """Contexts expected to differ with which there are hardly ever too few for t."""
 
 
+MOST = 0.75
+"""Of a stake that one lost context may take in a plan: single questions take the full one whole."""
+
+
 @dataclass(frozen=True)
 class Design:
     """What is fixed before the first request.
@@ -107,24 +111,28 @@ class Design:
         is on differences that reach as far as the heaviest context moves the mean.
         """
         known: float = (self.drift * deviation / margin) ** 2
-        by_bet = max(known, self._bet_needs(margin / heaviest, deviation / heaviest))
+        step = math.sqrt(deviation**2 / differing) / heaviest if differing else 0.0
+        by_bet = max(known, self._bet_needs(margin / heaviest, deviation / heaviest, step))
         if not differing:
             return by_bet
         unknown: float = self.bounds[-1] ** 2 / 2
         by_t = max(known + unknown / differing, _SURELY_NOT_FEW / differing)
         return min(by_bet, by_t)
 
-    def _bet_needs(self, margin: float, deviation: float) -> float:
+    def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
         """Contexts until one of the stakes, each a part of the capital, has won by itself.
 
         Its logarithm grows by what the margin wins in a context, less half the variance that it
-        rides on, and spreads by the deviation.
+        rides on, and spreads by the deviation. A stake of which one context that differs, which
+        it does by ``step``, can take most is not counted on: it is gone as soon as one is lost.
         """
         from scipy.special import ndtr, ndtri
 
         goal = math.log(len(STAKES) / ndtr(-self.bounds[-1]))
         contexts = math.inf
         for stake in STAKES:
+            if stake * step > MOST:
+                continue
             spreads = stake * deviation / (1 - margin)
             growth = math.log1p(stake * margin / (1 - margin)) - spreads**2 / 2
             if growth > 0:
