@@ -19,6 +19,7 @@ from sglang_indexcache.cli.common import (
     group,
     out,
 )
+from sglang_indexcache.training.plan import STEPS
 
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
 
@@ -127,18 +128,16 @@ def plan_command(
     from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
     from sglang_indexcache.library import Library
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.training.heal import HealOptions
     from sglang_indexcache.training.plan import LEFT_OUT, TITLE, Assumptions, plan
 
     shape = shape_of(model)
     chosen = Library.default().resolve(pattern, checkpoint_of(shape)).pattern
     sheet = find_gpu(gpu)
-    steps = HealOptions.dense_steps + HealOptions.sparse_steps
     length = 4 * shape.topk if context is None else parse_length(context)
     assumed = Assumptions(
         gpus=gpus,
         gpu_memory=sheet.memory / 1e9 if gpu_memory is None else gpu_memory,
-        million_tokens=steps * rows * length / 1e6 if million_tokens is None else million_tokens,
+        million_tokens=STEPS * rows * length / 1e6 if million_tokens is None else million_tokens,
         length=length,
         rows=rows,
         mfu=mfu,
@@ -230,7 +229,7 @@ def heal_command(
     ] = 1,
     dense_steps: Annotated[
         int, typer.Option(min=0, help="Steps in which layers attend to everything.")
-    ] = 320,
+    ] = STEPS,
     sparse_steps: Annotated[
         int, typer.Option(min=0, help="Steps after those, in which layers attend as served.")
     ] = 0,
