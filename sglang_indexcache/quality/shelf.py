@@ -120,7 +120,9 @@ def _choose(
             cells[task, length][row] = size
             items[task][row] = item
     for row in _repeated(items[name], bounds.seed):
-        left["about a document that another row asks about, and so no observation of its own"] += 1
+        left[
+            "that begin as another row does for half their text (one document, one observation)"
+        ] += 1
         for (task, _), sizes in cells.items():
             if task == name:
                 sizes.pop(row, None)

@@ -269,9 +269,9 @@ def test_rows_about_one_document_are_one_observation(tmp_path: Path) -> None:
     assert set(cell.rows) != set(another.rows)  # which of them is the seed's
     assert cell.available == 6
     assert "longbench-v2: 6 of 24 rows are asked" in found.told[0]
-    assert "18 about a document that another row asks about" in found.told[0]
+    assert "18 that begin as another row does for half their text" in found.told[0]
     single = shelf(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
-    assert "about a document" not in single.told[0]
+    assert "as another row" not in single.told[0]
 
 
 def test_turns_of_a_conversation_are_one_observation_and_prompts_without_answers_none(
@@ -289,7 +289,7 @@ def test_turns_of_a_conversation_are_one_observation_and_prompts_without_answers
     found = shelf(write(tmp_path / "talks.jsonl", rows))
     counts = {cell.task: len(cell.rows) for cell in found.taken}
     assert counts == {"prompts": 4, UNSCORED: 4}
-    assert "4 about a document" in found.told[0]
+    assert "4 that begin as another row does" in found.told[0]
 
 
 def test_mrcr_is_taken_as_it_is_published(tmp_path: Path) -> None:
