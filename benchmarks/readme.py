@@ -123,9 +123,11 @@ def _quality_errors(folder: Path, path: str) -> str:
         world, loses = row["world"], row["world"]["loss"] > 0
         wrong, right = ("no_loss", "loss") if loses else ("loss", "no_loss")
         times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
+        beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
         rows.append(
             (
-                f"{100 * world['discordance']:g} % differ, tied by {world['correlation']:g}",
+                f"{100 * world['discordance']:g} % differ, tied by {world['correlation']:g}"
+                + beside,
                 f"loses {times} x the margin" if loses else "loses nothing",
                 "" if row["pairing"] == "by context" else row["pairing"],
                 f"{100 * row[wrong]:.1f} %",

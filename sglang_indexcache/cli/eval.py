@@ -179,7 +179,14 @@ class Questions:
             self.seed,
             self.generate if generate is None else generate,
         )
-        shelf = fill_shelf(files, tokenizer, bounds)
+        with out.status("") as status:  # a line in a log, a moving one in a terminal
+
+            def on_row(name: str, rows: int) -> None:
+                if rows == 1:
+                    out.print(f"counting the tokens of {files[name]}", highlight=False)
+                status.update(f"{name}: row {rows:,}")
+
+            shelf = fill_shelf(files, tokenizer, bounds, on_row)
         plan = Plan(
             tuple(self.task or (() if files else DEFAULT)),
             lengths,
@@ -245,16 +252,28 @@ def run_command(
     Says of each pattern: no loss beyond the margin, a loss, undecided and how many contexts more
     would decide, or that the tasks cannot see it.
     """
+    from sglang_indexcache.library import load_entry
     from sglang_indexcache.quality.chat import SPARE as CHAT_SPARE
     from sglang_indexcache.quality.chat import check_only_chat
+    from sglang_indexcache.quality.entry import check_entry
     from sglang_indexcache.quality.replies import SPARE
-    from sglang_indexcache.quality.session import run_evaluation
+    from sglang_indexcache.quality.session import make_arm_list, run_evaluation
 
-    _check_entry(write_quality)
+    if write_quality is not None:  # before hours of work whose verdict shall go there
+        load_entry(write_quality)
     servers = _servers(url, api_key, admin_api_key)
     chat = check_only_chat(servers)
-    request, material = asked.read(generate=asked.generate or chat)
-    if asked.generate or chat:
+    writes = asked.generate or chat
+    _check_reply_tokens(reply_tokens, writes=writes)
+    request, material = asked.read(generate=writes)
+    if write_quality is not None:
+        check_entry(
+            write_quality,
+            make_arm_list(request),
+            scored=bool(request.plan.scored),
+            verified=not chat,
+        )
+    if writes:
         spare = CHAT_SPARE if chat else SPARE
         tokens = spare if reply_tokens is None else reply_tokens
         request = replace(request, chat=chat, reply_tokens=tokens)
@@ -355,12 +374,14 @@ def _named(place: str, name: str) -> tuple[str, str]:
     return (before, after) if equals and not Path(place).exists() else (name, place)
 
 
-def _check_entry(path: Path | None) -> None:
-    """Before hours of work whose verdict shall go there."""
-    from sglang_indexcache.library import load_entry
-
-    if path is not None:
-        load_entry(path)
+def _check_reply_tokens(given: int | None, *, writes: bool) -> None:
+    if given is not None and not writes:
+        raise QualityError(
+            "--reply-tokens is for answers that the model writes itself: add --generate, or leave "
+            "it out"
+        )
+    if given is not None and given < 0:
+        raise QualityError(f"--reply-tokens {given} is below 0: no answer would fit")
 
 
 def _report(evaluation: Evaluation, folder: Path, write_quality: Path | None) -> None:

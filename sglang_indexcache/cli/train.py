@@ -19,6 +19,7 @@ from sglang_indexcache.cli.common import (
     group,
     out,
 )
+from sglang_indexcache.training.plan import STEPS
 
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
 
@@ -38,6 +39,16 @@ class Weights(StrEnum):
 
 
 RowsOption = Annotated[int, typer.Option(help="How many documents there are of each task.")]
+
+
+RowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        help=f"Length of a row of packed documents: {CONTEXTS}. Four times the model's index_topk "
+        "if not given.",
+    ),
+]
 
 
 @app.command("run")
@@ -79,9 +90,13 @@ def plan_command(
     ],
     pattern: PatternOption = "1/4",
     million_tokens: Annotated[
-        float, typer.Option(help="Train on so many million tokens, with either.")
-    ] = 100.0,
-    context: ContextOption = "32Ki",
+        float | None,
+        typer.Option(
+            help="Train on so many million tokens, with either: as many as heal's default steps if "
+            "not given."
+        ),
+    ] = None,
+    context: RowOption = None,
     gpus: Annotated[int, typer.Option(help="How many GPUs share the model.")] = 8,
     gpu: Annotated[str, typer.Option(help="Their data sheet: h100, h200 or b200.")] = "h200",
     gpu_memory: Annotated[
@@ -118,15 +133,16 @@ def plan_command(
     shape = shape_of(model)
     chosen = Library.default().resolve(pattern, checkpoint_of(shape)).pattern
     sheet = find_gpu(gpu)
+    length = 4 * shape.topk if context is None else parse_length(context)
     assumed = Assumptions(
         gpus=gpus,
-        gpu_memory=gpu_memory or sheet.memory / 1e9,
-        million_tokens=million_tokens,
-        length=parse_length(context),
+        gpu_memory=sheet.memory / 1e9 if gpu_memory is None else gpu_memory,
+        million_tokens=STEPS * rows * length / 1e6 if million_tokens is None else million_tokens,
+        length=length,
         rows=rows,
         mfu=mfu,
         bf16_tflops=sheet.bf16 / 1e12,
-        float32_tflops=float32_tflops or sheet.float32 / 1e12,
+        float32_tflops=sheet.float32 / 1e12 if float32_tflops is None else float32_tflops,
         weight_bytes=1.0 if weights is Weights.FP8 else 2.0,
         disk_rate=disk_rate,
         dense_share=dense_share,
@@ -206,20 +222,14 @@ def heal_command(
             "the same name with .run added.",
         ),
     ],
-    context: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Length of a row of packed documents: {CONTEXTS}. Four times the model's "
-            "index_topk if not given."
-        ),
-    ] = None,
+    context: RowOption = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each step.")] = 4,
     micro_rows: Annotated[
         int, typer.Option(min=1, help="Rows that run through a layer at a time: more take memory.")
     ] = 1,
     dense_steps: Annotated[
         int, typer.Option(min=0, help="Steps in which layers attend to everything.")
-    ] = 320,
+    ] = STEPS,
     sparse_steps: Annotated[
         int, typer.Option(min=0, help="Steps after those, in which layers attend as served.")
     ] = 0,

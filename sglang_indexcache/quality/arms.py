@@ -124,7 +124,7 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
         urls: one server under the name "" for all arms, or one for each arm's name.
 
     Raises:
-        QualityError: a server is missing, in the wrong mode, or unlike the others.
+        QualityError: a server is missing, given twice, in the wrong mode, or unlike the others.
     """
     if set(urls) == {""}:
         server = urls[""]
@@ -148,6 +148,7 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
             "--url alone for a server in live mode, which serves them all."
         )
     _check_alike(arms, urls)
+    _check_apart(arms, urls)
     return Separate({arm.name: urls[arm.name] for arm in arms})
 
 
@@ -174,13 +175,17 @@ class _Cache:
                 "prefixes between patterns. Use an SGLang that keeps extra_key apart, start it "
                 "with --disable-radix-cache, or take a server for each arm."
             )
-        # All of them: a user's prompts may begin alike, or one be the continuation of another.
+        # All of them: a user's prompts may begin alike, or one be the continuation of another,
+        # behind the answer that this one was asked with.
         known.update(marks)
+        rest, last = context.ids[PAGE * len(marks) :], marks[-1] if marks else 0
+        for question in context.questions:
+            known.update(_marks(rest + question.ids + question.answer, last))
 
 
-def _marks(ids: list[int]) -> list[int]:
-    """What stands for each beginning of whole pages."""
-    found, mark = [], 0
+def _marks(ids: list[int], mark: int = 0) -> list[int]:
+    """What stands for each beginning of whole pages, behind those that ``mark`` stands for."""
+    found = []
     for start in range(0, len(ids) - PAGE + 1, PAGE):
         mark = hash((mark, *ids[start : start + PAGE]))
         found.append(mark)
@@ -377,6 +382,20 @@ def _states(server: Server) -> list[dict[str, Any]]:
         raise
     except ServerError:
         return []
+
+
+def _check_apart(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
+    """Two arms at one address would agree in everything, and nothing in their answers tells."""
+    first: dict[tuple[str, str], str] = {}
+    for arm in arms:
+        server = urls[arm.name]
+        place = server.url, str(getattr(server, "model", ""))  # chat completions may have several
+        other = first.setdefault(place, arm.name)
+        if other != arm.name:
+            raise QualityError(
+                f"{other} and {arm.name} are both to be asked at {server.url}, where one pattern "
+                "runs: start a server for each, and give each its own address"
+            )
 
 
 def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:

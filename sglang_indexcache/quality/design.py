@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.inference import FEW, STAKES
 from sglang_indexcache.quality.looks import boundaries, needed_drift
+from sglang_indexcache.support.words import counted
 
 QUESTIONS = 8
 """Behind one context."""
 _SURELY_NOT_FEW: float = FEW + 2 * FEW**0.5
 """Contexts expected to differ with which there are hardly ever too few for t."""
+
+
+MOST = 0.75
+"""Of a stake that one lost context may take in a plan: single questions take the full one whole."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,15 @@ class Design:
 
     def __post_init__(self) -> None:
         if not 0 < self.margin < 1:
-            raise QualityError(f"a margin of {self.margin} is not above 0 and below 1")
+            raise QualityError(
+                f"a margin of {100 * self.margin:g} points is not above 0 and below 100"
+            )
         if not (0 < self.alpha < 0.5 < self.power < 1):
             raise QualityError(f"alpha {self.alpha} must be below 0.5 and power {self.power} above")
         if not 1 <= self.looks <= self.contexts:
-            raise QualityError(f"{self.looks} looks need at least as many contexts")
+            raise QualityError(
+                f"{counted(self.looks, 'look')} need at least as many contexts, not {self.contexts}"
+            )
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -63,25 +73,27 @@ class Design:
         """Standard errors of the whole evaluation that a difference needs to be found."""
         return needed_drift(self.fractions, self.alpha, self.power)
 
-    def needed(self, deviation: float, differing: float) -> int:
+    def needed(self, deviation: float, differing: float, heaviest: float = 1.0) -> int:
         """Contexts with which "no loss beyond the margin" is shown of a pattern that loses nothing.
 
         Args:
             deviation: standard deviation of a context's difference, see :func:`spread`.
             differing: share of contexts that differ, 0 to 1.
+            heaviest: see `inference.Estimate.heaviest`; above 1 if cells are unequal.
         """
-        return math.ceil(self._needed(self.margin, deviation, differing) - 1e-9)
+        return math.ceil(self._needed(self.margin, deviation, differing, heaviest) - 1e-9)
 
-    def detectable(self, deviation: float, differing: float) -> float:
+    def detectable(self, deviation: float, differing: float, heaviest: float = 1.0) -> float:
         """Smallest loss that is found with the design's power; also the smallest margin.
 
         Args:
             deviation: standard deviation of a context's difference.
             differing: share of contexts that differ, 0 to 1.
+            heaviest: see `inference.Estimate.heaviest`; above 1 if cells are unequal.
         """
 
         def enough(margin: float) -> bool:
-            return self._needed(margin, deviation, differing) <= self.contexts
+            return self._needed(margin, deviation, differing, heaviest) <= self.contexts
 
         # Where the spread is large the bet's approximation gives up again near 1.
         high = next((step / 100 for step in range(1, 100) if enough(step / 100)), 1.0 - 1e-9)
@@ -91,31 +103,36 @@ class Design:
             low, high = (low, middle) if enough(middle) else (middle, high)
         return high
 
-    def _needed(self, margin: float, deviation: float, differing: float) -> float:
+    def _needed(self, margin: float, deviation: float, differing: float, heaviest: float) -> float:
         """By the bet, or by t as soon as enough contexts differ for it.
 
         For t the normal size, and half a squared boundary for not knowing the deviation (Guenther
-        1981, American Statistician 35:243), which the contexts that differ alone can tell.
+        1981, American Statistician 35:243), which the contexts that differ alone can tell. The bet
+        is on differences that reach as far as the heaviest context moves the mean.
         """
         known: float = (self.drift * deviation / margin) ** 2
-        by_bet = max(known, self._bet_needs(margin, deviation))
+        step = math.sqrt(deviation**2 / differing) / heaviest if differing else 0.0
+        by_bet = max(known, self._bet_needs(margin / heaviest, deviation / heaviest, step))
         if not differing:
             return by_bet
         unknown: float = self.bounds[-1] ** 2 / 2
         by_t = max(known + unknown / differing, _SURELY_NOT_FEW / differing)
         return min(by_bet, by_t)
 
-    def _bet_needs(self, margin: float, deviation: float) -> float:
+    def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
         """Contexts until one of the stakes, each a part of the capital, has won by itself.
 
         Its logarithm grows by what the margin wins in a context, less half the variance that it
-        rides on, and spreads by the deviation.
+        rides on, and spreads by the deviation. A stake of which one context that differs, which
+        it does by ``step``, can take most is not counted on: it is gone as soon as one is lost.
         """
         from scipy.special import ndtr, ndtri
 
         goal = math.log(len(STAKES) / ndtr(-self.bounds[-1]))
         contexts = math.inf
         for stake in STAKES:
+            if stake * step > MOST:
+                continue
             spreads = stake * deviation / (1 - margin)
             growth = math.log1p(stake * margin / (1 - margin)) - spreads**2 / 2
             if growth > 0:
@@ -151,3 +168,27 @@ def spread(
         fourth += likely * discordance * (tied**4 + free)
         fourth += likely * discordance**2 * (6 * tied**2 * free + 3 * free * (free - 1))
     return math.sqrt(second) / questions, second**2 / fourth if fourth else 0.0
+
+
+def spread_over_cells(
+    cells: Sequence[tuple[int, int]], discordance: float, correlation: float
+) -> tuple[float, float, float]:
+    """Deviation, share of contexts that differ and weight of the heaviest, as Design takes them.
+
+    As `inference.Estimate` will find them. The primary result is a mean over cells, so what a small
+    cell adds to its error, or may hide, is not made up for by a large one.
+
+    Args:
+        cells: contexts of each, and questions behind one of its contexts.
+        discordance: see :func:`spread`.
+        correlation: likewise.
+    """
+    total = sum(count for count, _ in cells)
+    second = fourth = step = heaviest = 0.0
+    for count, questions in cells:
+        deviation, share = spread(discordance, correlation, questions)
+        weight = total / (len(cells) * count)
+        second += count / total * (weight * deviation) ** 2
+        fourth += count / total * (weight * deviation) ** 4 / share
+        step, heaviest = max(step, weight / questions), max(heaviest, weight)
+    return math.sqrt(second), min(second**2 / fourth, second / step**2), heaviest

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.quality.evaluation import Evaluation
+from sglang_indexcache.quality.evaluation import Arm, Evaluation, Role
 from sglang_indexcache.quality.summary import Verdicts
 from sglang_indexcache.quality.verdict import Kind, Verdict
 
@@ -21,6 +22,41 @@ _WORDS: dict[Kind, Literal["no loss", "loss", "undecided", "cannot see", "invali
 }
 
 
+def check_entry(path: Path, arms: Sequence[Arm], *, scored: bool, verified: bool) -> Arm:
+    """Whether a verdict can be written into a file; also before hours of work for it.
+
+    Args:
+        path: of the pattern file.
+        arms: of the evaluation.
+        scored: whether any answer is right or wrong.
+        verified: whether the servers say which pattern they run.
+
+    Returns:
+        The candidate whose pattern it is.
+
+    Raises:
+        QualityError: no verdict will belong there.
+        LibraryError: the file is no pattern file.
+    """
+    entry = load_entry(path)
+    if not verified:
+        raise QualityError(
+            "the server does not say which pattern it runs, so nothing is written into a pattern "
+            "file. Evaluate on a server with this plugin"
+        )
+    if not scored:
+        raise QualityError(
+            "prompts without a right answer get no verdict, so nothing is written into a pattern "
+            "file. Give prompts with answers, or generated tasks (--task)"
+        )
+    candidates = [arm for arm in arms if arm.role is Role.CANDIDATE]
+    mine = [arm for arm in candidates if Pattern(arm.pattern) == entry.parsed]
+    if not mine:
+        names = ", ".join(arm.name for arm in candidates)
+        raise QualityError(f"{path} has another pattern than those evaluated ({names})")
+    return mine[0]
+
+
 def write_quality(path: Path, evaluation: Evaluation, verdicts: Verdicts | None = None) -> str:
     """Write the verdict on a pattern file's pattern into its ``quality`` section.
 
@@ -28,21 +64,13 @@ def write_quality(path: Path, evaluation: Evaluation, verdicts: Verdicts | None 
         The verdict in words.
 
     Raises:
-        QualityError: the pattern was not evaluated, nothing was decided yet, or nobody knows which
-            pattern the answers were made with.
+        QualityError: nothing was decided yet; or see :func:`check_entry`.
         LibraryError: the file is no pattern file.
     """
-    entry = load_entry(path)
-    if not evaluation.pattern_verified:
-        raise QualityError(
-            "the server did not say which pattern it ran, so nothing is written into a pattern "
-            "file. Evaluate on a server with this plugin"
-        )
-    mine = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
-    if not mine:
-        names = ", ".join(arm.name for arm in evaluation.candidates)
-        raise QualityError(f"{path} has another pattern than those evaluated ({names})")
-    found = (evaluation.verdicts() if verdicts is None else verdicts).get(mine[0].name)
+    mine = check_entry(
+        path, evaluation.arms, scored=evaluation.scored, verified=evaluation.pattern_verified
+    )
+    found = (evaluation.verdicts() if verdicts is None else verdicts).get(mine.name)
     if found is None:
         raise QualityError("the first look has not been reached; let the evaluation go on")
     row = evaluated(evaluation, *found)

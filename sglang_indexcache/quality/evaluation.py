@@ -135,8 +135,10 @@ class Evaluation:
 
     Attributes:
         facts: what was evaluated, to print beside a verdict: ``model`` (name), ``checkpoint``
-            (digest), ``server`` (SGLang's facts that may not differ between arms), ``versions``,
-            ``commit``, ``flags`` (of the command), ``started`` (UTC). JSON values.
+            (digest), ``material`` (digest of tokenizer, text and files, and the questions behind a
+            context: contexts of one name are alike within one), ``server`` (SGLang's facts that may
+            not differ between arms), ``versions``, ``commit``, ``flags`` (of the command),
+            ``started`` (UTC). JSON values.
         design: as it was fixed before the first request.
         selects_all: ``index_topk``: no pattern can matter at or below this length.
         arms: the reference, then candidates from most to fewest full layers, then the bad one.
@@ -145,7 +147,8 @@ class Evaluation:
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         missing: what could not be answered.
-        tokens: that servers computed, those from a cache left out.
+        tokens: that servers computed, those from a cache left out; of chat completions, whole
+            prompts, since nobody says what came from a cache.
         seconds: that answers took, all together.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_indexcache.quality.evaluation import Evaluation, Role
 from sglang_indexcache.quality.summary import DEPTHS, NOISE, ONE_LOOK, Difference, Level, Summary
-from sglang_indexcache.quality.verdict import Kind
+from sglang_indexcache.quality.verdict import Kind, points
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.plots import make_figure, save_figure
 
@@ -182,7 +182,7 @@ def looks(evaluation: Evaluation, summary: Summary) -> Any:
     figure, axes = make_figure(_WIDTH, 2.8, columns=2, sharey=True)
     every = range(1, design.looks + 1)
     top = max(design.bounds[0], 4.5) + 0.3
-    titles = {"no_loss": f"no loss beyond {100 * design.margin:g} points", "loss": "a loss"}
+    titles = {"no_loss": f"no loss beyond {points(design.margin)}", "loss": "a loss"}
     for axis, (claim, title) in zip(axes, titles.items(), strict=True):
         axis.plot(every, design.bounds, color=_MARGIN, lw=1.2, ls="--", label="needed")
         for label, fill in (("look taken", _MARGIN), ("not taken", "white")):

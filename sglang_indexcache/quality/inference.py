@@ -1,7 +1,7 @@
 """A mean difference and how far it can be trusted, with contexts as the only observations.
 
 The estimate is the mean over cells of the mean over a cell's contexts: a cell counts the same
-however many contexts it has. Three things decide how it is bounded.
+however many contexts it has. Four things decide how it is bounded.
 
 * *Many contexts that differ.* Student's t on the contexts' differences within cells, degrees of
   freedom by Welch and Satterthwaite. Losses are rare and one-sided, so the differences are skewed
@@ -15,6 +15,9 @@ however many contexts it has. Three things decide how it is bounded.
   betting at two stakes: ``(1 - loss)^G`` lies between alpha/2 and alpha. The usual 3/n over
   questions would be wrong here, because the questions of a context fail together; so would
   McNemar's test, which also tests that arms are identical where a margin is asked for.
+* *Cells of unequal size.* A small cell counts as much as a large one, may have lost nothing by
+  luck, and then adds nothing to the standard error. So what differs is counted in the steps of the
+  cell that moves the mean most: t is left to evaluations in which that much was seen to move.
 * *Unbounded outcomes* (nats) have no exact form: t alone, and no bound where it has none.
 """
 
@@ -65,14 +68,25 @@ class Estimate:
         return float(self.scaled.mean())
 
     @property
+    def heaviest(self) -> float:
+        """By how much a context of the smallest cell moves the mean, beside an average one's 1."""
+        return float(self._weights.max())
+
+    @cached_property
     def differing(self) -> float:
         """How many contexts differ, as if all that do differed by the same.
 
         ``(sum x^2)^2 / sum x^4``: a context that lost all answers outweighs many that lost one, and
-        the standard error rests on it alone.
+        the standard error rests on it alone. Nor more than ``sum x^2`` holds squares of the largest
+        step, by which one lost question moves the mean in some cell: where a small cell lost none
+        by luck, the others alone do not tell how far the mean may be off. With cells of equal size
+        and as many questions everywhere, that is never the smaller of the two.
         """
         squares = self.scaled**2
-        return float(squares.sum() ** 2 / (squares**2).sum()) if squares.any() else 0.0
+        if not squares.any():
+            return 0.0
+        alike = squares.sum() ** 2 / (squares**2).sum()
+        return float(min(alike, squares.sum() / self._step**2))
 
     @property
     def exact(self) -> bool:
@@ -95,13 +109,13 @@ class Estimate:
             z: the boundary at this look, as a standard normal value.
         """
         if self.exact:
-            return _bet(self.scaled, float(self._weights.max()), _error(z))
+            return _bet(self.scaled, self.heaviest, _error(z))
         return self.mean - self._half(z)
 
     def upper(self, z: float) -> float:
         """What the mean is below; see :meth:`lower`."""
         if self.exact:
-            return -_bet(-self.scaled, float(self._weights.max()), _error(z))
+            return -_bet(-self.scaled, self.heaviest, _error(z))
         return self.mean - self._half(-z)
 
     @cached_property
@@ -109,6 +123,22 @@ class Estimate:
         counts = np.bincount(self.differences.cells)
         weights: Floats = len(self.differences) / (counts.size * counts[self.differences.cells])
         return weights
+
+    @property
+    def _step(self) -> float:
+        """By how much one lost question moves the mean at most, as differences are scaled.
+
+        Of right and wrong answers behind a context; where scores are finer, what they typically
+        differ by in that cell, but no less than over all.
+        """
+        cells, values = self.differences.cells, self.differences.values
+        counts, differ = np.bincount(cells), np.bincount(cells, values != 0)
+        whole = counts / np.bincount(cells, self.differences.questions)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            typical = np.sqrt(np.bincount(cells, values**2) / differ)
+        overall = float(np.sqrt((values**2).sum() / differ.sum()))
+        finer = np.where(differ > 0, np.maximum(typical, overall), np.inf)
+        return float((len(cells) / (counts.size * counts) * np.minimum(whole, finer)).max())
 
     @cached_property
     def _residuals(self) -> Floats:

@@ -118,7 +118,12 @@ class Recorded:
         facts = {name: value for name, value in self.facts.items() if name != "notices"}
         answers = [one for record in counted for one in self._answers[record.key]]
         return Evaluation(
-            {**facts, "checkpoint": identity["checkpoint"], "server": identity["server"]},
+            {
+                **facts,
+                "checkpoint": identity["checkpoint"],
+                "server": identity["server"],
+                "material": _material(identity),
+            },
             plan.design,
             plan.selects_all,
             arms,
@@ -249,6 +254,12 @@ def load(folder: Path) -> Evaluation:
         raise QualityError(
             f"{path} is damaged, or is not the journal of an evaluation ({error})"
         ) from error
+
+
+def _material(identity: Mapping[str, Any]) -> str:
+    """What a context's name stands for; empty where an older journal does not tell."""
+    made_of = identity.get("material")
+    return f"{made_of}-{identity['plan']['questions']}" if made_of else ""
 
 
 def _arms(identity: Mapping[str, Any]) -> tuple[Arm, ...]:

@@ -12,6 +12,8 @@ from difflib import SequenceMatcher
 
 MARK = 10
 """Characters that ``rounds`` asks to be put in front."""
+_OF_A_WORD = r"[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+"""Thai, Japanese, Chinese and Korean put no space around the words that an answer may be."""
 
 
 def contained(reply: str, answer: str) -> float:
@@ -67,13 +69,19 @@ def longbench(reply: str, answer: str) -> float:
 
 
 def holds(reply: str, answer: str) -> float:
-    """Whether the answer stands in the reply, whatever the case."""
-    return float(answer.strip().lower() in reply.lower())
+    """Whether the answer stands in the reply as words of its own, whatever the case."""
+    wanted = re.escape(answer.strip())
+    found = re.search(rf"(?<!{_OF_A_WORD}){wanted}(?!{_OF_A_WORD})", reply, re.IGNORECASE)
+    return float(found is not None)
 
 
 def first_letter(reply: str, answer: str) -> float:
-    """The letter, behind the bracket that the question ends with, or in a sentence like it."""
-    return float(reply.strip().lstrip("(")[:1] == answer) or longbench(reply, answer)
+    """The letter by itself, as the question asks for it, or in a sentence like the question's.
+
+    Not the first letter of prose: "Based on" does not say B, nor "A section" A.
+    """
+    said = re.match(r"\W*([A-D])(?!\w| \w)", reply)
+    return float(said is not None and said[1] == answer) or longbench(reply, answer)
 
 
 def first_word(reply: str, answer: str) -> float:

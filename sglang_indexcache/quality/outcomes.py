@@ -79,6 +79,7 @@ class Differences:
         cells: int64 [contexts], which of ``names`` a context belongs to.
         names: the cells.
         flips: over all pairs.
+        questions: int64 [contexts], how many each value is the mean of.
         missing: questions that only one of the arms answered. They are left out of both.
     """
 
@@ -86,6 +87,7 @@ class Differences:
     cells: Ints
     names: tuple[Cell, ...]
     flips: Flips
+    questions: Ints
     missing: int = 0
 
     def __len__(self) -> int:
@@ -156,5 +158,6 @@ def _by_context(
         np.array([names.index(cell_of[context]) for context in groups], dtype=np.int64),
         names,
         Flips(int((every < 0).sum()), int((every > 0).sum()), len(every)),
+        np.array([len(group) for group in groups.values()], dtype=np.int64),
         missing=len(first.keys() ^ second.keys()),
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.design import Design, spread
+from sglang_indexcache.quality.design import Design, spread_over_cells
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Planned
 from sglang_indexcache.quality.outcomes import Cell
 from sglang_indexcache.quality.tasks import (
@@ -24,6 +23,7 @@ from sglang_indexcache.quality.tasks import (
     make_context,
 )
 from sglang_indexcache.quality.tasks.items import Message, as_context, has_template, rendered
+from sglang_indexcache.support.words import counted
 
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every so-manieth context of a cell."""
@@ -46,12 +46,13 @@ JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
 def default_lengths(context: int | None) -> tuple[int, ...]:
     """Lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
 
-    The last is that context to two digits: 200,000 for 202,752.
+    The last is that context to two digits: 200,000 for 202,752. What stays free is an eighth of a
+    small one.
 
     Args:
         context: tokens that the model takes; None if its config does not say, then to 128Ki.
     """
-    room = 4 * SHORTEST if context is None else context - LEFT_FREE
+    room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
     found = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
     step: int = 10 ** max(len(str(room)) - 2, 0)
     last = room // step * step
@@ -126,9 +127,11 @@ class Plan:
                 f"whatever is shared. Take longer ones (--length), such as "
                 f"{8 * self.selects_all}; the control below is asked by itself."
             )
-        if self.tasks and self.contexts < self.looks:
+        if self.questions < 1:
+            raise QualityError(f"{self.questions} questions behind a context; ask one at least")
+        if self.contexts < self.looks:
             raise QualityError(
-                f"{self.contexts} contexts of each task and length cannot be looked at "
+                f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
             )
         _ = self.design  # refuses a margin or looks that no design can have
@@ -320,10 +323,17 @@ class Cost:
     Attributes:
         tokens: by length of the contexts.
         rate: tokens that are computed in a second; None if nobody knows yet.
+
+    Raises:
+        QualityError: a rate that is not above 0.
     """
 
     tokens: Mapping[int, int]
     rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.rate <= 0:
+            raise QualityError(f"a rate of {self.rate:g} tokens a second is not above 0 (--rate)")
 
     @property
     def total(self) -> int:
@@ -336,7 +346,14 @@ class Cost:
         return self.total / self.rate / 3600 if self.rate else None
 
 
-def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = None) -> Cost:
+def cost(
+    plan: Plan,
+    arms: int,
+    tails: Mapping[str, int],
+    rate: float | None = None,
+    *,
+    chat: bool = False,
+) -> Cost:
     """What the whole plan computes, if nothing is decided early.
 
     Args:
@@ -344,11 +361,16 @@ def cost(plan: Plan, arms: int, tails: Mapping[str, int], rate: float | None = N
         arms: asked on every context: the reference, the candidates and the positive control.
         tails: tokens of a question and its answer, by task; none of a file's, which is all context.
         rate: tokens that are computed in a second.
+        chat: whether chat completions are asked, where every question's prompt counts whole: what
+            an engine takes from a cache is not known.
     """
     tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
     for planned in plan.planned:
         size, tail = plan.sizes.get(planned.context, planned.length), tails.get(planned.task, 0)
-        one = size + plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+        questions = plan.questions_of(planned.task)
+        one = size + questions * (tail + (size - tail) % PAGE)
+        if chat:
+            one = questions * (size + _SLACK)
         continued = planned.task == UNSCORED  # by the reference, before all others are asked
         tokens[planned.length] += one * (arms + planned.again + continued)
     return Cost(tokens, rate)
@@ -375,20 +397,35 @@ def needed(plan: Plan) -> int:
     return plan.design.needed(*_assumed(plan))
 
 
-def _assumed(plan: Plan) -> tuple[float, float]:
-    """Deviation of a context's difference and share of contexts that differ, over unequal cells.
+def mend(plan: Plan) -> str:
+    """How to show the margin, where that needs more contexts than are planned."""
+    if light := _lightest(plan):
+        return (
+            f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts as "
+            "much as every other cell: give more rows of it, or leave it out (that file, or that "
+            "--length)"
+        )
+    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
+        return "Plan more (--contexts)"
+    return "The files have no more: ask generated tasks beside them (--task)"
 
-    The primary result is a mean over cells, so what a small cell adds to its error is not made up
-    for by a large one.
-    """
-    cells = [
-        (len(rows), *spread(DISCORDANCE, CORRELATION, plan.questions_of(task)))
-        for (task, _), rows in (plan.scored or plan.cells).items()
-    ]
-    total = sum(count for count, _, _ in cells)
-    variance = sum(deviation**2 / count for count, deviation, _ in cells) / len(cells) ** 2
-    differing = sum(count * share for count, _, share in cells) / total
-    return math.sqrt(total * variance), differing
+
+def _lightest(plan: Plan) -> Taken | None:
+    """The smallest cell, if the plan would show a smaller loss without it."""
+    scored = [cell for cell in plan.taken if (cell.task, cell.length) in plan.scored]
+    if len(plan.scored) < 2 or not scored:
+        return None
+    light = min(scored, key=lambda cell: len(cell.rows))
+    if len(light.rows) == max(map(len, plan.scored.values())):
+        return None
+    others = replace(plan, taken=tuple(cell for cell in plan.taken if cell != light))
+    return light if detectable(others) < detectable(plan) else None
+
+
+def _assumed(plan: Plan) -> tuple[float, float, float]:
+    cells = (plan.scored or plan.cells).items()
+    asked = [(len(rows), plan.questions_of(task)) for (task, _), rows in cells]
+    return spread_over_cells(asked, DISCORDANCE, CORRELATION)
 
 
 def check_fits(plan: Plan, most: int | None, where: str) -> None:

@@ -6,17 +6,18 @@ Each refusal names what was seen and how to mend it. What was asked until then i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.design import spread
+from sglang_indexcache.quality.design import spread_over_cells
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.journal import Recorded
 from sglang_indexcache.quality.outcomes import Cell, paired
 from sglang_indexcache.quality.plan import CORRELATION, DISCORDANCE
 from sglang_indexcache.quality.tasks import UNSCORED
-from sglang_indexcache.quality.verdict import at_floor
+from sglang_indexcache.quality.verdict import at_floor, points
 
 MOST_MISSING = 0.01
 """Share of the planned contexts that may fail."""
@@ -147,15 +148,19 @@ def check_noise(evaluation: Evaluation) -> None:
     noise = paired(rows, name, name, repeat=1)
     estimate = Estimate(noise)
     deviation = estimate.error * len(noise) ** 0.5
-    questions = round(noise.flips.pairs / len(noise))
-    assumed = design.needed(*spread(DISCORDANCE, CORRELATION, questions))
+    planned = Counter((one.task, one.length) for one in evaluation.planned)
+    asked = [
+        (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
+        for number, cell in enumerate(noise.names)
+    ]
+    assumed = design.needed(*spread_over_cells(asked, DISCORDANCE, CORRELATION))
     if not noise.flips.share or not math.isfinite(deviation) or design.contexts < assumed:
         return
-    needed = design.needed(deviation, estimate.differing / len(noise))
+    needed = design.needed(deviation, estimate.differing / len(noise), estimate.heaviest)
     if needed > design.contexts:
         raise QualityError(
             f"the reference differs from itself so often (A/A: {noise.flips}) that a margin of "
-            f"{100 * design.margin:g} points needs {needed:,} contexts, and {design.contexts:,} "
+            f"{points(design.margin)} needs {needed:,} contexts, and {design.contexts:,} "
             "are planned. Start the server with deterministic kernels "
             "(--enable-deterministic-inference) if it has them, plan more (--contexts), or take a "
             "wider --margin."

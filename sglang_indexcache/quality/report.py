@@ -35,8 +35,8 @@ SAMPLES = "samples.jsonl"
 CAPTIONS = {
     "forest": "Secondary. Difference in right answers by task and length, with 90 % intervals of "
     "one look. Dashed: the margin. Grey bars: what the engine's own flips (A/A) alone would do "
-    "there, 90 % of the time. Grey marks: cells in which the bad pattern was not seen to lose, "
-    "left out of the claim.",
+    "there, 90 % of the time. Grey marks: cells that cannot see a loss (the reference hardly "
+    "does better than guessing, or the bad pattern was not seen to lose), left out of the claim.",
     "length": "Secondary. Right answers of each arm against length, and how far each arm's "
     "distribution over answer tokens is from the reference's.",
     "flips": "Questions that only the reference answered (lost) and only the pattern (won). Equal "

@@ -28,16 +28,19 @@ from sglang_indexcache.quality.plan import (
     check_fits,
     cost,
     detectable,
+    mend,
     needed,
     tails,
 )
 from sglang_indexcache.quality.replies import reply
 from sglang_indexcache.quality.run import Run
 from sglang_indexcache.quality.scoring import score
+from sglang_indexcache.quality.verdict import points
 from sglang_indexcache.support.interrupts import sigterm_interrupts
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.progress import progress_at_most
 from sglang_indexcache.support.provenance import checkpoint_digest, commit, versions
+from sglang_indexcache.support.words import counted
 
 CONTROL = "first-layer-only"
 """The positive control's name, if the user gives no other: F, then S as far as it may be."""
@@ -178,7 +181,7 @@ def run_evaluation(
         )
 
         def bill(found: float | None) -> Cost:
-            return cost(request.plan, len(arms), lengths_of_tails, found)
+            return cost(request.plan, len(arms), lengths_of_tails, found, chat=request.chat)
 
         for line in plan_in_words(request.plan, arms, bill(rate), request.notices):
             console.print(line, highlight=False)
@@ -233,8 +236,8 @@ def plan_in_words(
         f"arms       {', '.join(f'{arm.name} ({arm.role.value})' for arm in arms)}; the reference "
         f"again on every {AGAIN_EVERY}th context (A/A)",
         *(f"file       {notice}" for notice in notices),
-        f"contexts   {made}{len(cells)} cells, {pairs:,} paired questions; control at "
-        f"{plan.control_length} tokens",
+        f"contexts   {made}{counted(len(cells), 'cell')}, {counted(pairs, 'paired question')}; "
+        f"control at {plan.control_length} tokens",
         f"cost       {whole.total:,} tokens at most, {_hours(whole)}; looks: {plan.looks}, the "
         "evaluation ends at the one that decides",
     ]
@@ -248,18 +251,11 @@ def plan_in_words(
     )
     if (contexts := needed(plan)) > design.contexts:
         lines.append(
-            f"warning    no loss beyond {100 * plan.margin:g} points can hardly be shown: that "
+            f"warning    no loss beyond {points(plan.margin)} can hardly be shown: that "
             f"needs {contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-            f"planned. {_mend(plan)}, or take a wider --margin."
+            f"planned. {mend(plan)}, or take a wider --margin."
         )
     return lines
-
-
-def _mend(plan: Plan) -> str:
-    """How to have more contexts."""
-    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
-        return "Plan more (--contexts)"
-    return "The files have no more: ask generated tasks beside them (--task)"
 
 
 def _hours(whole: Cost) -> str:

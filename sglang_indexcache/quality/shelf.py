@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.plan import Taken
 from sglang_indexcache.quality.tasks import FILES, UNSCORED, Item, Tokenizer
-from sglang_indexcache.quality.tasks.items import has_template, read_items, tokens
+from sglang_indexcache.quality.tasks.items import has_template, place, read_items, tokens
+from sglang_indexcache.support.words import counted
 
 CONTINUED = 128
 """Tokens that the reference says behind a prompt whose answer nobody knows."""
@@ -59,13 +60,24 @@ class Bounds:
     generate: bool
 
 
-def fill_shelf(files: Mapping[str, Path], tokenizer: Tokenizer, bounds: Bounds) -> Shelf:
+def _nothing(*_: object) -> None:
+    pass
+
+
+def fill_shelf(
+    files: Mapping[str, Path],
+    tokenizer: Tokenizer,
+    bounds: Bounds,
+    on_row: Callable[[str, int], None] = _nothing,
+) -> Shelf:
     """Read files and choose from them.
 
     Args:
         files: by their task in :data:`~sglang_indexcache.quality.tasks.FILES`.
         tokenizer: of the model.
         bounds: see there.
+        on_row: is called with a file's task and the number of its rows so far, before each is
+            counted: long ones take a while.
 
     Raises:
         QualityError: a file that cannot be read, or nothing in one that could be asked.
@@ -74,7 +86,7 @@ def fill_shelf(files: Mapping[str, Path], tokenizer: Tokenizer, bounds: Bounds) 
     items: dict[str, dict[int, Item]] = {}
     told = []
     for name, path in files.items():
-        cells, kept, said = _choose(name, path, tokenizer, bounds)
+        cells, kept, said = _choose(name, path, tokenizer, bounds, on_row)
         taken += cells
         items |= kept
         told.append(said)
@@ -87,7 +99,7 @@ def fill_shelf(files: Mapping[str, Path], tokenizer: Tokenizer, bounds: Bounds) 
 
 
 def _choose(
-    name: str, path: Path, tokenizer: Tokenizer, bounds: Bounds
+    name: str, path: Path, tokenizer: Tokenizer, bounds: Bounds, on_row: Callable[[str, int], None]
 ) -> tuple[list[Taken], dict[str, dict[int, Item]], str]:
     cells: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
     items: dict[str, dict[int, Item]] = defaultdict(dict)
@@ -95,20 +107,31 @@ def _choose(
     most, rows = min(bounds.longest, bounds.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
+        on_row(name, rows)
         task = name if item.answer is not None else UNSCORED
-        why, size = _why_not(item, tokenizer, bounds, most)
+        try:
+            why, size = _why_not(item, tokenizer, bounds, most)
+        except QualityError as error:
+            raise QualityError(f"{place(path, row)}: {error}") from error
         if why:
             left[why] += 1
         else:
             length = next(length for length in bounds.lengths if size <= length)
             cells[task, length][row] = size
             items[task][row] = item
+    for row in _repeated(items[name], bounds.seed):
+        left[
+            "that begin as another row does for half their text (one document, one observation)"
+        ] += 1
+        for (task, _), sizes in cells.items():
+            if task == name:
+                sizes.pop(row, None)
     taken = []
     for (task, length), sizes in sorted(cells.items()):
         if len(sizes) < max(bounds.looks, _FEWEST):
             left[
-                f"at {length:,} tokens, too few for {bounds.looks} looks (take fewer --length, or "
-                "fewer --looks)"
+                f"at {length:,} tokens, too few for {counted(bounds.looks, 'look')} (take fewer "
+                "--length, or fewer --looks)"
             ] += len(sizes)
             continue
         order = random.Random(f"{task} {length} {bounds.seed}").sample(list(sizes), len(sizes))
@@ -123,10 +146,32 @@ def _choose(
     return taken, kept, said
 
 
+def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
+    """All rows but one of those that begin with the same text for half of the shorter one.
+
+    Questions about one document, or turns of one conversation, fail together, and would count as
+    independent. Which one is asked follows from the seed.
+    """
+    documents: list[list[int]] = []
+    before = ""
+    for text, row in sorted((item.text, row) for row, item in items.items()):
+        shared = (min(len(before), len(text)) + 1) // 2
+        if documents and before[:shared] == text[:shared]:
+            documents[-1].append(row)
+        else:
+            documents.append([row])
+        before = text
+    kept = {random.Random(f"{min(rows)} {seed}").choice(sorted(rows)) for rows in documents}
+    return sorted(items.keys() - kept)
+
+
 def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tuple[str, int]:
     """Why an item is not asked, empty if it is; and its tokens with those of its answer."""
     if bounds.generate and item.answer is None:
-        return "without an answer, which says nothing of replies (leave --generate away)", 0
+        return (
+            "without an answer, which says nothing of replies (a server of this project is asked "
+            "about them where --generate is left away)"
+        ), 0
     if not bounds.generate and not item.one_form:
         return "with an answer that has no one order (ask them with --generate)", 0
     size = most + 1

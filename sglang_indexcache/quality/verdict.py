@@ -30,6 +30,7 @@ from sglang_indexcache.quality.inference import Estimate, capital
 from sglang_indexcache.quality.looks import boundaries
 from sglang_indexcache.quality.outcomes import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.quality.tasks import CHANCE
+from sglang_indexcache.support.words import counted
 
 REFERENCE = "full"
 LEAST_ABOVE_CHANCE = 0.10
@@ -90,6 +91,7 @@ class Reading:
         upper: the other.
         deviation: of a context's difference, in the mean over cells.
         differing: share of contexts that differ.
+        heaviest: see `inference.Estimate.heaviest`.
     """
 
     kind: Kind
@@ -98,6 +100,7 @@ class Reading:
     upper: float
     deviation: float
     differing: float
+    heaviest: float
 
 
 def read(differences: Differences, design: Design, look: int) -> Reading:
@@ -118,7 +121,7 @@ def read(differences: Differences, design: Design, look: int) -> Reading:
         kind = Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Reading(kind, estimate.mean, lower, upper, deviation, differing)
+    return Reading(kind, estimate.mean, lower, upper, deviation, differing, estimate.heaviest)
 
 
 def sees(differences: Differences, alpha: float) -> bool:
@@ -367,11 +370,12 @@ def _claim(
     permitted: bool,
 ) -> Verdict:
     reading = read(differences, design, look)
+    seen = reading.deviation, reading.differing, reading.heaviest
     kind, more = reading.kind, None
     if kind is Kind.NO_LOSS and not permitted:
         kind = Kind.UNDECIDED
     if kind is Kind.UNDECIDED and math.isfinite(reading.deviation):
-        needed = design.needed(reading.deviation, reading.differing)
+        needed = design.needed(*seen)
         more = max(needed, design.contexts) - len(differences)
     verdict = Verdict(
         kind,
@@ -379,7 +383,7 @@ def _claim(
         "",
         difference=reading.difference,
         interval=(reading.lower, reading.upper),
-        detectable=design.detectable(reading.deviation, reading.differing),
+        detectable=design.detectable(*seen),
         more=more,
         flips=differences.flips,
         noise=noise.flips if noise else None,
@@ -402,12 +406,19 @@ def _sentence(
         claim = "not claimed, because a pattern with more full layers was not shown to be safe"
     elif verdict.more is None:
         claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
+    elif not verdict.more:
+        claim = (
+            f"undecided: a new run of the same size shows, with {design.power:.0%} probability, "
+            "that it loses nothing if it does"
+        )
     elif look < design.looks:
-        claim = f"undecided at look {look} of {design.looks}, {verdict.more:,} more contexts"
+        claim = (
+            f"undecided at look {look} of {design.looks}, {counted(verdict.more, 'more context')}"
+        )
     else:
         claim = (
-            f"undecided, {verdict.more:,} more contexts: a new run with so many more shows, with "
-            f"{design.power:.0%} probability, that it loses nothing if it does"
+            f"undecided, {counted(verdict.more, 'more context')}: a new run with so many more "
+            f"shows, with {design.power:.0%} probability, that it loses nothing if it does"
         )
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     missing = f" {differences.missing:,} questions missing." if differences.missing else ""

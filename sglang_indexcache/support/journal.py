@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from sglang_indexcache.errors import IndexCacheError
 
 _FORMAT = 1
+_SHORT = 100
 _Entry = TypeVar("_Entry")
 
 
@@ -129,17 +130,25 @@ class Journal:
             raise self._error(
                 f"{self.path} is not a journal of this version for this {self._kind}. Move it away."
             )
-        recorded = header["identity"]
-        different = [
-            f"{name} ({recorded.get(name)!r} then, {identity.get(name)!r} now)"
-            for name in sorted({*recorded, *identity})
-            if recorded.get(name) != identity.get(name)
-        ]
-        if different:
+        if different := list(_different(header["identity"], identity)):
             raise self._error(
                 f"{self.path} belongs to another {self._kind}; different: {'; '.join(different)}. "
                 "Give another --output, or move the journal away."
             )
+
+
+def _different(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
+    """What differs, by name; long values are not written out."""
+    for name in sorted({*then, *now}):
+        old, new = then.get(name), now.get(name)
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _different(old, new, f"{of}{name} ")
+        elif max(len(repr(old)), len(repr(new))) > _SHORT:
+            yield f"{of}{name}"
+        else:
+            yield f"{of}{name} ({old!r} then, {new!r} now)"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -23,11 +23,9 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.training.indexer import LightningIndexer, Rotation
 from sglang_indexcache.training.model import check_trainable, install, is_indexer
 from sglang_indexcache.training.sharing import Sharing
-from sglang_indexcache.training.stored import DTYPES, dequantised, stored
+from sglang_indexcache.training.stored import DTYPES, SCALES, dequantised, stored
 
 FP8 = "F8_E4M3"
-SCALE = "_scale_inv"
-"""Added to a block-FP8 weight's name: the name of its scales."""
 
 _FUSED = ("experts.gate_up_proj", "experts.down_proj")
 EMBEDDING = "model.embed_tokens.weight"
@@ -219,16 +217,16 @@ class WeightFiles:
                     "another way than released checkpoints are. Download the checkpoint again."
                 )
             kind = self.kind(name)
-            if kind not in DTYPES and not (kind == FP8 and name + SCALE in self._stored):
+            if kind not in DTYPES and not (kind == FP8 and name + SCALES in self._stored):
                 raise CheckpointError(
                     f"{self._folder} holds {name} as {kind}, which is not understood; plain "
-                    f"dtypes and block FP8 ({FP8} with {SCALE.strip('_')}) are. Dequantise the "
+                    f"dtypes and block FP8 ({FP8} with {SCALES.strip('_')}) are. Dequantise the "
                     "checkpoint to bfloat16 first."
                 )
 
     def raw(self, names: Sequence[str], device: torch.device) -> Tensors:
         """These tensors as they are stored, with their scales."""
-        wanted = [*names, *(n + SCALE for n in names if self.kind(n) == FP8)]
+        wanted = [*names, *(n + SCALES for n in names if self.kind(n) == FP8)]
         return {name: self._read(name).to(device) for name in wanted}
 
     def plain(self, name: str, device: torch.device) -> torch.Tensor:
@@ -238,11 +236,11 @@ class WeightFiles:
     def dequantised(self, raw: Tensors, dtype: torch.dtype) -> Tensors:
         """The same tensors; what has scales is multiplied by them, and comes in ``dtype``."""
         return {
-            name: dequantised(tensor, raw[name + SCALE], self._blocks).to(dtype)
-            if name + SCALE in raw
+            name: dequantised(tensor, raw[name + SCALES], self._blocks).to(dtype)
+            if name + SCALES in raw
             else tensor
             for name, tensor in raw.items()
-            if not name.endswith(SCALE)
+            if not name.endswith(SCALES)
         }
 
     def _read(self, name: str) -> torch.Tensor:

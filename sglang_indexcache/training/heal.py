@@ -41,6 +41,7 @@ from sglang_indexcache.training.optimizer import (
     set_lr,
 )
 from sglang_indexcache.training.packing import Layout
+from sglang_indexcache.training.plan import STEPS
 from sglang_indexcache.training.run_folder import Position
 from sglang_indexcache.training.sharing import Stage
 
@@ -94,7 +95,7 @@ class HealOptions:
     length: int | None = None
     rows: int = 4
     micro_rows: int = 1
-    dense_steps: int = 320
+    dense_steps: int = STEPS
     sparse_steps: int = 0
     lr: float = 5e-3  # what the study in docs/training.md supports, on one small checkpoint
     warmup: float = 0.1

@@ -33,9 +33,20 @@ def test_answers_are_those_of_the_world() -> None:
     assert difference.mean(axis=1).var() == pytest.approx(own, rel=0.1)
 
 
-@pytest.mark.parametrize("world", [TIED, EDGE])
+FEW_ROWS = World(0.02, 0.1, 0.3, 0.005, loss=0.02 / 0.99, made=96, rows=8)
+"""Eight rows that alone lose the margin, which they may hide, beside contexts that differ."""
+
+
+@pytest.mark.parametrize("world", [TIED, EDGE, FEW_ROWS])
 def test_promises_are_kept(world: World) -> None:
     assert broken(rates(world, EVALUATIONS, 1), EVALUATIONS, DOUBT) == []
+
+
+def test_a_plan_with_a_small_cell_promises_what_it_keeps() -> None:
+    assert not FEW_ROWS.promised
+    enough = World(0.05, 0.1, 0.3, 0.005, made=64, rows=64)
+    assert enough.promised
+    assert broken(rates(enough, EVALUATIONS, 4), EVALUATIONS, DOUBT) == []
 
 
 def test_questions_taken_for_contexts_are_caught() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from typer.testing import CliRunner, Result
 import sglang_indexcache
 from sglang_indexcache.cli import app
 from sglang_indexcache.quality.journal import load
+from sglang_indexcache.support.files import shipped
 from tests.quality.evaluate import evaluate
 from tests.quality.fake_server import Fake, serving
 from tests.quality.logs.made import DATA, lm_eval
 from tests.quality.tasks.published import mrcr_row, prompt_row, write
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))
 SMALL = (
     *("--model", TINY, "--task", "notes", "--length", "256", "--contexts", "4"),
     *("--looks", "1", "--margin", "20"),
@@ -140,6 +143,9 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(
     assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in said
     assert "1 of at most 64 tokens (index_topk)" in said
     assert "2 cells, 7 paired questions; control at 48 tokens" in said
+    assert "1 cell, 3 paired questions" in words(
+        call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own)
+    )
     assert "Plan more (--contexts)" in said
     whole = words(call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own))
     assert "The files have no more: ask generated tasks beside them (--task)" in whole
@@ -164,18 +170,73 @@ def test_prompts_without_answers_end_without_a_verdict(tmp_path: Path, haystack:
     said = words(result)
     assert "how far each pattern moves the model; no answer is right or wrong" in said
     assert "1/4: no verdict, since these prompts have no right answer" in said
+    assert said.index("counting the tokens of") < said.index("own.jsonl") < said.index("cost ")
     assert "--prompts own.jsonl" in said
     assert load(tmp_path / "out").notices[0].startswith("prompts: 4 of 4 rows are asked")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--reply-tokens", "5"), "--reply-tokens is for answers that the model writes itself"),
+        (("--reply-tokens", "-4", "--generate"), "--reply-tokens -4 is below 0"),
+        (("--write-quality", QUARTER), "prompts without a right answer get no verdict"),
+        (("--task", "notes", "--write-quality", HALF), "has another pattern than those evaluated"),
+    ],
+)
+def test_what_cannot_come_of_a_run_is_said_before_it(
+    tmp_path: Path, haystack: Path, options: tuple[str | Path, ...], said: str
+) -> None:
+    path = write(tmp_path / "own.jsonl", [prompt_row(n) for n in range(4)])
+    fake = Fake(in_requests=True)
+    with serving(fake) as url:
+        result = call(
+            *(
+                "eval",
+                "run",
+                "1/4",
+                *FILES,
+                "--url",
+                url,
+                "-o",
+                tmp_path / "out",
+                "--contexts",
+                "4",
+            ),
+            *("--haystack", haystack, "--prompts", path, *options),
+        )
+    assert (result.exit_code, fake.calls) == (1, 0)
+    assert said in words(result)
+
+
+def test_a_verdict_of_an_unknown_pattern_is_refused_before_the_run(
+    tmp_path: Path, haystack: Path
+) -> None:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(Fake())) for _ in range(3)]
+        arms = zip(("full", "1/4", "first-layer-only"), urls, strict=True)
+        given = [f"--url={arm}={url}/v1" for arm, url in arms]
+        result = call(
+            *("eval", "run", "1/4", *SMALL, *given, "-o", tmp_path / "out"),
+            *("--haystack", haystack, "--write-quality", QUARTER),
+        )
+    assert result.exit_code == 1
+    assert "the server does not say which pattern it runs" in words(result)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_engine_is_asked_by_chat_completions(tmp_path: Path, haystack: Path) -> None:
     """And found out: this one counts words, and not the model's tokens."""
     path = write(tmp_path / "mrcr.jsonl", [mrcr_row(n) for n in range(4)])
     command = ("eval", "run", "1/4", *FILES, "--haystack", haystack, "--mrcr", path)
-    with serving(Fake(fault="truncates")) as url:
-        given = [f"--url={arm}={url}/v1" for arm in ("full", "1/4", "first-layer-only")]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(Fake(fault="truncates"))) for _ in range(3)]
+        arms = zip(("full", "1/4", "first-layer-only"), urls, strict=True)
+        given = [f"--url={arm}={url}/v1" for arm, url in arms]
         result = call(*command, *given, "-o", tmp_path / "out")
-        mixed = call(*command, *given[:2], f"--url=first-layer-only={url}", "-o", tmp_path / "b")
+        mixed = call(
+            *command, *given[:2], f"--url=first-layer-only={urls[2]}", "-o", tmp_path / "b"
+        )
     assert result.exit_code == 1
     assert "by the tokenizer and chat template of --model: it cuts long prompts" in words(result)
     assert "full, 1/4 is asked by chat completions" in words(mixed)

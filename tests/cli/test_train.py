@@ -100,9 +100,18 @@ def test_plan_shows_its_arithmetic(runner: CliRunner) -> None:
     assert "22 of 78 layers" in done.output
     said = " ".join(done.output.split())
     assert "2 * vocab * hidden" in said
-    assert "Heal does not fit: 141 GB a GPU. It needs 9 such GPUs" in said
-    assert "Heal from disk fits on one GPU: 60 GB" in said
+    # What heal does if nothing is given: 320 steps of 4 rows of 4 times index_topk.
+    assert "million_tokens 10.4858, length 8192, rows 4" in said
+    assert "Heal fits: 122 GB a GPU, 8 GPUs have 141 GB each." in said
+    assert "Heal from disk fits on one GPU: 41 GB" in said
     assert "Full training does not fit" in said
+    arguments += ["--context", "32Ki"]
+    said = " ".join(runner.invoke(app, arguments).output.split())
+    assert "million_tokens 41.943, length 32768" in said
+    assert "Heal does not fit: 141 GB a GPU. It needs 9 such GPUs" in said
+    for option in ("--gpu-memory", "--float32-tflops"):
+        zero = runner.invoke(app, [*arguments, option, "0"])
+        assert f"{option[2:].replace('-', '_')} is 0.0; it must be above 0" in zero.output
     larger = runner.invoke(app, [*arguments, "--gpu", "b200"])
     assert "Heal fits: 141 GB a GPU, 8 GPUs have 180 GB each." in " ".join(larger.output.split())
     refused = runner.invoke(app, [*arguments, "--mfu", "2"])

@@ -21,6 +21,7 @@ TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536
 FACTS: dict[str, Any] = {
     "model": "some-model",
     "checkpoint": "0123456789abcdef" * 4,
+    "material": "fedcba9876543210-4",
     "server": {"sglang": "0.5.23", "dtype": "bfloat16"},
     "versions": {"sglang-indexcache": "0.1.0"},
     "commit": "abcdef123456",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from sglang_indexcache.errors import QualityError, ServerError
 from sglang_indexcache.quality import run
+from sglang_indexcache.quality.arms import Separate, make_arms
 from sglang_indexcache.quality.chat import ChatEndpoint, check_only_chat, is_chat, make_chat_ask
 from sglang_indexcache.quality.evaluation import Evaluation, Mode
 from sglang_indexcache.quality.journal import load
 from sglang_indexcache.quality.outcomes import paired
-from sglang_indexcache.quality.plan import Material, Plan
+from sglang_indexcache.quality.plan import Material, Plan, cost, tails
 from sglang_indexcache.quality.report import write_report
 from sglang_indexcache.quality.shelf import Bounds, fill_shelf
 from sglang_indexcache.quality.verdict import Kind
@@ -74,6 +76,14 @@ def test_a_whole_evaluation_of_any_engine(tmp_path: Path) -> None:
     assert load(tmp_path) == found
 
 
+def test_the_cost_at_most_is_that_of_whole_prompts(tmp_path: Path) -> None:
+    plan = replace(PLAN, lengths=(512,), margin=0.02)
+    found = chatted(tmp_path, plan)
+    parts = plan, len(ARMS), tails(plan, material_of(plan))
+    whole = cost(*parts, chat=True).total
+    assert cost(*parts).total < found.tokens <= whole < 1.5 * found.tokens
+
+
 def test_the_report_says_that_no_pattern_was_verified(tmp_path: Path) -> None:
     found = chatted(tmp_path)
     said = write_report(found, tmp_path)
@@ -130,6 +140,22 @@ def test_one_engine_cannot_be_every_arm(tmp_path: Path) -> None:
     said = "cannot be told to change it. Start a server for each arm and give each as --url NAME="
     with serving(Fake()) as url, pytest.raises(QualityError, match=said):
         evaluate(tmp_path, url + "/v1")
+
+
+def test_two_arms_at_one_address_are_refused(tmp_path: Path) -> None:
+    """They would agree in everything, which would be no loss."""
+    with serving(Fake()) as url, serving(Fake()) as other, serving(Fake()) as third:
+        urls = dict.fromkeys([arm.name for arm in ARMS], f"{url}/v1") | {"worst": f"{other}/v1"}
+        with pytest.raises(QualityError, match=rf"full and half are both to be asked at {url}/v1,"):
+            evaluate(tmp_path, urls)
+        urls |= {"full": f"{third}/v1"}
+        with pytest.raises(QualityError, match="half and few are both to be asked at"):
+            evaluate(tmp_path, urls)
+    fake = Fake(models=("a", "b", "c", "d"))  # at one address, but not one model
+    with serving(fake) as url:
+        named = zip(ARMS, fake.models, strict=True)
+        clients = {arm.name: ChatEndpoint(f"{url}/v1#{model}") for arm, model in named}
+        assert isinstance(make_arms(ARMS, clients), Separate)
 
 
 def test_another_engine_at_its_bare_address_is_told_how_it_is_asked(tmp_path: Path) -> None:

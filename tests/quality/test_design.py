@@ -6,7 +6,7 @@ from scipy.stats import nct, norm
 from scipy.stats import t as student
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.design import Design, spread
+from sglang_indexcache.quality.design import Design, spread, spread_over_cells
 from sglang_indexcache.quality.inference import Estimate
 from sglang_indexcache.quality.looks import crossing_probability
 from sglang_indexcache.quality.outcomes import Differences, Flips
@@ -78,10 +78,26 @@ def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
     design, found = Design(contexts=60), 0
     for _ in range(300):
         values = draw.choice((-1.0, 0.0, 1.0), 60, p=(0.21, 0.58, 0.21))
-        estimate = Estimate(Differences(values, nothing, (("t", 1),), Flips(0, 0, 60)))
+        found_now = Differences(values, nothing, (("t", 1),), Flips(0, 0, 60), nothing + 1)
+        estimate = Estimate(found_now)
         found += estimate.lower(design.bounds[-1]) > -few
     assert found > 0.8 * 300  # at the last look alone, so by more than planned
     assert Design(contexts=12).detectable(0.9, 0.8) > 0.9
+
+
+@pytest.mark.parametrize("sizes", [(128,), (400, 400, 40), (300, 20)])
+def test_rows_of_a_file_show_what_their_plan_says(sizes: tuple[int, ...]) -> None:
+    """One question each: one that is lost takes a full stake whole."""
+    total = sum(sizes)
+    found = Design(total).detectable(*spread_over_cells([(n, 1) for n in sizes], 0.02, 0.1))
+    cells = np.repeat(np.arange(len(sizes)), sizes)
+    names, one = tuple(("t", n) for n in range(len(sizes))), np.ones(total, int)
+    bound, shown, draw = Design(total).bounds[-1], 0, np.random.default_rng(2)
+    for _ in range(200):
+        values = draw.choice((-1.0, 0.0, 1.0), total, p=(0.01, 0.98, 0.01))
+        estimate = Estimate(Differences(values, cells, names, Flips(0, 0, total), one))
+        shown += estimate.lower(bound) > -found
+    assert shown > 0.6 * 200  # 80 % by plan: seven standard deviations off
 
 
 def test_one_context_that_differs_hides_no_large_loss() -> None:
@@ -94,7 +110,8 @@ def test_where_nothing_differs_the_needed_contexts_suffice() -> None:
     design = Design(contexts=4, margin=0.01)
     for contexts, enough in ((design.needed(0.0, 0.0), True), (300, False)):
         nothing = np.zeros(contexts)
-        same = Differences(nothing, nothing.astype(int), (("t", 1),), Flips(0, 0, contexts))
+        cells, one = nothing.astype(int), np.ones(contexts, int)
+        same = Differences(nothing, cells, (("t", 1),), Flips(0, 0, contexts), one)
         assert (Estimate(same).lower(design.bounds[-1]) > -0.01) is enough
 
 

@@ -14,10 +14,13 @@ from sglang_indexcache.quality.outcomes import Differences, Flips
 Z = float(norm.ppf(0.95))
 
 
-def differences(values: list[float], cells: list[int] | None = None) -> Differences:
-    cells = cells or [0] * len(values)
+def differences(
+    values: list[float], cells: list[int] | None = None, questions: list[int] | None = None
+) -> Differences:
+    cells, questions = cells or [0] * len(values), questions or [8] * len(values)
     names = tuple((f"t{cell}", 1) for cell in sorted(set(cells)))
-    return Differences(np.array(values, float), np.array(cells), names, Flips(0, 0, len(values)))
+    flips = Flips(0, 0, len(values))
+    return Differences(np.array(values, float), np.array(cells), names, flips, np.array(questions))
 
 
 def test_symmetric_values_in_one_cell_have_students_interval() -> None:
@@ -98,6 +101,24 @@ def test_few_that_differ_are_bounded_by_the_bet_and_many_are_not() -> None:
     assert not Estimate(differences([0.0] * 100 + [-1 / 8] * 40)).exact
     # One context that lost everything outweighs forty: the error rests on it alone.
     assert Estimate(differences([0.0] * 100 + [-1 / 8] * 40 + [-1.0])).exact
+
+
+def test_a_small_cell_that_lost_nothing_is_not_hidden_by_what_others_differ() -> None:
+    many, few = [0.0] * 226 + [-1 / 8, 1 / 8] * 15, [0.0] * 8
+    alone = Estimate(differences(many))
+    both = Estimate(differences(many + few, [0] * 256 + [1] * 8, [8] * 256 + [1] * 8))
+    assert alone.differing == pytest.approx(30)
+    assert not alone.exact
+    assert both.exact
+    # Rows of which none was lost say no more than the rule of three does, whatever is beside them.
+    assert both.lower(Z) < (0.05 ** (1 / 8) - 1) / 2
+    alike = Estimate(differences(many * 2, [0] * 256 + [1] * 256))
+    assert alike.differing == pytest.approx(60)
+
+
+def test_finer_scores_count_by_what_they_differ_by() -> None:
+    values = [0.0] * 100 + [-0.02, 0.02] * 40
+    assert Estimate(differences(values, questions=[1] * 180)).differing == pytest.approx(80)
 
 
 def test_unbounded_outcomes_without_an_error_have_no_bounds() -> None:

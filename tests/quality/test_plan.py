@@ -12,6 +12,7 @@ from sglang_indexcache.quality.evaluation import CONTROL_LOOK
 from sglang_indexcache.quality.plan import (
     Material,
     Plan,
+    Taken,
     check_fits,
     cost,
     default_lengths,
@@ -32,12 +33,15 @@ MATERIAL = Material(Words(), HAYSTACK, 4)
         (131_072, (32768, 65536, 130_000)),
         (133_000, (32768, 65536, 131072)),
         (8192, (7100,)),
+        (4096, (3500,)),
+        (1024, (890,)),
+        (512, (440,)),
         (None, (32768, 65536, 131072)),
     ],
 )
 def test_lengths_run_up_to_the_context(context: int | None, lengths: tuple[int, ...]) -> None:
     assert default_lengths(context) == lengths
-    assert context is None or lengths[-1] <= context - 1024
+    assert context is None or lengths[-1] <= context - min(1024, context // 8)
 
 
 def test_every_look_has_as_many_contexts_in_every_cell() -> None:
@@ -86,6 +90,11 @@ def test_the_cost_is_what_would_be_computed() -> None:
     assert replace(found, rate=10.0).hours == pytest.approx(found.total / 36_000)
 
 
+def test_a_rate_is_above_nothing() -> None:
+    with pytest.raises(QualityError, match="rate of -3 tokens a second is not above 0"):
+        cost(PLAN, 3, {}, -3)
+
+
 def test_a_task_without_a_control_is_refused() -> None:
     [*_, planned] = [p for p in PLAN.planned if p.look == CONTROL_LOOK and p.task == "tracking"]
     with pytest.raises(QualityError, match=r"tracking has no control: .* fits 48 tokens.*--task"):
@@ -105,8 +114,14 @@ def test_more_contexts_show_smaller_losses() -> None:
         ({"tasks": ("aa-lcr",)}, "graded by another model.*lm-eval or evalscope.*eval compare"),
         ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles"),
         ({"tasks": ("notes", "notes")}, "each task once"),
-        ({"contexts": 3}, "cannot be looked at 4 times"),
-        ({"margin": 0.0}, "margin of 0.0 is not above 0"),
+        ({"margin": 1.0}, "margin of 100 points is not above 0 and below 100"),
+        ({"questions": 0}, "0 questions behind a context; ask one at least"),
+        ({"contexts": 3}, "3 contexts of each task and length cannot be looked at 4 times"),
+        (
+            {"contexts": 3, "tasks": (), "taken": (Taken("mrcr", 256, (1, 2, 3), (9,) * 3, 10),)},
+            "cannot be looked at 4 times",
+        ),
+        ({"margin": 0.0}, "margin of 0 points is not above 0 and below 100"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(changed: dict[str, object], said: str) -> None:

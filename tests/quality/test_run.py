@@ -16,9 +16,11 @@ from sglang_indexcache.quality import run
 from sglang_indexcache.quality.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.quality.journal import NAME, load
 from sglang_indexcache.quality.outcomes import paired
+from sglang_indexcache.quality.plan import Material, Plan, Taken
+from sglang_indexcache.quality.tasks import Item
 from sglang_indexcache.quality.verdict import Kind
 from tests.quality.evaluate import ARMS, PLAN, evaluate
-from tests.quality.fake_server import Fake, serving
+from tests.quality.fake_server import HAYSTACK, TOPK, Fake, Words, serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,6 +180,19 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
         found = evaluate(tmp_path / "b", url, tell=told.append)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
     assert any("counts its switches anew" in line for line in told)
+
+
+def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
+    """A server caches the answer too, which the next turn begins with."""
+    first = ({"role": "user", "content": "a " * 100},)
+    answer = "b " * 149 + "b"
+    then = ({"role": "assistant", "content": answer}, {"role": "user", "content": "c " * 50})
+    items = {"prompts": {1: Item(first, " " + answer), 2: Item((*first, *then), " yes")}}
+    taken = (Taken("prompts", 1024, (1, 2), (260, 320), 2),)
+    plan = Plan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
+    material = Material(Words(), HAYSTACK, 4, items)
+    with serving(Fake(in_requests=True)) as url:
+        assert evaluate(tmp_path, url, plan, material=material).finished
 
 
 def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sglang_indexcache.quality.evaluation import CONTROL_LOOK
 from sglang_indexcache.quality.plan import (
     CORRELATION,
     DISCORDANCE,
+    Cost,
     Material,
     Plan,
     Taken,
@@ -23,6 +24,7 @@ from sglang_indexcache.quality.plan import (
     cost,
     detectable,
 )
+from sglang_indexcache.quality.session import plan_in_words
 from sglang_indexcache.quality.shelf import CONTINUED, Bounds, Shelf, fill_shelf
 from sglang_indexcache.quality.tasks import UNSCORED
 from tests.quality.fake_server import HAYSTACK, TOPK, Words
@@ -95,6 +97,32 @@ def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path, mixed: 
     assert "graphwalks: 6 of 6" in shelf(path, "graphwalks", lengths=(4096,), generate=True).told[0]
     said = "2 without an answer, which says nothing of replies"
     assert said in shelf(mixed, generate=True).told[0]
+
+
+class Strict(Words):
+    """A tokenizer whose template knows no developer."""
+
+    chat_template = "one"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        if any(message["role"] == "developer" for message in messages):
+            raise ValueError("no developer")
+        return [1] * 100
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "say yes"}]
+    rows = [{"messages": turns, "answer": "yes"} for _ in range(3)]
+    rows[1]["messages"] = [{"role": "developer", "content": "be kind"}, *turns]
+    path = write(tmp_path / "own.jsonl", rows)
+    with pytest.raises(QualityError, match=r"^line 2 of .*own.jsonl: .*template refuses .*no dev"):
+        fill_shelf({"prompts": path}, Strict(), BOUNDS)
+
+
+def test_rows_are_told_while_they_are_counted(mixed: Path) -> None:
+    told: list[tuple[str, int]] = []
+    fill_shelf({"prompts": mixed}, Words(), BOUNDS, lambda *one: told.append(one))
+    assert told == [("prompts", row) for row in range(1, 15)]
 
 
 def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
@@ -173,7 +201,10 @@ def test_a_row_that_a_server_does_not_take_is_refused(mixed: Path) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 400), min_size=1, max_size=5), st.integers(2, 50))
 def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) -> None:
-    """Against the variance of a mean of means, and as before where all cells are alike."""
+    """Against the variance of a mean of means, and as before where all cells are alike.
+
+    The smallest cell is what a bet may lose at once, and t needs that much to differ.
+    """
 
     def plan(sizes: list[int]) -> Plan:
         taken = tuple(
@@ -186,10 +217,79 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
     variance = deviation**2 * sum(1 / count for count in counts) / len(counts) ** 2
     found = plan(counts)
     equivalent = (variance * sum(counts)) ** 0.5
-    expected = found.design.detectable(equivalent, differing)
+    weights = [sum(counts) / (len(counts) * count) for count in counts]
+    squares = [count * weight**2 for count, weight in zip(counts, weights, strict=True)]
+    fourths = [count * weight**4 for count, weight in zip(counts, weights, strict=True)]
+    equal = differing * sum(squares) ** 2 / sum(fourths) / sum(counts)
+    steps = deviation**2 * sum(squares) / max(weights) ** 2 / sum(counts)
+    expected = found.design.detectable(equivalent, min(equal, steps), max(weights))
     assert detectable(found) == pytest.approx(expected)
     same = plan([alike] * 3)
     assert detectable(same) == pytest.approx(same.design.detectable(deviation, differing))
+
+
+def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
+    def plan(*counts: int) -> Plan:
+        taken = tuple(
+            Taken("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
+            for n, count in enumerate(counts, 1)
+        )
+        return Plan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
+
+    assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
+    words = " ".join(plan_in_words(plan(400, 400, 8), (), Cost({})))
+    assert "no loss beyond 3 points can hardly be shown" in words
+    assert (
+        "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
+        "it, or leave it out (that file, or that --length), or take a wider --margin."
+    ) in words
+    alike = plan(8, 8)
+    for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
+        assert "has only" not in " ".join(plan_in_words(equal, (), Cost({})))
+
+
+def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
+    return [
+        {
+            "context": " ".join(f"d{document}w{n}" for n in range(100)),
+            "question": f"which is {question}?",
+            **{f"choice_{letter}": f"{letter}{question}" for letter in "ABCD"},
+            "answer": "ABCD"[question % 4],
+        }
+        for document in range(documents)
+        for question in range(questions)
+    ]
+
+
+def test_rows_about_one_document_are_one_observation(tmp_path: Path) -> None:
+    path = write(tmp_path / "lb.json", longbench_rows(6, 4))
+    found, other = (shelf(path, "longbench-v2", seed=seed) for seed in (0, 3))
+    [cell], [another] = found.taken, other.taken
+    assert sorted((row - 1) // 4 for row in cell.rows) == list(range(6))
+    assert set(cell.rows) != set(another.rows)  # which of them is the seed's
+    assert cell.available == 6
+    assert "longbench-v2: 6 of 24 rows are asked" in found.told[0]
+    assert "18 that begin as another row does for half their text" in found.told[0]
+    single = shelf(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
+    assert "as another row" not in single.told[0]
+
+
+def test_turns_of_a_conversation_are_one_observation_and_prompts_without_answers_none(
+    tmp_path: Path,
+) -> None:
+    rows: list[dict[str, object]] = []
+    for talk in range(4):
+        first = {"role": "user", "content": f"talk {talk} " * 40}
+        said = {"role": "assistant", "content": "yes " * 20}
+        rows.append({"messages": [first], "answer": "yes"})
+        rows.append(
+            {"messages": [first, said, {"role": "user", "content": "and?"}], "answer": "no"}
+        )
+        rows.append({"messages": [first, said, {"role": "user", "content": "why?"}]})
+    found = shelf(write(tmp_path / "talks.jsonl", rows))
+    counts = {cell.task: len(cell.rows) for cell in found.taken}
+    assert counts == {"prompts": 4, UNSCORED: 4}
+    assert "4 that begin as another row does" in found.told[0]
 
 
 def test_mrcr_is_taken_as_it_is_published(tmp_path: Path) -> None:

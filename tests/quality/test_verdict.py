@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.design import Design
-from sglang_indexcache.quality.outcomes import Outcome
-from sglang_indexcache.quality.verdict import Kind, Verdict, judge
+from sglang_indexcache.quality.outcomes import Differences, Flips, Outcome
+from sglang_indexcache.quality.verdict import Kind, Verdict, _claim, judge
 
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)
@@ -68,6 +69,17 @@ def test_an_early_look_needs_more() -> None:
     assert verdict.kind is Kind.UNDECIDED
     assert verdict.more == 300
     assert "300 more contexts" in verdict.sentence
+
+
+def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None:
+    # It has enough for its margin, and chance had it undecided.
+    draw = np.random.default_rng(3)
+    values = draw.choice([0, 0.125, -0.125], size=600, p=[0.5, 0.22, 0.28])
+    flips = Flips(int((values < 0).sum()), int((values > 0).sum()), 4800)
+    found = Differences(values, np.zeros(600, int), (("needles", LONG),), flips, np.full(600, 8))
+    verdict = _claim("same", found, Design(600, margin=0.01), 4, None, True)
+    assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
+    assert "undecided: a new run of the same size shows, with 80% probab" in verdict.sentence
 
 
 def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:

@@ -51,6 +51,13 @@ def test_belongs_to_one_search(tmp_path: Path) -> None:
         Journal(tmp_path / "j", {"checkpoint": "a", "data": "c"})
 
 
+def test_long_values_that_differ_are_named_and_not_written_out(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j", {"plan": {"rows": list(range(99)), "seed": 0, "task": "a"}}):
+        pass
+    with pytest.raises(SearchError, match=r"different: plan rows; plan seed \(0 then, 1 now\)\. G"):
+        Journal(tmp_path / "j", {"plan": {"rows": list(range(98)), "seed": 1, "task": "a"}})
+
+
 def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     lines = filled(tmp_path / "j").split(b"\n")
     (tmp_path / "j").write_bytes(b"\n".join([lines[0], b"{broken", lines[2], b""]))

@@ -211,7 +211,7 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
         ({"length": 6}, TrainingError, "no longer than index_topk"),
         ({"pattern": "FSS"}, IndexCacheError, "3"),
         ({"data": ("nowhere",)}, IndexCacheError, "there is no data at nowhere"),
-        ({"data": ("short.txt",)}, TrainingError, "0 to hold out"),
+        ({"data": ("short.txt",)}, TrainingError, "0 to hold out .*split a long text"),
         ({"data": ("small.jsonl",)}, TrainingError, "more than index_topk"),
         ({"checkpoint": Path("nowhere")}, CheckpointError, "is not a checkpoint"),
         ({"checkpoint": Path("dense")}, CheckpointError, "without a lightning indexer"),

@@ -1,7 +1,7 @@
 """An evaluation as logs of Inspect, one for each arm, to look at in its viewer.
 
 Followed: ``EvalLog`` of inspect-ai 0.3.285, which lists and reads them. A sample is a question;
-contexts are named and not repeated, since a name and the tokenizer make them again.
+contexts are named and not repeated, with a digest of what they were made of.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def _log(
     facts = evaluation.facts
     model = str(facts.get("model") or "unknown")
     run = digest(facts.get("checkpoint"), started)[:22]
+    material = str(facts.get("material") or f"what run {run} had")  # which pairs with no other
     own = digest(run, arm.name, repeat)[:22]
     measures = [name for name in MEASURES if any(getattr(row, name) is not None for row in rows)]
     about = {
@@ -86,7 +87,7 @@ def _log(
             "scores": [_mean(name, rows) for name in measures],
         },
         "stats": {"started_at": started, "completed_at": _later(started, evaluation.seconds)},
-        "samples": [_sample(row, measures, model) for row in rows],
+        "samples": [_sample(row, measures, model, material) for row in rows],
     }
 
 
@@ -104,12 +105,12 @@ def _mean(name: str, rows: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _sample(row: Answer, measures: Sequence[str], model: str) -> dict[str, Any]:
+def _sample(row: Answer, measures: Sequence[str], model: str, material: str) -> dict[str, Any]:
     reply = row.reply or ""
     return {
         "id": f"{row.context} {row.question}",
         "epoch": 1,
-        "input": f"{row.question} behind context {row.context}",
+        "input": f"{row.question} behind context {row.context}, made of {material}",
         "target": "",
         "messages": [],
         "output": {"model": model, "choices": [], "completion": reply},

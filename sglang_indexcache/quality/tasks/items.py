@@ -1,7 +1,8 @@
 """Questions that a user has: rows of a file, each one a prompt with its answer.
 
 A task of this kind is a function from a row, as it is published, to an :class:`Item`. An item is a
-context of its own with a single question, so it counts as one independent observation.
+context of its own with a single question, so it counts as one independent observation: `shelf` asks
+one of those that share a document.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ class Item:
     one_form: bool = True
 
     @property
+    def text(self) -> str:
+        """Everything that is sent, to see how far two items begin alike."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "".join(f"\0{one['role']}\0{one['content']}" for one in self.prompt)
+
+    @property
     def characters(self) -> int:
         """Of everything that is sent."""
         if isinstance(self.prompt, str):
@@ -70,14 +78,19 @@ def read_items(reader: Reader, path: Path) -> Iterator[tuple[int, Item]]:
     """
     if not path.is_file():
         raise QualityError(f"there is no file {path}; give one, .parquet, .jsonl or .json")
-    for number, where, row in _rows(path):
+    for number, row in _rows(path):
         if not isinstance(row, dict):
-            raise QualityError(f"{where} of {path} is no object with named fields")
+            raise QualityError(f"{place(path, number)} is no object with named fields")
         try:
             item = reader(row)
         except QualityError as error:
-            raise QualityError(f"{where} of {path}: {error}") from error
+            raise QualityError(f"{place(path, number)}: {error}") from error
         yield number, item
+
+
+def place(path: Path, number: int) -> str:
+    """How a row is found again."""
+    return f"{'row' if path.suffix in ('.parquet', '.json') else 'line'} {number} of {path}"
 
 
 def as_context(
@@ -160,6 +173,10 @@ def conversation(value: Any, name: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise QualityError(f"{name} is no list of chat messages")
     for message in value:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            raise QualityError(
+                f"{name} has a message whose content is a list of parts; write it as plain text"
+            )
         if (
             not isinstance(message, dict)
             or message.get("role") not in _ROLES
@@ -188,7 +205,7 @@ def text_of(row: Row, *names: str) -> str:
     raise QualityError(f"{' or '.join(names)} is missing; its fields are {known}")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, str, Any]]:
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         if path.suffix == ".parquet":
             yield from _parquet(path)
@@ -196,7 +213,7 @@ def _rows(path: Path) -> Iterator[tuple[int, str, Any]]:
             whole = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(whole, list):
                 raise QualityError(f"{path} is no list of rows")
-            yield from ((number, f"row {number}", row) for number, row in enumerate(whole, 1))
+            yield from enumerate(whole, 1)
         else:
             yield from _lines(path)
     except OSError as error:
@@ -209,7 +226,7 @@ def _rows(path: Path) -> Iterator[tuple[int, str, Any]]:
         raise QualityError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:  # bytes, so that only a newline ends a line
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -218,13 +235,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str, Any]]:
                 row = json.loads(line.decode())
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
                 raise QualityError(
-                    f"line {number} of {path} is not JSON ({error}); fetch the file again, or "
+                    f"{place(path, number)} is not JSON ({error}); fetch the file again, or "
                     "delete that line"
                 ) from error
-            yield number, f"line {number}", row
+            yield number, row
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, str, Any]]:
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -237,7 +254,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, str, Any]]:
         for part in ParquetFile(path).iter_batches(batch_size=_ROWS):
             for row in part.to_pylist():
                 number += 1
-                yield number, f"row {number}", row
+                yield number, row
     except ArrowException as error:
         raise QualityError(
             f"{path} cannot be read as parquet behind row {number} ({error}); fetch it again"

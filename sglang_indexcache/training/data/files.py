@@ -121,7 +121,7 @@ class FileRows:
             raise TrainingError(
                 f"{', '.join(sources)} gives {len(found.train)} rows of {length} tokens to train "
                 f"on and {len(found.held_out)} to hold out (one document in four is held out, "
-                "whole). Give more documents."
+                "whole, so it takes several). Give more documents, or split a long text into some."
             )
         return found
 

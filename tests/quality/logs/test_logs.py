@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.quality.journal import NAME, load
 from sglang_indexcache.quality.logs import FORMATS, read_log
 from sglang_indexcache.quality.logs.compare import compare_logs
 from sglang_indexcache.quality.outcomes import paired
 from sglang_indexcache.quality.report import write_report
 from sglang_indexcache.quality.verdict import Kind
+from tests.quality.evaluate import PLAN, evaluate
 from tests.quality.evaluations import evaluation
+from tests.quality.fake_server import Fake, serving
 from tests.quality.logs.made import COUNT, DATA, evalscope, lm_eval, ruler
 
 
@@ -206,3 +210,29 @@ def test_an_arm_of_ours_must_be_named(tmp_path: Path) -> None:
     write_report(evaluation(4), tmp_path)
     with pytest.raises(QualityError, match="has the arms full, half, quarter, uniform:1/4"):
         read_log("a", str(tmp_path))
+
+
+def test_evaluations_of_other_files_are_not_paired(tmp_path: Path) -> None:
+    """Their contexts have the same names, which are numbers of rows."""
+    record = evaluation(8)
+    write_report(record, tmp_path / "a")
+    facts = {**record.facts, "material": "0000000000000000-4"}
+    write_report(replace(record, facts=facts), tmp_path / "b")
+    logs = [read_log(name, f"{tmp_path / name}@full", "right") for name in "ab"]
+    with pytest.raises(QualityError, match="have another prompt or another right answer in b"):
+        compare_logs(*logs, margin=0.05)
+
+
+def test_an_older_journal_is_read_and_its_report_is_not_compared(tmp_path: Path) -> None:
+    with serving(Fake(in_requests=True)) as url:
+        found = evaluate(tmp_path, url, replace(PLAN, contexts=2))
+    assert found.facts["material"].endswith(f"-{PLAN.questions}")
+    path = tmp_path / NAME
+    first, rest = path.read_text().split("\n", 1)
+    line = json.loads(first)
+    del line["identity"]["material"]
+    path.write_text(f"{json.dumps(line)}\n{rest}")
+    assert load(tmp_path).answers == found.answers
+    write_report(load(tmp_path), tmp_path)
+    with pytest.raises(QualityError, match=r"does not say what its contexts.*eval report FOLDER"):
+        read_log("a", f"{tmp_path}@full", "right")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.quality.logs import read_log
 from sglang_indexcache.quality.logs.compare import compare_logs
 from sglang_indexcache.quality.logs.to_inspect import write_inspect
@@ -41,6 +42,18 @@ def test_comparing_the_logs_finds_what_the_evaluation_did(tmp_path: Path) -> Non
     own = paired(long, "quarter", "full")
     assert verdict.flips == own.flips
     assert verdict.difference == pytest.approx(own.values.mean())
+
+
+def test_contexts_made_of_something_else_are_not_paired(tmp_path: Path) -> None:
+    other = evaluation(12, facts={**RECORD.facts, "material": "0000000000000000-4"})
+    old = evaluation(12, facts={**RECORD.facts, "material": "", "started": "2026-11-21T10:00:00Z"})
+    logs = [
+        read_log(name, str(write_inspect(record, tmp_path / name)[0]), "right")
+        for name, record in (("one", RECORD), ("two", other), ("old", old))
+    ]
+    for log in logs[1:]:
+        with pytest.raises(QualityError, match="have another prompt or another right answer"):
+            compare_logs(logs[0], log, margin=0.02)
 
 
 def test_the_header_says_which_pattern_and_how_it_did(tmp_path: Path) -> None:

@@ -232,7 +232,11 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "not json": ("mrcr", {"prompt": "[{"}, "prompt is not JSON"),
     "no list": ("mrcr", {"prompt": '{"role": "user"}'}, "prompt is no list of chat messages"),
     "no role": ("mrcr", {"prompt": '[{"content": "x"}]'}, "message without a known role"),
-    "parts": ("mrcr", {"prompt": '[{"role": "user", "content": [1]}]'}, "without text as its con"),
+    "parts": (
+        "mrcr",
+        {"prompt": '[{"role": "user", "content": [1]}]'},
+        "content is a list of parts; write it as plain text",
+    ),
     "answered": (
         "mrcr",
         {"prompt": '[{"role": "assistant", "content": "x"}]'},
