@@ -202,9 +202,7 @@ def merge_command(
 @app.command("heal")
 def heal_command(
     checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's folder; it is only read.")],
-    pattern: Annotated[
-        str, typer.Option(help="Which layers keep their indexer, as for train evaluate.")
-    ],
+    pattern: PatternOption,
     data: Annotated[
         list[str],
         typer.Option(
