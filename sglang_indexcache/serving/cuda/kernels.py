@@ -195,6 +195,7 @@ class _Left:
     """What an F layer leaves for the next one."""
 
     layer: int
+    rows: int
     hot_pages: HotPages
     order: torch.Tensor
 
@@ -238,7 +239,7 @@ class PageOrders:
             chosen = kernel(batch, topk, as_slots=as_slots, out=out)
             if goes_on:
                 hot_pages = left.hot_pages if left else HotPages.of(batch, as_slots=as_slots)
-                self._left = _Left(layer, hot_pages, hot_pages.order(chosen))
+                self._left = _Left(layer, len(batch.q), hot_pages, hot_pages.order(chosen))
             return chosen
 
         return select
@@ -252,8 +253,8 @@ class PageOrders:
         left, self._left = self._left, None
         if left is None or left.layer >= layer:
             return None
-        same = left.order.shape == batch.block_table.shape and left.hot_pages.as_slots == as_slots
-        return left if same else None
+        ours = left.rows, left.order.shape, left.hot_pages.as_slots  # or it would read beyond them
+        return left if ours == (len(batch.q), batch.block_table.shape, as_slots) else None
 
 
 def select_decode(

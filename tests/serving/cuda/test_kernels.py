@@ -452,6 +452,19 @@ def test_an_order_ends_with_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernel.orders == [None] * 4
 
 
+def test_a_batch_of_other_rows_follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was left samples rows by their numbers, which a shorter batch does not have."""
+    backend = make_backend(monkeypatch, pattern="FFFF")
+    kernel = fused(monkeypatch, backend)
+    for layer, rows in enumerate((130, 20)):
+        batch = make_batch(backend, ForwardMode.EXTEND, [130], [rows])
+        left = backend.page_orders._left
+        backend.init_forward_metadata(batch)
+        backend.page_orders._left = left  # as if both were of one forward
+        select_layers(backend, batch, [layer], *make_queries(backend, rows))
+    assert kernel.orders == [None, None]
+
+
 @pytest.mark.parametrize("why", ["two launches", "another kernel"])
 def test_no_order_is_made_that_nobody_follows(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     backend = make_backend(monkeypatch, pattern="FFFF")
