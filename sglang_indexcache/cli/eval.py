@@ -183,7 +183,8 @@ class Questions:
 
             def on_row(name: str, rows: int) -> None:
                 if rows == 1:
-                    out.print(f"counting the tokens of {files[name]}", highlight=False)
+                    said = f"counting the tokens of {files[name]}"
+                    out.print(said, highlight=False, soft_wrap=True, markup=False)
                 status.update(f"{name}: row {rows:,}")
 
             shelf = fill_shelf(files, tokenizer, bounds, on_row)

@@ -346,8 +346,13 @@ def test_auto_is_the_best_that_runs_here() -> None:
 # -- the engine's kernels, whose call conventions are replaced by their meaning ------------------
 
 
-def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepGEMM, SGLang's top-k and FlashMLA as their documentation describes them, in torch."""
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """DeepGEMM, SGLang's top-k and FlashMLA as their documentation describes them, in torch.
+
+    Returns:
+        By how much of itself the last score that each row selects is above the next one.
+    """
+    gaps: list[float] = []
 
     def mqa_logits(q, keys, weights, starts, ends, *, clean_logits):  # type: ignore[no-untyped-def]
         values, scales = keys
@@ -376,7 +381,10 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def ragged(logits, lens, *, out_offsets, out_indices):  # type: ignore[no-untyped-def]
         out_indices.fill_(-1)
         for row, seen in enumerate(lens.tolist()):
-            best = logits[row, :seen].topk(min(out_indices.shape[1], seen)).indices
+            ranked = logits[row, :seen].topk(min(out_indices.shape[1] + 1, seen))
+            best = ranked.indices[: out_indices.shape[1]]
+            last, following = ranked.values[-2:]
+            gaps.append(float((last - following) / last.abs()))
             out_indices[row, : len(best)] = (best + out_offsets[row]).to(torch.int32)
 
     def paged_topk(logits, lens, table, out, page, plan):  # type: ignore[no-untyped-def]
@@ -419,6 +427,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_kernels, "load_module", modules.__getitem__)
     processors = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+    return gaps
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
@@ -431,7 +440,8 @@ def test_the_engines_kernels_are_called_as_ours(
     monkeypatch: pytest.MonkeyPatch, geometry: Geometry, fp8: bool
 ) -> None:
     """The same selection and the same attention as the reference, from the same caches."""
-    fake_engine(monkeypatch)
+    torch.manual_seed(0)
+    gaps = fake_engine(monkeypatch)
     monkeypatch.setattr(engine_kernels, "SLICE_BYTES", 4 * 150 * 10)  # several slices
     ours = load_ops("reference", "cpu", REAL_WIDTHS, fp8_kv=fp8)
     engine = load_ops("engine", "cpu", REAL_WIDTHS, fp8_kv=fp8)
@@ -443,6 +453,7 @@ def test_the_engines_kernels_are_called_as_ours(
     q, gates = torch.randn(rows, 8, 128).bfloat16(), torch.randn(rows, 8)
     mine = ours.select(q, gates, keys, geometry, 16)
     theirs = engine.select(q, gates, keys, geometry, 16)
+    assert min(gaps) > 1e-5, "two scores are as near as rounding: take another seed"
     assert torch.equal(mine, theirs.sort(-1).values)  # nothing is padded: all see more than 16
     heads = torch.randn(rows, 20, 576).bfloat16()
     attended = [ops.attend(heads, latent, mine, 0.05, 512) for ops in (ours, engine)]

@@ -170,7 +170,7 @@ def test_prompts_without_answers_end_without_a_verdict(tmp_path: Path, haystack:
     said = words(result)
     assert "how far each pattern moves the model; no answer is right or wrong" in said
     assert "1/4: no verdict, since these prompts have no right answer" in said
-    assert said.index("counting the tokens of") < said.index("own.jsonl") < said.index("cost ")
+    assert 0 <= said.find(f"counting the tokens of {path}") < said.index("cost ")
     assert "--prompts own.jsonl" in said
     assert load(tmp_path / "out").notices[0].startswith("prompts: 4 of 4 rows are asked")
 

@@ -62,7 +62,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a cluster reads what is not there": (
         "  cluster_sync();\n  combine(", "  __syncthreads();\n  combine(", "both",
     ),
-    "a cluster's block leaves early": ("  cluster_sync();  // nobody leaves", "  //", "both"),
+    "a cluster's block leaves early": ("  cluster_leave();", "  //", "both"),
     "peers' peaks are not complete": (
         "  __syncthreads();\n  const int m = threadIdx.x;", "  const int m = threadIdx.x;", "both",
     ),
