@@ -229,10 +229,7 @@ __forceinline__ void cluster_sync() {
 }
 
 // The same barrier: that it orders nothing is not modelled.
-__forceinline__ void cluster_leave() {
-  simt::barrier(simt::machine().cluster_meeting,
-                simt::machine().threads * simt::machine().cluster);
-}
+__forceinline__ void cluster_leave() { cluster_sync(); }
 
 inline uint32_t peer_address(uint32_t address, uint32_t rank) {
   return (address & ((1u << simt::kRankShift) - 1)) | rank << simt::kRankShift;
