@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST, other_pattern
 
 
 @dataclass
@@ -118,12 +118,8 @@ def _check(answer: Answer, length: int, new_tokens: int, pattern: str | None) ->
         raise BenchError(f"the server refused a request: {reason.get('message', reason)}")
     if reason["type"] != "length":  # end of sequence is off: what else stops is SGLang's NaN check
         raise BenchError(f"the server stopped an answer early: {reason}. Nothing is reported.")
-    if pattern is not None and (told := meta.get(PATTERN_OF_REQUEST)) != [pattern]:
-        said = f"under {told[0]}" if told else "without saying under which pattern"
-        raise BenchError(
-            f"the server was asked for pattern {pattern} and answered {said}. Does it run another "
-            "version of sglang-indexcache? Install the same on both sides."
-        )
+    if pattern is not None and (wrong := other_pattern(meta, pattern)):
+        raise BenchError(f"the server {wrong}")
     if meta["prompt_tokens"] != length:
         raise BenchError(
             f"the server read {meta['prompt_tokens']} tokens of a {length}-token prompt. Start it "

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_indexcache.errors import SearchError, ServerUnavailableError
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern
+from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern, other_pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
 
@@ -131,12 +131,8 @@ def _losses(reply: Any, ids: list[int], pattern: Pattern) -> Floats:
     if (info.get("finish_reason") or {}).get("type") == "abort":
         reason = info["finish_reason"].get("message", "without a reason")
         raise ServerUnavailableError(f"the engine gave a sequence up: {reason}")
-    if (told := info.get(PATTERN_OF_REQUEST)) != [str(pattern)]:
-        said = f"under {told[0]}" if told else "without saying under which pattern"
-        raise SearchError(
-            f"the engine was asked for pattern {pattern} and answered {said}. Does it run another "
-            "version of sglang-indexcache? Install the same on both sides."
-        )
+    if wrong := other_pattern(info, str(pattern)):
+        raise SearchError(f"the engine {wrong}")
     if info["cached_tokens"]:
         raise SearchError(
             f"the engine answered from its cache ({info['cached_tokens']} tokens), which may be "
