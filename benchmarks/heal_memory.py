@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
+from sglang_indexcache.heal.frozen import FrozenBody
+from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.provenance import machine
-from sglang_indexcache.training.frozen import FrozenBody
-from sglang_indexcache.training.local import LocalSharing
-from sglang_indexcache.training.packing import Layout
-from sglang_indexcache.training.sharing import Stage
 
 RESULT = Path(__file__).parent / "results" / "heal_memory.json"
 PATTERN, TOPK, BLOCK = Pattern("F"), 64, 256

@@ -32,17 +32,17 @@ from transformers import AutoTokenizer
 
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.heal.data.batches import TEXT, Mixture
+from sglang_indexcache.heal.data.retrieval import TaskWords, chance
+from sglang_indexcache.heal.data.text import TEXT_CHARACTERS, Text
+from sglang_indexcache.heal.heal import HealOptions, heal
+from sglang_indexcache.heal.recipe import Recipe, load_recipe
+from sglang_indexcache.heal.scores import Scorer
+from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.stats import crossed_half_width
-from sglang_indexcache.training.data.batches import TEXT, Mixture
-from sglang_indexcache.training.data.retrieval import TaskWords, chance
-from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text
-from sglang_indexcache.training.heal import HealOptions, heal
-from sglang_indexcache.training.recipe import Recipe, load_recipe
-from sglang_indexcache.training.scores import Scorer
-from sglang_indexcache.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "heal"
 PATTERNS = {

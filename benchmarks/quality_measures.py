@@ -3,7 +3,7 @@ r"""How many documents does it take to see a loss: by answers, by their likeliho
     python -m benchmarks.quality_measures --work runs/measures [--rounds 48] [--redraw]
 
 The shipped small checkpoint behind one real server in live mode, every request naming its pattern:
-notes (`quality/tasks/notes.py`) with all their questions and right answers behind them, asked in
+notes (`evaluate/tasks/notes.py`) with all their questions and right answers behind them, asked in
 one prefill under all F and under twelve patterns of differing harm. From the same forward come
 three measures of a document: the share of right answers, the nats of an answer, and the nats of
 every token that sees more than ``index_topk`` others. The last is what a language-model loss sees.
@@ -41,9 +41,9 @@ from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.client import Client, Server
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.outcomes import Floats
+from sglang_indexcache.evaluate.tasks import Context, Tokenizer, make_context
 from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern
-from sglang_indexcache.quality.outcomes import Floats
-from sglang_indexcache.quality.tasks import Context, Tokenizer, make_context
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.journal import Journal
 from sglang_indexcache.support.plots import make_figure, save_figure

@@ -34,10 +34,10 @@ PAGES = tuple(
         "README.md",
         "docs/benchmarks.md",
         "docs/kernels.md",
-        "docs/quality.md",
+        "docs/evaluate.md",
         "docs/search.md",
         "docs/serving.md",
-        "docs/training.md",
+        "docs/heal.md",
     )
 )
 RESULTS = Path("benchmarks/results")

@@ -28,6 +28,9 @@ import torch
 from scipy.stats import rankdata
 from transformers import AutoTokenizer
 
+from sglang_indexcache.heal.data.batches import TEXT
+from sglang_indexcache.heal.data.retrieval import TASKS, Document, TaskWords, facts_in
+from sglang_indexcache.heal.data.text import TEXT_CHARACTERS, Text, Tokens, window
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.constraints import Constraints
@@ -42,9 +45,6 @@ from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.stats import half_width
-from sglang_indexcache.training.data.batches import TEXT
-from sglang_indexcache.training.data.retrieval import TASKS, Document, TaskWords, facts_in
-from sglang_indexcache.training.data.text import TEXT_CHARACTERS, Text, Tokens, window
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "sglang_indexcache" / "demo" / "tiny-dsa"

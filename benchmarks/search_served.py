@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.search_objectives import CHECKPOINT, USERS_TASKS, Documents, over_full, rows_of
 from sglang_indexcache.client import Client, Server
+from sglang_indexcache.heal.data.retrieval import Document
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
@@ -32,7 +33,6 @@ from sglang_indexcache.search.objective import Score
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.provenance import checkpoint_digest, machine
-from sglang_indexcache.training.data.retrieval import Document
 
 RESULTS = Path(__file__).parent / "results" / "search" / "tiny-dsa"
 LAYERS, LENGTH = 12, 512

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.heal.data.batches import TEXT
+from sglang_indexcache.heal.data.retrieval import chance
+from sglang_indexcache.heal.data.text import TEXT_CHARACTERS
+from sglang_indexcache.heal.recipe import load_recipe
+from sglang_indexcache.heal.scores import evaluate_checkpoint
+from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.plots import make_figure, save_figure
 from sglang_indexcache.support.stats import half_width
-from sglang_indexcache.training.data.batches import TEXT
-from sglang_indexcache.training.data.retrieval import chance
-from sglang_indexcache.training.data.text import TEXT_CHARACTERS
-from sglang_indexcache.training.recipe import load_recipe
-from sglang_indexcache.training.scores import evaluate_checkpoint
-from sglang_indexcache.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "training_aware"
 RETRIEVAL = ("recall", "needles")

@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "models": (set(), set()),
     "checkpoint": ({"errors", "models", "pattern"}, set()),
     "library": (BASE, SMALL),
+    "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"support.provenance"}, SMALL | MODELS),
     "client": ({"errors"}, {"httpx"}),
     "hf": (BASE, SMALL),
@@ -42,15 +43,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BASE | {"client", "data", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
-    "training": (
-        BASE | {"adapter", "data", "support"},
+    "heal": (
+        BASE | {"adapter", "data", "stored", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
-    "training.losses": (
-        {"errors", "training.packing", "training.losses_triton"},
+    "heal.losses": (
+        {"errors", "heal.packing", "heal.losses_triton"},
         {"torch", "triton"},
     ),
-    "quality": (
+    "evaluate": (
         BASE | {"client", "support"},
         SMALL
         | TABLES

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.card.claims import MissingError, Report, expect
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.training import losses
-from sglang_indexcache.training.losses import AttentionInputs, IndexInputs, LossKernel
-from sglang_indexcache.training.packing import Layout
+from sglang_indexcache.heal import losses
+from sglang_indexcache.heal.losses import AttentionInputs, IndexInputs, LossKernel
+from sglang_indexcache.heal.packing import Layout
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
     from sglang_indexcache.client import Client
-    from sglang_indexcache.quality.evaluation import Evaluation
-    from sglang_indexcache.quality.plan import Material
-    from sglang_indexcache.quality.session import Request
+    from sglang_indexcache.evaluate.evaluation import Evaluation
+    from sglang_indexcache.evaluate.plan import Material
+    from sglang_indexcache.evaluate.session import Request
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
@@ -159,10 +159,10 @@ class Questions:
         from transformers import AutoTokenizer
 
         from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
-        from sglang_indexcache.quality.plan import Material, Plan, default_lengths
-        from sglang_indexcache.quality.session import Request
-        from sglang_indexcache.quality.shelf import Bounds, fill_shelf
-        from sglang_indexcache.quality.tasks import DEFAULT
+        from sglang_indexcache.evaluate.plan import Material, Plan, default_lengths
+        from sglang_indexcache.evaluate.session import Request
+        from sglang_indexcache.evaluate.shelf import Bounds, fill_shelf
+        from sglang_indexcache.evaluate.tasks import DEFAULT
 
         selects_all = int(Checkpoint.read(self.model).shape["index_topk"])
         longest = text_config(read_config(self.model)).get("max_position_embeddings")
@@ -253,12 +253,12 @@ def run_command(
     Says of each pattern: no loss beyond the margin, a loss, undecided and how many contexts more
     would decide, or that the tasks cannot see it.
     """
+    from sglang_indexcache.evaluate.chat import SPARE as CHAT_SPARE
+    from sglang_indexcache.evaluate.chat import check_only_chat
+    from sglang_indexcache.evaluate.entry import check_entry
+    from sglang_indexcache.evaluate.replies import SPARE
+    from sglang_indexcache.evaluate.session import make_arm_list, run_evaluation
     from sglang_indexcache.library import load_entry
-    from sglang_indexcache.quality.chat import SPARE as CHAT_SPARE
-    from sglang_indexcache.quality.chat import check_only_chat
-    from sglang_indexcache.quality.entry import check_entry
-    from sglang_indexcache.quality.replies import SPARE
-    from sglang_indexcache.quality.session import make_arm_list, run_evaluation
 
     if write_quality is not None:  # before hours of work whose verdict shall go there
         load_entry(write_quality)
@@ -291,8 +291,8 @@ def run_command(
 @takes(Questions)
 def plan_command(asked: Questions) -> None:
     """Say what an evaluation costs and what loss it can show; nothing is sent anywhere."""
-    from sglang_indexcache.quality.plan import cost, tails
-    from sglang_indexcache.quality.session import make_arm_list, plan_in_words
+    from sglang_indexcache.evaluate.plan import cost, tails
+    from sglang_indexcache.evaluate.session import make_arm_list, plan_in_words
 
     request, material = asked.read()
     arms = make_arm_list(request)
@@ -311,8 +311,8 @@ def report_command(
     ] = None,
 ) -> None:
     """Write an evaluation's report again, from its journal alone; it may still be running."""
-    from sglang_indexcache.quality.journal import load
-    from sglang_indexcache.quality.logs.to_inspect import write_inspect
+    from sglang_indexcache.evaluate.journal import load
+    from sglang_indexcache.evaluate.logs.to_inspect import write_inspect
 
     evaluation = load(folder)
     _report(evaluation, folder, write_quality)
@@ -348,9 +348,9 @@ def compare_command(
 
     REFERENCE ran with every indexer, CANDIDATE with the pattern, both on the same questions.
     """
-    from sglang_indexcache.quality.logs import read_log
-    from sglang_indexcache.quality.logs.compare import compare_logs
-    from sglang_indexcache.quality.report import write_report
+    from sglang_indexcache.evaluate.logs import read_log
+    from sglang_indexcache.evaluate.logs.compare import compare_logs
+    from sglang_indexcache.evaluate.report import write_report
     from sglang_indexcache.support.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
@@ -386,8 +386,8 @@ def _check_reply_tokens(given: int | None, *, writes: bool) -> None:
 
 
 def _report(evaluation: Evaluation, folder: Path, write_quality: Path | None) -> None:
-    from sglang_indexcache.quality.entry import write_quality as write
-    from sglang_indexcache.quality.report import write_report
+    from sglang_indexcache.evaluate.entry import write_quality as write
+    from sglang_indexcache.evaluate.report import write_report
 
     said = write_report(evaluation, folder)
     out.print(said, highlight=False, soft_wrap=True, markup=False)
@@ -411,7 +411,7 @@ def _servers(
     urls: list[str] | None, api_key: str | None, admin_api_key: str | None
 ) -> dict[str, Client]:
     """By the name that stands before the URL; a URL alone has none."""
-    from sglang_indexcache.quality.chat import ChatEndpoint, is_chat
+    from sglang_indexcache.evaluate.chat import ChatEndpoint, is_chat
 
     if not urls:
         raise QualityError("give a server in live mode with --url, or one for each arm")

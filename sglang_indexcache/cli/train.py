@@ -19,7 +19,7 @@ from sglang_indexcache.cli.common import (
     group,
     out,
 )
-from sglang_indexcache.training.plan import STEPS
+from sglang_indexcache.heal.plan import STEPS
 
 app = group("Train a DSA model for index sharing (paper: training-aware IndexCache).")
 
@@ -70,8 +70,8 @@ def run(
 
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli train run ...
     """
-    from sglang_indexcache.training.recipe import load_recipe
-    from sglang_indexcache.training.trainer import Trainer
+    from sglang_indexcache.heal.recipe import load_recipe
+    from sglang_indexcache.heal.trainer import Trainer
 
     given = {
         "pattern": pattern,
@@ -126,9 +126,9 @@ def plan_command(
 
     from sglang_indexcache.bench.roofline import find_gpu
     from sglang_indexcache.bench.shapes import checkpoint_of, shape_of
+    from sglang_indexcache.heal.plan import LEFT_OUT, TITLE, Assumptions, plan
     from sglang_indexcache.library import Library
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.training.plan import LEFT_OUT, TITLE, Assumptions, plan
 
     shape = shape_of(model)
     chosen = Library.default().resolve(pattern, checkpoint_of(shape)).pattern
@@ -176,7 +176,7 @@ def convert_command(
     seed: SeedOption = 0,
 ) -> None:
     """Stage 0: add untrained indexers to a dense MLA checkpoint."""
-    from sglang_indexcache.training.convert import convert
+    from sglang_indexcache.heal.convert import convert
 
     convert(model, output, index_topk=topk, index_n_heads=heads, to=to, seed=seed)
     typer.echo(f"wrote {output}; train its indexers with a warm-up stage")
@@ -193,7 +193,7 @@ def merge_command(
     Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a
     hard link to the model's where the disk allows it, so do not edit it in place.
     """
-    from sglang_indexcache.training.merge import merge
+    from sglang_indexcache.heal.merge import merge
 
     merge(adapter, model, output, typer.echo)
     typer.echo(f"wrote {output}")
@@ -266,8 +266,8 @@ def heal_command(
 
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli train heal ...
     """
+    from sglang_indexcache.heal.heal import HealOptions, heal
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.training.heal import HealOptions, heal
 
     heal(
         HealOptions(
@@ -306,8 +306,8 @@ def evaluate_command(
     dense: Annotated[bool, typer.Option(help="Attend to everything instead.")] = False,
 ) -> None:
     """Held-out text loss and retrieval accuracy, as one JSON object."""
+    from sglang_indexcache.heal.scores import evaluate_checkpoint
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.training.scores import evaluate_checkpoint
 
     found = evaluate_checkpoint(model, pattern, parse_length(context), rows, topk, dense)
     typer.echo(json.dumps(found, indent=2))
@@ -322,8 +322,8 @@ def data_command(
     seed: SeedOption = 0,
 ) -> None:
     """Held-out documents of the training tasks as JSONL, for `indexcache search run --data`."""
+    from sglang_indexcache.heal.evaluate import write_documents
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.training.evaluate import write_documents
 
     path, counts = write_documents(model, output, parse_length(context), rows, seed)
     typer.echo(f"wrote {path}: " + ", ".join(f"{n} {task}" for task, n in counts.items()))

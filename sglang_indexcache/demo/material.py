@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from sglang_indexcache.training.data.retrieval import TaskWords, needles
-from sglang_indexcache.training.data.text import Text
+from sglang_indexcache.heal.data.retrieval import TaskWords, needles
+from sglang_indexcache.heal.data.text import Text
 
 QUESTION_TOKENS = 256
 """Of each question's document: four times what a layer selects."""

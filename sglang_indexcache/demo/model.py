@@ -59,8 +59,8 @@ def make_model(spec: ModelSpec, folder: Path) -> int:
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from sglang_indexcache.heal.checkpoints import random_model, save_checkpoint
     from sglang_indexcache.support.text import make_tokenizer
-    from sglang_indexcache.training.checkpoints import random_model, save_checkpoint
 
     disable_progress_bar()  # it would break the caller's own
     family = BY_NAME[spec.preset]

@@ -37,7 +37,7 @@ def check(adapter: Adapter, model: Path) -> None:
     Raises:
         IndexCacheError: it is for another base, or the base cannot be looked at.
     """
-    from sglang_indexcache.training.stored import check_form
+    from sglang_indexcache.stored import check_form
 
     if not model.is_dir():
         raise SettingsError(
@@ -134,7 +134,7 @@ def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
     from sglang.srt.runtime_context import get_model
 
     from sglang_indexcache.serving.cpu import fp8
-    from sglang_indexcache.training.stored import like_stored, read_stored
+    from sglang_indexcache.stored import like_stored, read_stored
 
     adapter, base = Adapter.read(Path(plan.adapter)), Path(get_model().model_path)
     if adapter.digest != plan.adapter_digest:

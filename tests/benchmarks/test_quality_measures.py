@@ -25,7 +25,7 @@ from benchmarks.quality_measures import (
     patterns,
 )
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.quality.tasks import Context, Question
+from sglang_indexcache.evaluate.tasks import Context, Question
 
 
 def test_the_patterns_are_different_and_harm_by_their_retention_too() -> None:

@@ -25,9 +25,9 @@ from benchmarks.search_objectives import (
     masks,
     spearman,
 )
+from sglang_indexcache.heal.data.retrieval import Document
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.training.data.retrieval import Document
 
 LENGTH = 200
 TOPK = 12

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.cli import app
-from tests.training.checkpoints import checkpoint
-from tests.training.data.test_retrieval import solve
-from tests.training.recipes import tiny, write
+from tests.heal.checkpoints import checkpoint
+from tests.heal.data.test_retrieval import solve
+from tests.heal.recipes import tiny, write
 
 
 @pytest.fixture

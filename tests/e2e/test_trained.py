@@ -10,9 +10,9 @@ from rich.console import Console
 
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.demo.material import Material
+from sglang_indexcache.heal.recipe import Recipe, shipped_recipes
+from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.training.recipe import Recipe, shipped_recipes
-from sglang_indexcache.training.trainer import Trainer
 from tests.e2e.conftest import (
     ROUNDING,
     Serve,

@@ -27,7 +27,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import adapter as served
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.settings import OPTIONS, Plan
-from sglang_indexcache.training.stored import SCALES, dequantised, to_block_fp8
+from sglang_indexcache.stored import SCALES, dequantised, to_block_fp8
 from tests.serving.plans import plan
 from tests.serving.test_plugin import hf_config, resolve
 

@@ -9,7 +9,7 @@ import torch
 
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.serving.cpu import fp8
-from sglang_indexcache.training.stored import to_block_fp8
+from sglang_indexcache.stored import to_block_fp8
 
 SIZE = (4, 8)
 

@@ -1,0 +1,128 @@
+"""Per-sample logs of other harnesses, and our own: one file a format, and its row in `FORMATS`.
+
+A harness judges and prompts as it likes; its scores are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.logs import evalscope, inspect, lm_eval, own, sgl_eval
+from sglang_indexcache.evaluate.logs.sample import Row, Sample, first_row
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of log.
+
+    Attributes:
+        files: what its files are called within a run's folder.
+        head: the row by which it is recognised.
+        fits: whether that row is of this kind.
+        read: a file's samples, given the metric that the user chose.
+    """
+
+    files: tuple[str, ...]
+    head: Callable[[Path], Row]
+    fits: Callable[[Row], bool]
+    read: Callable[[Path, str | None], Iterator[Sample]]
+
+
+FORMATS = {
+    "sglang-indexcache": Format(own.FILES, first_row, own.fits, own.read),
+    "lm-eval": Format(lm_eval.FILES, first_row, lm_eval.fits, lm_eval.read),
+    "sgl-eval": Format(sgl_eval.FILES, first_row, sgl_eval.fits, sgl_eval.read),
+    "evalscope": Format(evalscope.FILES, first_row, evalscope.fits, evalscope.read),
+    "inspect": Format(inspect.FILES, inspect.header, inspect.fits, inspect.read),
+}
+
+
+@dataclass(frozen=True)
+class Log:
+    """One run of a harness.
+
+    Attributes:
+        name: how the run is called in the report.
+        kind: of :data:`FORMATS`.
+        samples: in the order of the log.
+    """
+
+    name: str
+    kind: str
+    samples: tuple[Sample, ...]
+
+
+def read_log(name: str, place: str, metric: str | None = None) -> Log:
+    """Read a file, or all files of a run's folder.
+
+    Args:
+        name: how the run is called in the report.
+        place: the path; of a log of ours with several arms, ``PATH@ARM``.
+        metric: which score to compare; may be left out if there is only one.
+
+    Raises:
+        QualityError: nothing there that is a log, or more than one choice; each with the mend.
+    """
+    path, _, arm = place.rpartition("@")
+    if Path(place).exists() or not path:
+        path, arm = place, ""
+    if not Path(path).exists():
+        raise QualityError(f"there is no log at {place}")
+    kind, files = _recognise(Path(path))
+    _once(kind, files)
+    if kind == "sglang-indexcache":
+        return Log(name, kind, tuple(own.read_arm(files[0], metric, _arm(files[0], arm))))
+    samples = tuple(sample for file in files for sample in FORMATS[kind].read(file, metric))
+    if not samples:
+        raise QualityError(f"{place} has no sample")
+    return Log(name, kind, samples)
+
+
+def _recognise(path: Path) -> tuple[str, list[Path]]:
+    for kind, shape in FORMATS.items():
+        for pattern in shape.files:
+            files = [path] if path.is_file() else sorted(path.glob(pattern))
+            files = files or sorted(path.rglob(pattern))
+            found = [file for file in files if _is(shape, file)]
+            if found:
+                return kind, found
+    known = "; ".join(f"{kind}: {', '.join(shape.files)}" for kind, shape in FORMATS.items())
+    raise QualityError(
+        f"{path} holds no per-sample log that is known ({known}). Let the harness write its "
+        "samples (lm-eval: --log_samples), and give the file or its folder"
+    )
+
+
+def _is(shape: Format, file: Path) -> bool:
+    try:
+        return shape.fits(shape.head(file))
+    except (QualityError, UnicodeDecodeError):
+        return False
+
+
+def _once(kind: str, files: list[Path]) -> None:
+    """One run only: a folder often holds several, and their samples must not be mixed."""
+    if kind == "lm-eval":
+        tasks = [lm_eval.task_of(file) for file in files]
+        several = len(set(tasks)) < len(tasks)
+    elif kind in ("sgl-eval", "evalscope"):
+        several = len({file.parent for file in files}) > 1
+    else:
+        several = len(files) > 1
+    if several:
+        raise QualityError(
+            f"{files[0].parent} holds several runs ({files[0].name}, {files[-1].name}, ...): give "
+            "the file or the folder of one"
+        )
+
+
+def _arm(file: Path, wanted: str) -> str:
+    known = own.arms(file)
+    if wanted in known:
+        return wanted
+    if not wanted and len(known) == 1:
+        return known[0]
+    raise QualityError(f"{file} has the arms {', '.join(known)}: say which, as {file.parent}@ARM")

@@ -1,0 +1,171 @@
+"""When an evaluation must not go on, because what it would say could not be believed.
+
+Each refusal names what was seen and how to mend it. What was asked until then is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.design import spread_over_cells
+from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
+from sglang_indexcache.evaluate.inference import Estimate
+from sglang_indexcache.evaluate.journal import Recorded
+from sglang_indexcache.evaluate.outcomes import Cell, paired
+from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
+from sglang_indexcache.evaluate.tasks import UNSCORED
+from sglang_indexcache.evaluate.verdict import at_floor, points
+
+MOST_MISSING = 0.01
+"""Share of the planned contexts that may fail."""
+MOST_CUT = 0.05
+"""Share of replies that may be ended by their length."""
+ENOUGH_ALIKE = 2
+"""Contexts whose every log-probability agrees before two arms are taken for the same one."""
+
+
+def check_control(evaluation: Evaluation) -> None:
+    """The arms may differ in nothing where every pattern selects everything.
+
+    Raises:
+        QualityError: they do.
+    """
+    reference = evaluation.reference.name
+    rows = evaluation.outcomes(look=CONTROL_LOOK)
+    for arm in (*evaluation.candidates, evaluation.bad):
+        if not any(row.arm == arm.name for row in rows):
+            continue
+        found = paired(rows, arm.name, reference)
+        if found.flips.lost or found.flips.won:
+            raise QualityError(
+                f"the control failed: at {evaluation.control_length} tokens, where every pattern "
+                f"selects everything, {arm.name} differs from {reference} ({found.flips}). The "
+                "arms differ in more than the pattern, or the engine does not repeat itself: "
+                "compare flags and checkpoints, and start it with --enable-deterministic-inference "
+                "where it has that."
+            )
+
+
+def check_pattern_is_used(evaluation: Evaluation, recorded: Recorded) -> None:
+    """An arm that computes exactly what the reference does is not the arm that was asked for.
+
+    Raises:
+        QualityError: every log-probability of an arm is the reference's.
+    """
+    reference = evaluation.reference
+    long = {one.context for one in evaluation.planned if one.look != CONTROL_LOOK}
+    for arm in (*evaluation.candidates, evaluation.bad):
+        alike = 0
+        for context in long & recorded.done:
+            own = recorded.records.get((arm.name, 0, context))
+            other = recorded.records.get((reference.name, 0, context))
+            if own is None or other is None or own.said[0].trace is None:
+                continue
+            if [one.trace for one in own.said] != [one.trace for one in other.said]:
+                break
+            alike += 1
+        else:
+            if alike >= ENOUGH_ALIKE:
+                raise QualityError(
+                    f"the server ignores the pattern, or answers from another arm's cache: behind "
+                    f"{alike} contexts of more than {evaluation.selects_all} tokens, {arm.name} "
+                    f"has every log-probability of {reference.name}, to the last digit. Ask "
+                    "`indexcache server doctor --url` what it runs, and start it with "
+                    "--disable-radix-cache to rule the cache out."
+                )
+
+
+def check_missing(evaluation: Evaluation, recorded: Recorded) -> None:
+    """Contexts that fail are not a sample of all contexts.
+
+    Raises:
+        QualityError: more than one, and more than :data:`MOST_MISSING` of them, failed.
+    """
+    failed = list(recorded.missing.values())
+    if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
+        raise QualityError(
+            f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
+            f"{MOST_MISSING:.0%}: what is left would be a choice of the easy ones. The last one, "
+            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Mend that, and start "
+            "again with another --output."
+        )
+
+
+def check_cut(recorded: Recorded) -> None:
+    """Replies that end by their length are wrong for another reason than the pattern.
+
+    Raises:
+        QualityError: more than :data:`MOST_CUT` of them do.
+    """
+    said = [one for record in recorded.records.values() for one in record.said]
+    cut = sum(one.cut for one in said)
+    if said and cut > MOST_CUT * len(said):
+        raise QualityError(
+            f"{cut:,} of {len(said):,} replies were ended by their length, more than "
+            f"{MOST_CUT:.0%}: wrong for another reason than the pattern. Give them more tokens "
+            "(--reply-tokens), or, where the server is not asked by chat completions, score "
+            "teacher-forced (leave --generate away)."
+        )
+
+
+def check_floor(evaluation: Evaluation) -> None:
+    """A model that cannot do the tasks cannot lose anything at them.
+
+    Raises:
+        QualityError: the reference is at the floor in every cell.
+    """
+    rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
+    low = at_floor(rows, evaluation.reference.name)
+    cells = {
+        (one.task, one.length)
+        for one in evaluation.planned
+        if one.length > evaluation.selects_all and one.task != UNSCORED
+    }
+    if cells and cells <= set(low):
+        raise QualityError(
+            f"the reference answers {_in_words(low.items())} right, hardly more than guessing, so "
+            "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task), or "
+            "look whether the checkpoint and its tokenizer belong together."
+        )
+
+
+def check_noise(evaluation: Evaluation) -> None:
+    """An engine that differs from itself too much cannot resolve the margin.
+
+    Only where the plan could resolve it otherwise: a plan that is too small was told so before. And
+    only once several contexts of every cell were asked twice, so that their spread is known.
+
+    Raises:
+        QualityError: it would need more contexts than are planned.
+    """
+    design, name = evaluation.design, evaluation.reference.name
+    rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
+    if not any(row.arm == name and row.repeat for row in rows):
+        return
+    noise = paired(rows, name, name, repeat=1)
+    estimate = Estimate(noise)
+    deviation = estimate.error * len(noise) ** 0.5
+    planned = Counter((one.task, one.length) for one in evaluation.planned)
+    asked = [
+        (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
+        for number, cell in enumerate(noise.names)
+    ]
+    assumed = design.needed(*spread_over_cells(asked, DISCORDANCE, CORRELATION))
+    if not noise.flips.share or not math.isfinite(deviation) or design.contexts < assumed:
+        return
+    needed = design.needed(deviation, estimate.differing / len(noise), estimate.heaviest)
+    if needed > design.contexts:
+        raise QualityError(
+            f"the reference differs from itself so often (A/A: {noise.flips}) that a margin of "
+            f"{points(design.margin)} needs {needed:,} contexts, and {design.contexts:,} "
+            "are planned. Start the server with deterministic kernels "
+            "(--enable-deterministic-inference) if it has them, plan more (--contexts), or take a "
+            "wider --margin."
+        )
+
+
+def _in_words(shares: Iterable[tuple[Cell, float]]) -> str:
+    return ", ".join(f"{share:.0%} of {task} at {length:,}" for (task, length), share in shares)

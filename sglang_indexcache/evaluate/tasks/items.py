@@ -1,0 +1,261 @@
+"""Questions that a user has: rows of a file, each one a prompt with its answer.
+
+A task of this kind is a function from a row, as it is published, to an :class:`Item`. An item is a
+context of its own with a single question, so it counts as one independent observation: `shelf` asks
+one of those that share a document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.tasks.context import Context, Question, Tokenizer
+
+Row = Mapping[str, Any]
+Message = Mapping[str, str]
+_ROWS = 64
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row as it is asked.
+
+    Attributes:
+        prompt: the conversation that is to be answered; or a text, which is sent as it is.
+        answer: the right one, to the letter; None where nobody knows it, and what the reference
+            says stands in its place.
+        begun: what an answer in the prescribed form begins with. It is put into the model's mouth
+            with the right answer; a model that answers by itself has to write it.
+        depth: where in the prompt the answer lies, 0 to 1; None where the file does not tell.
+        one_form: whether the answer can be written in one way alone, so that its tokens can be
+            scored; else the model has to write it, and the reply is read.
+    """
+
+    prompt: tuple[Message, ...] | str
+    answer: str | None
+    begun: str = ""
+    depth: float | None = None
+    one_form: bool = True
+
+    @property
+    def text(self) -> str:
+        """Everything that is sent, to see how far two items begin alike."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "".join(f"\0{one['role']}\0{one['content']}" for one in self.prompt)
+
+    @property
+    def characters(self) -> int:
+        """Of everything that is sent."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        return sum(len(message["content"]) for message in self.prompt)
+
+
+Reader = Callable[[Row], Item]
+"""From a row to what is asked.
+
+Raises:
+    QualityError: what the row lacks, without its place.
+"""
+
+
+def read_items(reader: Reader, path: Path) -> Iterator[tuple[int, Item]]:
+    """Every row of a file with its number, from 1.
+
+    Args:
+        reader: of the file's form.
+        path: .parquet, .jsonl, or .json (a list of rows).
+
+    Raises:
+        QualityError: naming the line or row that cannot be read, and what is wrong with it.
+    """
+    if not path.is_file():
+        raise QualityError(f"there is no file {path}; give one, .parquet, .jsonl or .json")
+    for number, row in _rows(path):
+        if not isinstance(row, dict):
+            raise QualityError(f"{place(path, number)} is no object with named fields")
+        try:
+            item = reader(row)
+        except QualityError as error:
+            raise QualityError(f"{place(path, number)}: {error}") from error
+        yield number, item
+
+
+def place(path: Path, number: int) -> str:
+    """How a row is found again."""
+    return f"{'row' if path.suffix in ('.parquet', '.json') else 'line'} {number} of {path}"
+
+
+def as_context(
+    item: Item, task: str, tokenizer: Tokenizer, length: int, name: str, number: int
+) -> Context:
+    """An item as it is sent: one question, which the whole prompt belongs to.
+
+    Args:
+        item: the row.
+        task: of which file.
+        tokenizer: of the model.
+        length: of its cell, in tokens.
+        name: of the context.
+        number: of the row.
+    """
+    answer = item.answer or ""
+    pieces = tokenizer([item.begun, answer], add_special_tokens=False)["input_ids"]
+    question = Question(
+        f"row{number}", list(pieces[0]), list(pieces[1]), item.begun, answer, item.depth
+    )
+    messages = (
+        ({"role": "user", "content": item.prompt},) if isinstance(item.prompt, str) else item.prompt
+    )
+    return Context(name, task, length, prompt_ids(item, tokenizer), [question], messages)
+
+
+def tokens(item: Item, tokenizer: Tokenizer) -> int:
+    """Of prompt and answer."""
+    pieces = tokenizer([item.begun, item.answer or ""], add_special_tokens=False)["input_ids"]
+    return len(prompt_ids(item, tokenizer)) + sum(map(len, pieces))
+
+
+def prompt_ids(item: Item, tokenizer: Tokenizer) -> list[int]:
+    """The prompt as the model reads it, ready for its answer.
+
+    Without thinking, if the template has a switch for it: an answer that is put into the model's
+    mouth follows at once.
+    """
+    if isinstance(item.prompt, str):
+        return list(tokenizer([item.prompt], add_special_tokens=True)["input_ids"][0])
+    return rendered(item.prompt, tokenizer, enable_thinking=False, thinking=False)
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Whether conversations are written as the model knows them."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def rendered(messages: tuple[Message, ...], tokenizer: Tokenizer, **switches: bool) -> list[int]:
+    """A conversation by the tokenizer's chat template; as plain turns if it has none."""
+    if not has_template(tokenizer):
+        turns = [f"{one['role'].capitalize()}: {one['content']}" for one in messages]
+        text = "\n".join([*turns, "Assistant:"])
+        return list(tokenizer([text], add_special_tokens=True)["input_ids"][0])
+    try:
+        return list(
+            tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+                [dict(message) for message in messages],
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=True,
+                **switches,
+            )
+        )
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise QualityError(f"the model's chat template refuses a conversation: {error}") from error
+
+
+def conversation(value: Any, name: str) -> tuple[Message, ...]:
+    """Chat messages, as a list or as JSON text of one.
+
+    Raises:
+        QualityError: it is none, or its last turn is not to be answered.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise QualityError(f"{name} is not JSON ({error.msg})") from error
+    if not isinstance(value, list) or not value:
+        raise QualityError(f"{name} is no list of chat messages")
+    for message in value:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            raise QualityError(
+                f"{name} has a message whose content is a list of parts; write it as plain text"
+            )
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in _ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise QualityError(
+                f"{name} has a message without a known role or without text as its content"
+            )
+    if value[-1]["role"] == "assistant":
+        raise QualityError(f"{name} ends with the assistant's turn, so nothing is asked")
+    return tuple({"role": one["role"], "content": one["content"]} for one in value)
+
+
+def text_of(row: Row, *names: str) -> str:
+    """The first of these fields that the row has.
+
+    Raises:
+        QualityError: it has none, or it is no text.
+    """
+    for name in names:
+        if row.get(name) is not None:
+            if not isinstance(row[name], str) or not row[name].strip():
+                raise QualityError(f"{name} is empty, or no text")
+            return str(row[name])
+    known = ", ".join(sorted(map(str, row))) or "none"
+    raise QualityError(f"{' or '.join(names)} is missing; its fields are {known}")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet(path)
+        elif path.suffix == ".json":
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(whole, list):
+                raise QualityError(f"{path} is no list of rows")
+            yield from enumerate(whole, 1)
+        else:
+            yield from _lines(path)
+    except OSError as error:
+        raise QualityError(f"cannot read {path}: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        raise QualityError(
+            f"line {error.lineno} of {path} is not JSON ({error.msg}); fetch the file again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise QualityError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:  # bytes, so that only a newline ends a line
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode())
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise QualityError(
+                    f"{place(path, number)} is not JSON ({error}); fetch the file again, or "
+                    "delete that line"
+                ) from error
+            yield number, row
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise QualityError(
+            f"reading {path} needs pyarrow: pip install pyarrow, or convert it to .jsonl"
+        ) from error
+    number = 0
+    try:
+        for part in ParquetFile(path).iter_batches(batch_size=_ROWS):
+            for row in part.to_pylist():
+                number += 1
+                yield number, row
+    except ArrowException as error:
+        raise QualityError(
+            f"{path} cannot be read as parquet behind row {number} ({error}); fetch it again"
+        ) from error

@@ -1,0 +1,456 @@
+"""What an evaluation may say of a pattern, in one of five ways, and the sentence to paste.
+
+The order in which a run is judged:
+
+1. the control below ``index_topk`` tokens, where every pattern selects everything, must not differ
+   in a single question: else the arms differ in more than the pattern, and nothing is claimed;
+2. the reference asked twice (A/A) must not differ in the mean: else the order or the engine favours
+   an arm;
+3. a cell cannot see, and leaves the claim, in which the reference hardly does better than guessing
+   or a pattern known to be bad is not seen to lose;
+4. over the cells that are left, "no loss beyond the margin" and "a loss" are each judged at the
+   planned looks; the first claim ends the evaluation of that pattern;
+5. of several patterns, one is only called safe if all with more full layers were (a fixed
+   sequence, each at the whole alpha). A loss needs no such permission.
+
+A run ends with its plan: both claims have spent their alpha then, and a new run needs a new plan.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.design import Design
+from sglang_indexcache.evaluate.inference import Estimate, capital
+from sglang_indexcache.evaluate.looks import boundaries
+from sglang_indexcache.evaluate.outcomes import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.evaluate.tasks import CHANCE
+from sglang_indexcache.support.words import counted
+
+REFERENCE = "full"
+LEAST_ABOVE_CHANCE = 0.10
+"""Right answers of the reference above what guessing gives, below which a cell shows nothing."""
+CEILING = 0.99
+"""Right answers above which nothing can be gained."""
+SAME = 0.005
+"""One-sided error of the A/A check: of sound runs, one in a hundred is refused."""
+
+
+class Kind(enum.Enum):
+    """The five verdicts."""
+
+    NO_LOSS = "no loss beyond the margin"
+    LOSS = "loss"
+    UNDECIDED = "undecided"
+    CANNOT_SEE = "this task cannot see it"
+    INVALID = "refused"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says of one pattern.
+
+    Attributes:
+        kind: the claim.
+        pattern: which was judged.
+        sentence: to paste, with all that a reader needs to judge it.
+        difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
+        interval: one-sided bounds at the design's alpha each, valid at every look.
+        detectable: smallest loss that the whole run could show, with the design's power.
+        more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
+        flips: pattern against reference.
+        noise: the reference against itself; None where it was not asked twice.
+        blind: cells that left the claim.
+    """
+
+    kind: Kind
+    pattern: str
+    sentence: str
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    detectable: float | None = None
+    more: int | None = None
+    flips: Flips | None = None
+    noise: Flips | None = None
+    blind: tuple[Cell, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The primary endpoint at one look.
+
+    Attributes:
+        kind: NO_LOSS, LOSS or UNDECIDED.
+        difference: mean over cells.
+        lower: bound of the difference.
+        upper: the other.
+        deviation: of a context's difference, in the mean over cells.
+        differing: share of contexts that differ.
+        heaviest: see `inference.Estimate.heaviest`.
+    """
+
+    kind: Kind
+    difference: float
+    lower: float
+    upper: float
+    deviation: float
+    differing: float
+    heaviest: float
+
+
+def read(differences: Differences, design: Design, look: int) -> Reading:
+    """Judge the primary endpoint.
+
+    Args:
+        differences: of all contexts asked so far, in the cells that can see.
+        design: as it was fixed before the run.
+        look: 1 to ``design.looks``.
+    """
+    estimate = Estimate(differences)
+    deviation = estimate.error * len(differences) ** 0.5
+    differing = estimate.differing / len(differences)
+    z = design.bounds[look - 1]
+    lower, upper = estimate.lower(z), estimate.upper(z)
+    kind = Kind.UNDECIDED
+    if lower > -design.margin:
+        kind = Kind.NO_LOSS
+    elif upper < 0:
+        kind = Kind.LOSS
+    return Reading(kind, estimate.mean, lower, upper, deviation, differing, estimate.heaviest)
+
+
+def sees(differences: Differences, alpha: float) -> bool:
+    """Whether a control that is known to be bad has been seen to lose.
+
+    By the bet, so that it may be asked after every context and the control ended once it has.
+    """
+    values = -differences.values
+    largest = float(abs(values).max(initial=1.0))
+    return bool(len(values)) and capital(values, largest, 0.0) >= 1 / alpha
+
+
+def seen_to_lose(
+    outcomes: Sequence[Outcome], control: str, reference: str, alpha: float
+) -> set[Cell]:
+    """Cells in which the positive control was asked and seen to lose."""
+    asked = {(row.task, row.length) for row in outcomes if row.arm == control}
+    return {
+        cell for cell in asked if sees(paired(outcomes, control, reference, cells=[cell]), alpha)
+    }
+
+
+def right_share(outcomes: Sequence[Outcome], arm: str) -> dict[Cell, float]:
+    """Mean of an arm's first answers by cell, 0 to 1."""
+    found: dict[Cell, list[float]] = defaultdict(list)
+    for row in outcomes:
+        if (row.arm, row.repeat) == (arm, 0):
+            found[row.task, row.length].append(row.value)
+    return {cell: sum(values) / len(values) for cell, values in found.items()}
+
+
+def at_floor(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
+    """Cells in which the reference hardly does better than guessing, with its share of right."""
+    return {
+        cell: share
+        for cell, share in right_share(outcomes, reference).items()
+        if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
+    }
+
+
+def at_ceiling(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
+    """Cells in which the reference is hardly ever wrong, with its share of right answers."""
+    shares = right_share(outcomes, reference)
+    return {cell: share for cell, share in shares.items() if share >= CEILING}
+
+
+def blind_cells(
+    outcomes: Sequence[Outcome], control: str | None, reference: str, alpha: float
+) -> dict[Cell, str]:
+    """Cells that cannot see a loss, each with the reason.
+
+    Args:
+        outcomes: of all arms.
+        control: the arm that is known to be bad; a cell in which it was not asked cannot see,
+            because nothing shows that it could. None if there is no such arm.
+        reference: the arm that every other is compared with.
+        alpha: of "seen to lose".
+    """
+    found = {
+        cell: f"{reference} gets {share:.0%} right there, hardly more than guessing"
+        for cell, share in at_floor(outcomes, reference).items()
+    }
+    if control is None:
+        return found
+    own, others = right_share(outcomes, reference), right_share(outcomes, control)
+    seen = seen_to_lose(outcomes, control, reference, alpha)
+    for cell in own.keys() - seen - found.keys():
+        if cell not in others:
+            found[cell] = f"{control} was not asked there"
+        elif others[cell] >= CEILING:
+            found[cell] = f"too easy: even {control} gets {others[cell]:.0%} right there"
+        else:
+            found[cell] = (
+                f"{control} was not seen to lose there: {others[cell]:.0%} right, "
+                f"{reference} {own[cell]:.0%}"
+            )
+    return found
+
+
+def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
+    """Whether the reference, asked twice, has the same mean as far as can be seen."""
+    estimate = Estimate(noise)
+    z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
+    return estimate.lower(z) <= 0 <= estimate.upper(z)
+
+
+def judge(
+    outcomes: Sequence[Outcome],
+    patterns: Sequence[str],
+    design: Design,
+    look: int,
+    *,
+    bad: str,
+    selects_all: int,
+    reference: str = REFERENCE,
+    permitted: bool = True,
+) -> list[Verdict]:
+    """The verdict on each pattern.
+
+    Args:
+        outcomes: right (1) or wrong (0) of every arm; of the reference twice where A/A was asked.
+        patterns: from most to fewest full layers, the fixed sequence.
+        design: as it was fixed before the run.
+        look: which of the planned looks this is, from 1.
+        bad: the arm that must be seen to lose.
+        selects_all: ``index_topk``; cells of at most this length are the control.
+        reference: the arm that every other is compared with.
+        permitted: whether the patterns before the first of these were all shown to be safe.
+
+    Raises:
+        QualityError: no pattern, a look that is none, or an arm without outcomes.
+    """
+    if not patterns or not 1 <= look <= design.looks:
+        raise QualityError(
+            f"judging needs at least one pattern, and one of the {design.looks} planned looks; a "
+            "run that goes on beyond its plan has no alpha left: plan a new one"
+        )
+    short = [row for row in outcomes if row.length <= selects_all]
+    long = [row for row in outcomes if row.length > selects_all]
+    if not short:
+        raise QualityError(
+            f"no outcome at or below {selects_all} tokens; the control that must not differ is "
+            "obligatory"
+        )
+    blind = blind_cells(long, bad, reference, design.alpha)
+    seeing = {(row.task, row.length) for row in long} - blind.keys()
+    noise = _noise(long, reference)
+    verdicts: list[Verdict] = []
+    for pattern in patterns:
+        invalid = _invalid(short, pattern, reference, noise, design, look)
+        if invalid:
+            verdict = _without(Kind.INVALID, pattern, invalid)
+        elif not seeing:
+            verdict = _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
+        else:
+            differences = paired(long, pattern, reference, cells=seeing)
+            left = _without_blind(design, long, blind)
+            verdict = _claim(pattern, differences, left, look, noise, permitted)
+            verdict = replace(
+                verdict,
+                blind=tuple(sorted(blind)),
+                sentence=verdict.sentence + (f" {_cannot_see(blind)}" if blind else ""),
+            )
+        permitted = permitted and verdict.kind is Kind.NO_LOSS
+        verdicts.append(verdict)
+    return verdicts
+
+
+def judge_logs(
+    outcomes: Sequence[Outcome],
+    pattern: str,
+    design: Design,
+    *,
+    bad: str | None = None,
+    reference: str = REFERENCE,
+) -> Verdict:
+    """The verdict on logs of another harness, which have no control and often no A/A.
+
+    The claim is the same; what could not be checked is said behind it.
+
+    Args:
+        outcomes: scores of both runs, of the reference twice where a second run of it was given.
+        pattern: the run that is judged.
+        design: with one look, at all that was logged.
+        bad: a run that is known to be bad; without one nothing shows that these questions can see.
+        reference: the other run.
+
+    Raises:
+        QualityError: the runs have no question in common.
+    """
+    noise = _noise(outcomes, reference)
+    restless = _restless(noise, design, 1) if noise else ""
+    if restless:
+        return _without(Kind.INVALID, pattern, restless)
+    blind = blind_cells(outcomes, bad, reference, design.alpha)
+    seeing = {(row.task, row.length) for row in outcomes} - blind.keys()
+    if not seeing:
+        return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
+    differences = paired(outcomes, pattern, reference, cells=seeing)
+    left = _without_blind(design, outcomes, blind)
+    verdict = _claim(pattern, differences, left, 1, noise, True)
+    caveats = [_cannot_see(blind)] if blind else []
+    if bad is None:
+        caveats.append("Not shown: that these questions can see a bad pattern.")
+    if noise is None:
+        caveats.append("Not known: the engine's own noise.")
+    return replace(
+        verdict, blind=tuple(sorted(blind)), sentence=" ".join([verdict.sentence, *caveats])
+    )
+
+
+def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
+    if not any(row.arm == reference and row.repeat == 1 for row in outcomes):
+        return None
+    return paired(outcomes, reference, reference, repeat=1)
+
+
+def _invalid(
+    short: Sequence[Outcome],
+    pattern: str,
+    reference: str,
+    noise: Differences | None,
+    design: Design,
+    look: int,
+) -> str:
+    """Why nothing may be claimed; empty if all is as it must be."""
+    control = paired(short, pattern, reference)
+    if control.values.any() or control.flips.lost or control.flips.won:
+        return (
+            f"refused: below index_topk tokens, where every pattern selects everything, the arms "
+            f"differ ({control.flips}). They differ in more than the pattern, or the engine does "
+            "not repeat itself: compare flags and checkpoints, and ask for deterministic kernels."
+        )
+    if noise is None:
+        return (
+            "refused: the reference was not asked twice, so the engine's own noise is not known. "
+            "Ask it again on a quarter of the contexts, in another order."
+        )
+    return _restless(noise, design, look)
+
+
+def _restless(noise: Differences, design: Design, look: int) -> str:
+    if not repeats_itself(noise, design, look):
+        return (
+            f"refused: the reference differs from itself by {_points(Estimate(noise).mean)} points "
+            f"({noise.flips}). The order of the arms or the state of the server favours one: "
+            "flush between blocks and alternate the arms."
+        )
+    return ""
+
+
+def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collection[Cell]) -> Design:
+    """The design with the contexts of cells that see; every cell came equally far."""
+    cells = {row.context: (row.task, row.length) for row in outcomes}
+    seeing = sum(cell not in blind for cell in cells.values())
+    contexts = round(design.contexts * seeing / len(cells))
+    return replace(design, contexts=max(contexts, design.looks))
+
+
+def _claim(
+    pattern: str,
+    differences: Differences,
+    design: Design,
+    look: int,
+    noise: Differences | None,
+    permitted: bool,
+) -> Verdict:
+    reading = read(differences, design, look)
+    seen = reading.deviation, reading.differing, reading.heaviest
+    kind, more = reading.kind, None
+    if kind is Kind.NO_LOSS and not permitted:
+        kind = Kind.UNDECIDED
+    if kind is Kind.UNDECIDED and math.isfinite(reading.deviation):
+        needed = design.needed(*seen)
+        more = max(needed, design.contexts) - len(differences)
+    verdict = Verdict(
+        kind,
+        pattern,
+        "",
+        difference=reading.difference,
+        interval=(reading.lower, reading.upper),
+        detectable=design.detectable(*seen),
+        more=more,
+        flips=differences.flips,
+        noise=noise.flips if noise else None,
+    )
+    return replace(verdict, sentence=_sentence(verdict, differences, design, look, permitted))
+
+
+def _sentence(
+    verdict: Verdict, differences: Differences, design: Design, look: int, permitted: bool
+) -> str:
+    assert verdict.interval is not None
+    assert verdict.difference is not None
+    assert verdict.detectable is not None
+    lower, upper = verdict.interval
+    if verdict.kind is Kind.NO_LOSS:
+        claim = f"no loss beyond {points(design.margin)}"
+    elif verdict.kind is Kind.LOSS:
+        claim = f"a loss of {-100 * verdict.difference:.1f} points"
+    elif not permitted and lower > -design.margin:
+        claim = "not claimed, because a pattern with more full layers was not shown to be safe"
+    elif verdict.more is None:
+        claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
+    elif not verdict.more:
+        claim = (
+            f"undecided: a new run of the same size shows, with {design.power:.0%} probability, "
+            "that it loses nothing if it does"
+        )
+    elif look < design.looks:
+        claim = (
+            f"undecided at look {look} of {design.looks}, {counted(verdict.more, 'more context')}"
+        )
+    else:
+        claim = (
+            f"undecided, {counted(verdict.more, 'more context')}: a new run with so many more "
+            f"shows, with {design.power:.0%} probability, that it loses nothing if it does"
+        )
+    noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
+    missing = f" {differences.missing:,} questions missing." if differences.missing else ""
+    return (
+        f"{verdict.pattern}: {claim}. Difference {_points(verdict.difference)} points "
+        f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
+        f"{differences.flips}, in {len(differences):,} contexts{noise}.{missing} "
+        f"A loss of {100 * verdict.detectable:.1f} points would have been found "
+        f"with {design.power:.0%} probability (one-sided {design.alpha:.0%}, "
+        f"look {min(look, design.looks)} of {design.looks})."
+    )
+
+
+def _without(kind: Kind, pattern: str, reason: str) -> Verdict:
+    return Verdict(kind, pattern, f"{pattern}: {reason}")
+
+
+def _cannot_see(blind: Mapping[Cell, str]) -> str:
+    cells = (f"{_place(cell)} ({reason})" for cell, reason in sorted(blind.items()))
+    return f"Cannot see: {'; '.join(cells)}."
+
+
+def _place(cell: Cell) -> str:
+    task, length = cell
+    return f"{task} at {length:,}" if length else task
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def points(value: float) -> str:
+    """``0.01`` as "1 point"."""
+    number = f"{100 * value:g}"
+    return f"{number} point{'' if number == '1' else 's'}"

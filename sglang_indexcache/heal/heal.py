@@ -1,0 +1,517 @@
+"""Heal a pattern: train the indexers that stay, on a frozen model.
+
+A step runs some packed rows through the body, layer by layer; every loss is taken back in its own
+layer (:mod:`~sglang_indexcache.heal.local`), so the indexers alone have gradients and optimiser
+state. In the dense warm-up layers attend to everything and an indexer learns the attention
+of all layers that it serves; in the sparse stage they attend to what it selects, and it learns
+the attention among those keys (paper section "Training-Aware IndexCache").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import AutoTokenizer
+
+from sglang_indexcache.adapter import Adapter, write_adapter
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.data.marking import Marker
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.data.batches import Batch, collate
+from sglang_indexcache.heal.data.files import FileRows, Row
+from sglang_indexcache.heal.frozen import FrozenBody
+from sglang_indexcache.heal.heal_run import Evaluation, HealRun, State
+from sglang_indexcache.heal.local import LocalForward, LocalSharing
+from sglang_indexcache.heal.losses import DEFAULT_BLOCK, LossKernel
+from sglang_indexcache.heal.optimizer import (
+    BETAS,
+    adamw_groups,
+    lr_factor,
+    remember_peaks,
+    set_lr,
+)
+from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.plan import STEPS
+from sglang_indexcache.heal.run_folder import Position
+from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.provenance import checkpoint_digest, versions
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SHOWN_EVERY = 10
+"""Steps between lines on the console; the file has every step."""
+
+Tensors = dict[str, torch.Tensor]
+OnStep = Callable[[int, Callable[[], Tensors]], None]
+"""Called after each step with how many are done, and what gives the adapter's tensors then."""
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """What to heal, on what, and how.
+
+    Attributes:
+        checkpoint: folder of a DSA checkpoint; it is only read.
+        pattern: in any form that the pattern library resolves.
+        data: files, as for :func:`~sglang_indexcache.data.documents.read_documents`.
+        output: folder of the adapter; beside it ``<output>.run`` holds state, log and figure.
+        length: tokens of a row; four times the model's index_topk if None.
+        rows: rows of a step over all processes.
+        micro_rows: rows that run through a layer at a time.
+        dense_steps: steps of the dense warm-up.
+        sparse_steps: steps of the sparse stage after it.
+        lr: peak learning rate.
+        warmup: share of a stage's steps in which the learning rate rises.
+        final_lr: share of the peak that a cosine falls to.
+        weight_decay: of AdamW, matrices only.
+        clip: largest gradient norm.
+        held_out: rows that are judged by and not trained on.
+        evaluate_every: steps between evaluations; one comes before and after each stage.
+        patience: end a stage after so many evaluations in a row without a lower held-out loss;
+            0 to never do so.
+        save_every: steps between states.
+        seed: of the order of rows.
+        dtype: of the body: "bfloat16" or "float32".
+        from_disk: read a layer's weights each time it runs, for a model that does not fit.
+        block: queries per block of chunked work.
+        loss_kernel: of the loss in sparse steps: "torch", or "triton" on a GPU.
+
+    Raises:
+        TrainingError: nothing to do, an unknown dtype, or a kernel for no step.
+    """
+
+    checkpoint: Path
+    pattern: str
+    data: tuple[str, ...]
+    output: Path
+    length: int | None = None
+    rows: int = 4
+    micro_rows: int = 1
+    dense_steps: int = STEPS
+    sparse_steps: int = 0
+    lr: float = 5e-3  # what the study in docs/heal.md supports, on one small checkpoint
+    warmup: float = 0.1
+    final_lr: float = 0.1
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    held_out: int = 8
+    evaluate_every: int = 20
+    patience: int = 0
+    save_every: int = 10
+    seed: int = 0
+    dtype: str = "bfloat16"
+    from_disk: bool = False
+    block: int = DEFAULT_BLOCK
+    loss_kernel: str = LossKernel.TORCH.value
+
+    def __post_init__(self) -> None:
+        if min(self.dense_steps, self.sparse_steps) < 0 or not any(s.steps for s in self.stages):
+            raise TrainingError("there is nothing to do: ask for dense or for sparse steps")
+        if self.dtype not in DTYPES:
+            raise TrainingError(f"the body's dtype is {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.loss_kernel not in list(LossKernel):
+            known = ", ".join(LossKernel)
+            raise TrainingError(f"the loss's kernel is {known}, got {self.loss_kernel!r}")
+        if self.loss_kernel != LossKernel.TORCH and not self.sparse_steps:
+            raise TrainingError(
+                f"the {self.loss_kernel} form of the loss is for sparse steps, and none are asked "
+                "for. Ask for sparse steps, or leave the loss to torch."
+            )
+        counts = ("rows", "micro_rows", "held_out", "evaluate_every", "save_every", "block")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def stages(self) -> tuple[HealStage, ...]:
+        """Those that have steps, in their order."""
+        kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
+        return tuple(
+            HealStage(kind, steps, round(steps * self.warmup), self.final_lr)
+            for kind, steps in kinds.items()
+            if steps
+        )
+
+    @property
+    def steps(self) -> int:
+        """Of all stages."""
+        return self.dense_steps + self.sparse_steps
+
+
+@dataclass(frozen=True)
+class HealStage:
+    """One stage, and the schedule of its learning rate.
+
+    Attributes:
+        kind: ``WARMUP`` or ``SPARSE``.
+        steps: optimiser steps.
+        warmup_steps: linear rise of the learning rate.
+        final_lr: share of the peak that a cosine falls to.
+    """
+
+    kind: Stage
+    steps: int
+    warmup_steps: int
+    final_lr: float
+
+
+@dataclass(frozen=True)
+class HealResult:
+    """What came of it.
+
+    Attributes:
+        adapter: as it was written.
+        evaluations: on the held-out rows, in their order; the first is before any training.
+    """
+
+    adapter: Adapter
+    evaluations: tuple[Evaluation, ...]
+
+
+def heal(
+    options: HealOptions, console: Console | None = None, on_step: OnStep | None = None
+) -> HealResult:
+    """Train an adapter, or go on where an interrupted run with the same options stopped.
+
+    Args:
+        options: what to heal, on what, and how.
+        console: for progress.
+        on_step: see :data:`OnStep`.
+
+    Raises:
+        CheckpointError: not a DSA checkpoint, or one whose weights are not understood.
+        PatternError, LibraryError: not a pattern, or one that needs indexers which the checkpoint
+            does not have.
+        DataError: files that cannot be read.
+        TrainingError: too little data, rows too short, or an output that holds something else.
+    """
+    return _Healing(options, console or Console(), on_step).run()
+
+
+@dataclass
+class _Sums:
+    """Over the rows of a step or an evaluation, of every layer; float64 on the CPU."""
+
+    layers: int
+    loss: torch.Tensor = field(init=False)
+    mass: torch.Tensor = field(init=False)
+    choosing: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loss, self.mass, self.choosing = torch.zeros(3, self.layers, dtype=torch.float64)
+
+    def add(self, run: LocalForward) -> None:
+        for layer, loss in run.losses.items():
+            self.loss[layer] += loss.item()
+        for layer, (mass, queries) in run.captured.items():
+            self.mass[layer] += mass.item()
+            self.choosing[layer] += queries.item()
+
+
+class _Healing:
+    """One run. All that can be refused is refused before weights are read."""
+
+    def __init__(self, options: HealOptions, console: Console, on_step: OnStep | None) -> None:
+        from accelerate import Accelerator
+
+        self.options, self.on_step = options, on_step
+        self.checkpoint = Checkpoint.read(options.checkpoint)
+        self.pattern: Pattern = Library.default().resolve(options.pattern, self.checkpoint).pattern
+        self.pattern.check_checkpoint(self.checkpoint.own)
+        self.topk = int(self.checkpoint.shape["index_topk"])
+        self.length = options.length or 4 * self.topk
+        self._check_length()
+        self.accelerator = Accelerator()
+        self.kernel = LossKernel(options.loss_kernel)
+        self.kernel.check(self.accelerator.device)
+        if options.rows < self.accelerator.num_processes:
+            raise TrainingError(
+                f"{self.accelerator.num_processes} processes share the {options.rows} rows of a "
+                "step; give each at least one"
+            )
+        self.base = checkpoint_digest(options.checkpoint)
+        self.files = HealRun(options.output, console, self.accelerator.is_main_process)
+        self.files.claim(self._told() | {"checkpoint": self.base})
+        self.data = self._read()
+
+    def run(self) -> HealResult:
+        """To the end of the last stage."""
+        done = self.files.finished()
+        if done is not None:
+            self.files.log.say(f"{self.options.output} is finished already")
+            return HealResult(done, self.files.evaluations())
+        self._load()
+        state = self.files.load()
+        self._announce(state)
+        for number, stage in enumerate(self.options.stages):
+            here = state if state is not None and state.position.stage == number else None
+            if state is None or number >= state.position.stage:
+                self._stage(number, stage, here)
+        return self._finish()
+
+    def _check_length(self) -> None:
+        if self.length <= self.topk:
+            raise TrainingError(
+                f"rows of {self.length} tokens are no longer than index_topk ({self.topk}): every "
+                f"query selects all that it sees, so nothing can be learned of selecting. Give "
+                f"longer rows, for instance {4 * self.topk} tokens."
+            )
+
+    def _told(self) -> dict[str, Any]:
+        """The options that change what is learned, as JSON has them."""
+        no_difference = ("checkpoint", "output", "save_every", "from_disk")
+        told = {k: v for k, v in vars(self.options).items() if k not in no_difference}
+        return told | {"pattern": str(self.pattern), "data": list(self.options.data)}
+
+    def _read(self) -> FileRows:
+        options = self.options
+        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+        end = tokenizer.eos_token_id
+        self.padding = next(i for i in (tokenizer.pad_token_id, end, 0) if i is not None)
+        marker = Marker(tokenizer, options.checkpoint.name)
+        wanted = options.steps * options.rows
+        data = FileRows.read(
+            options.data, marker, self.length, wanted, options.held_out, options.seed
+        )
+        for part, rows in (("train", data.train), ("judge", data.held_out)):
+            if max(len(piece) for row in rows for piece in row) <= self.topk:
+                raise TrainingError(
+                    f"no document to {part} by has more than index_topk ({self.topk}) tokens, so "
+                    "no query has to choose. Give longer documents."
+                )
+        return data
+
+    def _load(self) -> None:
+        options = self.options
+        self.sharing = LocalSharing(
+            self.pattern, self.topk, block=options.block, kernel=self.kernel
+        )
+        self.body = FrozenBody(
+            options.checkpoint,
+            self.pattern,
+            self.sharing,
+            DTYPES[options.dtype],
+            self._devices(),
+            options.from_disk,
+        )
+        self.trained = self.body.indexer_tensors()
+
+    def _devices(self) -> list[torch.device]:
+        """All GPUs of the machine for one process; its own for one of several."""
+        device = self.accelerator.device
+        if device.type == "cuda" and self.accelerator.num_processes == 1:
+            return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        return [device]
+
+    def _announce(self, state: State | None) -> None:
+        options, say = self.options, self.files.log.say
+        say(f"pattern {self.pattern}: {self.pattern.summary()}")
+        count = sum(p.numel() for p in self.trained.values())
+        say(f"training {count:,} parameters of {len(self.body.indexers)} indexers")
+        seen = options.steps * options.rows / len(self.data.train)
+        say(
+            f"{len(self.data.train)} rows of up to {self.length} tokens, each drawn about "
+            f"{seen:.1f} times, and {len(self.data.held_out)} held out"
+        )
+        if state is not None:
+            say(f"resumed after step {state.position.step} of stage {state.position.stage}")
+
+    def _stage(self, number: int, stage: HealStage, state: State | None) -> None:
+        optimizer = self._optimizer()
+        if state is None:
+            state = State(Position(number, 0))
+            self._judge(number, 0, stage, state)
+        else:
+            self._restore(state, optimizer)
+        began, start = time.perf_counter(), state.position.step
+        for step in range(start, stage.steps):
+            if self.options.patience and state.since_best >= self.options.patience:
+                self.files.log.say(
+                    f"stage {number} ends after step {step}: its held-out loss stopped falling"
+                )
+                break
+            set_lr([optimizer], lr_factor(step, stage))
+            line = self._step(number, step, stage, optimizer)
+            done = step + 1
+            seconds = time.perf_counter() - began
+            left = seconds / (done - start) * (stage.steps - done)
+            last = done == stage.steps
+            line |= self._where(number, done, stage) | {"seconds": seconds, "seconds_left": left}
+            shown = last or done % SHOWN_EVERY == 0
+            (self.files.log.write if shown else self.files.log.record)(**line)
+            if last or done % self.options.evaluate_every == 0:
+                self._judge(number, done, stage, state)
+            if last or done % self.options.save_every == 0:
+                self._save(Position(number, done), state, optimizer)
+            if self.on_step is not None:
+                self.on_step(self._before(number) + done, self.tensors)
+        self._set(state.best)
+
+    def _before(self, number: int) -> int:
+        return sum(stage.steps for stage in self.options.stages[:number])
+
+    def _where(self, number: int, done: int, stage: HealStage) -> dict[str, Any]:
+        kind = "dense" if stage.kind is Stage.WARMUP else "sparse"
+        return {
+            "stage": number,
+            "step": done,
+            "kind": kind,
+            "total_step": self._before(number) + done,
+        }
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        parameters: list[nn.Parameter] = list(self.trained.values())
+        groups = adamw_groups(parameters, self.options.lr, self.options.weight_decay)
+        optimizer = torch.optim.AdamW(groups, betas=BETAS)
+        remember_peaks([optimizer])
+        return optimizer
+
+    def _step(
+        self, number: int, step: int, stage: HealStage, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        first = (self._before(number) + step) * self.options.rows
+        rows = [self.data.drawn(first + row) for row in range(self.options.rows)]
+        sums, queries = self._forward(rows, stage.kind)
+        self._add_gradients()
+        norm = nn.utils.clip_grad_norm_(list(self.trained.values()), self.options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        by_layer = (sums.loss / queries).tolist()
+        return {
+            "loss": sum(by_layer),
+            "indexer_norm": float(norm),
+            "lr": optimizer.param_groups[0]["lr"],
+            "loss_by_layer": by_layer,
+        }
+
+    def _forward(self, rows: list[Row], kind: Stage) -> tuple[_Sums, int]:
+        """This process's share of the rows through all layers; sums over all processes.
+
+        With gradients enabled the indexers' are added up.
+        """
+        queries = sum(len(piece) for row in rows for piece in row)
+        batches = self._batches(rows)
+        runs = [self.sharing.begin(kind, Layout(b.documents), queries) for b in batches]
+        begun = [self.body.start(batch.ids, batch.positions) for batch in batches]
+        hidden = [state for state, _ in begun]
+        rotations = [rotation for _, rotation in begun]
+        for number in range(len(self.pattern)):
+            device = self.body.devices[number]
+            layer = self.body.layer(number)
+            for place, run in enumerate(runs):
+                run.move(device)
+                cosine, sine = rotations[place]
+                rotations[place] = cosine.to(device), sine.to(device)
+                self.sharing.resume(run)
+                hidden[place] = layer(hidden[place].to(device), rotations[place])
+        sums = _Sums(len(self.pattern))
+        for run in runs:
+            sums.add(run)
+        if self.accelerator.num_processes > 1:
+            for part in (sums.loss, sums.mass, sums.choosing):
+                part.copy_(self._summed(part))
+        if not sums.loss.isfinite().all():
+            raise TrainingError(
+                "the distillation loss is not finite any more. Lower the learning rate; if it was "
+                "so from the first step, the checkpoint's weights are damaged."
+            )
+        return sums, queries
+
+    def _batches(self, rows: list[Row]) -> list[Batch]:
+        mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
+        size = self.options.micro_rows
+        return [
+            collate(
+                [[piece.document() for piece in row] for row in mine[i : i + size]],
+                self.length,
+                self.padding,
+            )
+            for i in range(0, len(mine), size)
+        ]
+
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        device = self.accelerator.device
+        found: torch.Tensor = self.accelerator.reduce(part.to(device), "sum").to(part.device)
+        return found
+
+    def _add_gradients(self) -> None:
+        if self.accelerator.num_processes == 1:
+            return
+        for parameter in self.trained.values():
+            assert parameter.grad is not None
+            parameter.grad.copy_(self._summed(parameter.grad))
+
+    @torch.no_grad()
+    def _judge(self, number: int, done: int, stage: HealStage, state: State) -> None:
+        """Evaluate on the held-out rows, and keep these weights if they are the best so far."""
+        sums, queries = self._forward(list(self.data.held_out), stage.kind)
+        loss = (sums.loss / queries).tolist()
+        recall = (sums.mass / sums.choosing).tolist()
+        found = Evaluation(
+            **self._where(number, done, stage),
+            held_out_loss=sum(loss),
+            held_out_recall=sum(recall) / len(recall),
+            held_out_loss_by_layer=loss,
+            held_out_recall_by_layer=recall,
+        )
+        self.files.log.write(**vars(found))
+        state.judged(found.held_out_loss, self._masters)
+
+    def _masters(self) -> Tensors:
+        return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
+
+    def tensors(self) -> Tensors:
+        """The adapter's tensors: the indexers in the checkpoint's dtypes."""
+        found = self._masters()
+        return {name: tensor.to(self.body.plain_dtype(name)) for name, tensor in found.items()}
+
+    @torch.no_grad()
+    def _set(self, masters: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.trained.items():
+            parameter.copy_(masters[name])
+
+    def _save(self, position: Position, state: State, optimizer: torch.optim.Optimizer) -> None:
+        state.position = position
+        state.indexers, state.optimizer = self._masters(), optimizer.state_dict()
+        self.files.save(state)
+        self.accelerator.wait_for_everyone()
+
+    def _restore(self, state: State, optimizer: torch.optim.Optimizer) -> None:
+        self._set(state.indexers)
+        optimizer.load_state_dict(state.optimizer)
+
+    def _finish(self) -> HealResult:
+        self.accelerator.wait_for_everyone()
+        evaluations = self.files.evaluations()
+        if self.accelerator.is_main_process:
+            self.files.draw(evaluations)
+            write_adapter(
+                self.options.output,
+                pattern=self.pattern,
+                checkpoint=self.options.checkpoint,
+                tensors=self.tensors(),
+                record=self._record(evaluations),
+            )
+            self.files.log.say(f"wrote {self.options.output}")
+        self.accelerator.wait_for_everyone()
+        return HealResult(Adapter.read(self.options.output), evaluations)
+
+    def _record(self, evaluations: tuple[Evaluation, ...]) -> dict[str, Any]:
+        return {
+            "made_by": "indexcache train heal",
+            "options": {**self._told(), "length": self.length},
+            "data_digest": self.data.digest,
+            "evaluations": [
+                {k: v for k, v in vars(e).items() if not isinstance(v, list)} for e in evaluations
+            ],
+            "versions": versions(),
+        }

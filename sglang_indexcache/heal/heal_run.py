@@ -1,0 +1,174 @@
+"""What lies beside an adapter: the run that made it, as far as it has come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.run_folder import METRICS, Position, RunLog, read_metrics
+from sglang_indexcache.support.files import replacing, write_json
+from sglang_indexcache.support.plots import make_figure, save_figure
+
+OPTIONS, STATE, FIGURE = "options.json", "state.pt", "curves.png"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class State:
+    """Where a run stands; all that is needed to go on bit for bit.
+
+    Nothing but the order of rows is drawn at random, and that follows from the seed and the step.
+
+    Attributes:
+        position: steps done of a stage.
+        indexers: float32 weights by name.
+        optimizer: its state dict.
+        best: the weights with the lowest held-out loss of this stage.
+        best_loss: that loss.
+        since_best: evaluations after it.
+    """
+
+    position: Position
+    indexers: Tensors = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    best: Tensors = field(default_factory=dict)
+    best_loss: float = float("inf")
+    since_best: int = 0
+
+    def judged(self, loss: float, weights: Callable[[], Tensors]) -> None:
+        """Take note of an evaluation."""
+        if loss < self.best_loss:
+            self.best_loss, self.best, self.since_best = loss, weights(), 0
+        else:
+            self.since_best += 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """On the held-out rows.
+
+    Attributes:
+        stage: number of the stage.
+        step: of the stage, done by then.
+        kind: "dense" or "sparse": what layers attended to, and over which keys the loss is.
+        total_step: steps done of the whole run.
+        held_out_loss: KL divergence, nats per query, summed over layers, each weighted by one
+            over the layers that its indexer serves.
+        held_out_recall: attention mass that goes to the selected keys, of queries that see
+            more; mean over layers.
+        held_out_loss_by_layer: the loss of each layer.
+        held_out_recall_by_layer: the recall of each layer.
+    """
+
+    stage: int
+    step: int
+    kind: str
+    total_step: int
+    held_out_loss: float
+    held_out_recall: float
+    held_out_loss_by_layer: list[float]
+    held_out_recall_by_layer: list[float]
+
+
+class HealRun:
+    """The folder of a run, and the adapter that it ends with.
+
+    Args:
+        output: the adapter's folder; the run's is ``<output>.run``.
+        console: for people.
+        main: whether this process is the one that writes.
+    """
+
+    def __init__(self, output: Path, console: Console, main: bool) -> None:
+        self.output, self.main = output, main
+        self.folder = output.with_name(f"{output.name}.run")
+        self.log = RunLog(self.folder, main, console, tensorboard=False)
+
+    def claim(self, options: Mapping[str, Any]) -> None:
+        """Make the folder this run's own.
+
+        Raises:
+            TrainingError: it is another's, or the output holds something that no run made.
+        """
+        path = self.folder / OPTIONS
+        if path.exists():
+            theirs = json.loads(path.read_text())
+            for name, value in options.items():
+                if theirs.get(name) != value:
+                    raise TrainingError(
+                        f"{self.folder} holds a run with {name} = {theirs.get(name)!r}, and "
+                        f"{value!r} was asked for. Give the same options to go on with it, or "
+                        "another --output."
+                    )
+        elif self.output.exists() and any(self.output.iterdir()):
+            raise TrainingError(
+                f"{self.output} holds something else already. Give another --output."
+            )
+        elif self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, dict(options))
+
+    def finished(self) -> Adapter | None:
+        """The adapter, if it was written."""
+        return Adapter.read(self.output) if (self.output / ADAPTER_FILE).exists() else None
+
+    def load(self) -> State | None:
+        """The newest state; drops what was logged after it."""
+        path = self.folder / STATE
+        if not path.exists():
+            self.log.rewind(-1, 0)
+            return None
+        # Written by ourselves, and read as nothing but tensors and plain values.
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = State(**{**found, "position": Position(*found["position"])})
+        self.log.rewind(state.position.stage, state.position.step)
+        return state
+
+    def save(self, state: State) -> None:
+        """Replace the state in one step."""
+        if not self.main:
+            return
+        values = {f.name: getattr(state, f.name) for f in fields(state)}
+        values["position"] = (state.position.stage, state.position.step)
+        with replacing(self.folder / STATE) as part:
+            torch.save(values, part)
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Those in the log."""
+        lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
+        return tuple(Evaluation(**line) for line in lines if "held_out_loss" in line)
+
+    def draw(self, evaluations: tuple[Evaluation, ...]) -> None:
+        """Loss and recall by step."""
+        lines = [line for line in read_metrics(self.folder) if "held_out_loss" not in line]
+        figure, (loss, recall) = make_figure(9, 3.4, columns=2)
+        for kind, color in (("dense", "tab:blue"), ("sparse", "tab:orange")):
+            steps = [line for line in lines if line["kind"] == kind]
+            judged = [e for e in evaluations if e.kind == kind]
+            if not judged:
+                continue
+            at = [e.total_step for e in judged]
+            taken, losses = [s["total_step"] for s in steps], [s["loss"] for s in steps]
+            loss.plot(taken, losses, color=color, alpha=0.3, label=f"{kind}, each step")
+            loss.plot(
+                at, [e.held_out_loss for e in judged], "o-", color=color, label=f"{kind}, held out"
+            )
+            recall.plot(
+                at, [100 * e.held_out_recall for e in judged], "o-", color=color, label="mean"
+            )
+            worst = [100 * min(e.held_out_recall_by_layer) for e in judged]
+            recall.plot(at, worst, ":", color=color, label="lowest layer")
+        loss.set_ylabel("distillation loss, nats a query, all layers")
+        recall.set_ylabel("attention mass on selected keys, %")
+        for axis in (loss, recall):
+            axis.set_xlabel("step")
+            axis.legend(frameon=False, fontsize=8)
+        save_figure(figure, self.folder / FIGURE)

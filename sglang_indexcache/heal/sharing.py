@@ -1,0 +1,149 @@
+"""What the layers of one forward pass hand down: the F layer's selection and its q."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.heal.losses import (
+    DEFAULT_BLOCK,
+    AttentionInputs,
+    IndexInputs,
+    LossKernel,
+    distillation_loss,
+    select_top_k,
+)
+from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.pattern import Pattern
+
+
+class Stage(StrEnum):
+    """What is trained.
+
+    ``DENSE`` trains the model with full attention and leaves the indexers alone; ``WARMUP``
+    trains the indexers against full attention and nothing else; ``SPARSE`` trains everything,
+    attention over the selected keys (paper section "Training-Aware IndexCache", Training).
+    """
+
+    DENSE = "dense"
+    WARMUP = "warmup"
+    SPARSE = "sparse"
+
+
+@dataclass
+class Forward:
+    """The state of one forward pass; dropped after its backward pass."""
+
+    stage: Stage
+    layout: Layout
+    index: dict[int, IndexInputs] = field(default_factory=dict)
+    selected: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Sharing:
+    """Connects a model's indexers and attentions.
+
+    Gradient checkpointing runs layers a second time, from the last to the first. So everything is
+    filed by layer, and what is there already is kept.
+
+    Args:
+        pattern: one character per layer.
+        topk: keys that a query selects.
+        cross_layer: distil an indexer for all the layers it serves (L_multi); for its own only if
+            false, the paper's ablation.
+        block: queries per block of chunked work.
+        kernel: of the sparse form of the loss.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        topk: int,
+        cross_layer: bool = True,
+        block: int = DEFAULT_BLOCK,
+        kernel: LossKernel = LossKernel.TORCH,
+    ) -> None:
+        self.pattern, self.topk = pattern, topk
+        self.cross_layer, self.block = cross_layer, block
+        self.kernel = kernel
+        self.forward: Forward | None = None
+
+    def start(self, stage: Stage, layout: Layout) -> Forward:
+        """Begin a forward pass."""
+        self.forward = Forward(stage, layout)
+        return self.forward
+
+    @property
+    def layout(self) -> Layout:
+        """Who sees whom in this forward pass."""
+        return self.running().layout
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether this forward pass selects or distils at all."""
+        return self.running().stage is not Stage.DENSE
+
+    def no_selection(self) -> torch.Tensor:
+        """``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
+        documents = self.layout.documents
+        return documents.new_empty((*documents.shape, 0), dtype=torch.int32)
+
+    def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
+        """File an F layer's index inputs and return what it selects; nothing unless sparse."""
+        run = self.running()
+        run.index.setdefault(layer, index)
+        if layer not in run.selected:
+            run.selected[layer] = self._choose(run, index)
+        return run.selected[layer]
+
+    def _choose(self, run: Forward, index: IndexInputs) -> torch.Tensor:
+        if run.stage is not Stage.SPARSE:
+            return self.no_selection()
+        return select_top_k(index, run.layout, self.topk, self.block)
+
+    def selection(self, layer: int) -> torch.Tensor:
+        """What the F layer that serves ``layer`` selected; nothing in the dense stage."""
+        if not self.needs_index:
+            return self.no_selection()
+        source = self.pattern.source_of(layer)
+        selected = self.running().selected
+        if source not in selected:
+            raise StaleIndexError(
+                f"layer {layer} asked for the indices of layer {source} too early"
+            )
+        return selected[source]
+
+    def attended(self, layer: int) -> torch.Tensor | None:
+        """The keys that ``layer`` attends to; None for all visible ones."""
+        return self.selection(layer) if self.running().stage is Stage.SPARSE else None
+
+    def distil(self, layer: int, attention: AttentionInputs) -> None:
+        """Add the term of one served layer: KL(p^(layer) || q^(source)), weighted by 1/(m+1)."""
+        run = self.running()
+        source = self.pattern.source_of(layer)
+        if run.stage is Stage.DENSE or not (self.cross_layer or layer == source):
+            return
+        served = self.pattern.sources.count(source) if self.cross_layer else 1
+        loss = distillation_loss(
+            run.index[source],
+            [attention],
+            run.layout,
+            self.attended(layer),
+            self.block,
+            triton=self.kernel is LossKernel.TRITON,
+        )
+        run.losses.setdefault(layer, loss / served)
+
+    def running(self) -> Forward:
+        """The forward pass that was started last.
+
+        Raises:
+            StaleIndexError: there is none.
+        """
+        if self.forward is None:
+            raise StaleIndexError("a layer ran outside a forward pass of DistilledModel")
+        return self.forward

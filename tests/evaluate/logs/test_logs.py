@@ -1,0 +1,238 @@
+"""Every format read, paired and judged; everything that cannot be compared refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.journal import NAME, load
+from sglang_indexcache.evaluate.logs import FORMATS, read_log
+from sglang_indexcache.evaluate.logs.compare import compare_logs
+from sglang_indexcache.evaluate.outcomes import paired
+from sglang_indexcache.evaluate.report import write_report
+from sglang_indexcache.evaluate.verdict import Kind
+from tests.evaluate.evaluate import PLAN, evaluate
+from tests.evaluate.evaluations import evaluation
+from tests.evaluate.fake_server import Fake, serving
+from tests.evaluate.logs.made import COUNT, DATA, evalscope, lm_eval, ruler
+
+
+def same(number: int) -> float:
+    return float(number % 5 != 0)
+
+
+def worse(number: int) -> float:
+    return float(number % 5 != 0 and number % 4 != 1)
+
+
+def logs_of(kind: str, folder: Path) -> tuple[str, str]:
+    """A run and a worse one of the same questions."""
+    a, b = folder / "a", folder / "b"
+    if kind == "lm-eval":
+        return str(lm_eval(a, same).parent), str(lm_eval(b, worse))
+    if kind == "evalscope":
+        evalscope(a, same), evalscope(b, worse)
+        return str(a), str(b)
+    if kind == "sglang-indexcache":
+        write_report(evaluation(8), folder)
+        return f"{folder}@full", f"{folder}@uniform:1/4"
+    if kind == "sgl-eval":
+        return str(DATA / "sgl-eval-a"), str(DATA / "sgl-eval-b")
+    return str(DATA / "inspect-a.eval"), str(DATA / "inspect-b.eval")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_format_is_read_paired_and_reported(kind: str, tmp_path: Path) -> None:
+    first, second = logs_of(kind, tmp_path / "logs")
+    full, quarter = read_log("full", first), read_log("quarter", second)
+    assert full.kind == quarter.kind == kind
+    record, verdicts = compare_logs(full, quarter, margin=0.05)
+    _, verdict = verdicts["quarter"]
+    a, b = ([s.value for s in log.samples if s.value is not None] for log in (full, quarter))
+    pairs = paired(record.outcomes("score"), "quarter", "full")
+    if len(pairs.names) == 1 and len(set(np.bincount(pairs.cells))) == 1:
+        assert verdict.difference == pytest.approx(np.mean(b) - np.mean(a))
+    assert verdict.difference is not None
+    assert verdict.difference < 0
+    said = write_report(record, tmp_path / "report", verdicts)
+    assert "Pattern not verified" in said
+    assert "Not shown: that these questions can see a bad pattern" in said
+    assert (tmp_path / "report" / "forest.png").exists()
+    assert not (tmp_path / "report" / "depth.png").exists()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_run_compared_with_itself_loses_nothing(kind: str, tmp_path: Path) -> None:
+    first, _ = logs_of(kind, tmp_path)
+    record, verdicts = compare_logs(read_log("a", first), read_log("b", first), margin=0.5)
+    _, verdict = verdicts["b"]
+    assert verdict.difference == 0
+    assert verdict.flips is not None
+    assert (verdict.flips.lost, verdict.flips.won) == (0, 0)
+    assert verdict.kind is not Kind.LOSS
+    assert record.finished
+
+
+@pytest.mark.parametrize(
+    ("kind", "questions"), [("lm-eval", 4), ("evalscope", 2), ("inspect", 2), ("sgl-eval", 1)]
+)
+def test_questions_about_one_text_are_one_context(
+    kind: str, questions: int, tmp_path: Path
+) -> None:
+    first, second = logs_of(kind, tmp_path)
+    record, _ = compare_logs(read_log("a", first), read_log("b", second))
+    pairs = paired(record.outcomes("score"), "b", "a")
+    assert pairs.flips.pairs == questions * len(pairs)
+
+
+def test_epochs_are_averaged() -> None:
+    log = read_log("a", str(DATA / "inspect-a.eval"))
+    assert len(log.samples) == 48
+    record, _ = compare_logs(log, read_log("b", str(DATA / "inspect-b.eval")))
+    assert len(record.outcomes("score")) == 2 * 24
+    assert {row.value for row in record.outcomes("score")} == {0.0, 0.5, 1.0}
+
+
+def test_inspects_archive_and_its_json_say_the_same() -> None:
+    archive = read_log("a", str(DATA / "inspect-a.eval"))
+    plain = read_log("a", str(DATA / "inspect-a.json"))
+    assert sorted(archive.samples, key=str) == sorted(plain.samples, key=str)
+
+
+def test_rulers_metric_is_its_length(tmp_path: Path) -> None:
+    log = read_log("a", str(ruler(tmp_path / "a", same)))
+    assert {sample.length for sample in log.samples} == {4096, 8192}
+    assert {sample.task for sample in log.samples} == {"niah_single_1"}
+    record, _ = compare_logs(log, read_log("b", str(ruler(tmp_path / "b", worse))))
+    assert record.lengths == (4096, 8192)
+
+
+def test_a_second_run_gives_the_noise_and_a_bad_one_the_proof(tmp_path: Path) -> None:
+    def bad(number: int) -> float:
+        return 0.0
+
+    runs = {
+        name: read_log(name, str(lm_eval(tmp_path / name, score)))
+        for name, score in (("full", same), ("again", same), ("quarter", same), ("bad", bad))
+    }
+    _, verdicts = compare_logs(
+        runs["full"], runs["quarter"], again=runs["again"], bad=runs["bad"], margin=0.3
+    )
+    _, verdict = verdicts["quarter"]
+    assert verdict.noise is not None
+    assert verdict.noise.pairs == COUNT
+    assert "Not " not in verdict.sentence
+    blunt, verdicts = compare_logs(runs["full"], runs["quarter"], bad=runs["again"])
+    assert verdicts["quarter"][1].kind is Kind.CANNOT_SEE
+    assert blunt.bad.name == "again"
+
+
+def test_a_reference_that_is_not_itself_is_refused(tmp_path: Path) -> None:
+    runs = [
+        read_log(name, str(lm_eval(tmp_path / name, score, count=400)))
+        for name, score in (("full", same), ("quarter", same), ("again", lambda _: 0.0))
+    ]
+    _, verdicts = compare_logs(runs[0], runs[1], again=runs[2])
+    assert verdicts["quarter"][1].kind is Kind.INVALID
+
+
+def test_what_a_judge_could_not_score_is_no_wrong_answer(tmp_path: Path) -> None:
+    evalscope(tmp_path / "a", same, failed=1), evalscope(tmp_path / "b", same)
+    a, b = (read_log(name, str(tmp_path / name)) for name in "ab")
+    with pytest.raises(QualityError, match="1 of 40 questions have no score"):
+        compare_logs(a, b)
+    assert a.samples[0].value is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"task": "other"}, "the tasks"),
+        ({"count": COUNT - 1}, "1 questions are in only one"),
+        ({"prompt": "another template"}, "another prompt"),
+    ],
+)
+def test_unequal_runs_are_refused(changes: dict[str, object], reason: str, tmp_path: Path) -> None:
+    a = read_log("a", str(lm_eval(tmp_path / "a", same)))
+    b = read_log("b", str(lm_eval(tmp_path / "b", same, **changes)))
+    with pytest.raises(QualityError, match=reason):
+        compare_logs(a, b)
+
+
+def test_runs_of_two_harnesses_are_refused(tmp_path: Path) -> None:
+    a = read_log("a", str(lm_eval(tmp_path / "a", same)))
+    with pytest.raises(QualityError, match="one harness"):
+        compare_logs(a, read_log("b", str(DATA / "inspect-a.eval")))
+
+
+def test_a_metric_must_be_chosen_where_there_are_several(tmp_path: Path) -> None:
+    place = str(lm_eval(tmp_path, same, metrics=("acc", "acc_norm"), filter="strict"))
+    with pytest.raises(QualityError, match=r"'acc,strict', 'acc_norm,strict': say which"):
+        read_log("a", place)
+    assert read_log("a", place, "acc,strict").samples[0].metric == "acc,strict"
+    with pytest.raises(QualityError, match="no metric 'f1'"):
+        read_log("a", place, "f1")
+
+
+def test_a_score_that_is_no_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QualityError, match="score of 37"):
+        read_log("a", str(lm_eval(tmp_path, lambda _: 37.0)))
+
+
+def test_several_runs_in_a_folder_are_refused(tmp_path: Path) -> None:
+    path = lm_eval(tmp_path, same)
+    (path.parent / path.name.replace("T10", "T11")).write_bytes(path.read_bytes())
+    with pytest.raises(QualityError, match="several runs"):
+        read_log("a", str(tmp_path))
+
+
+def test_places_without_a_log_are_named(tmp_path: Path) -> None:
+    with pytest.raises(QualityError, match="there is no log"):
+        read_log("a", str(tmp_path / "nowhere"))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"a": 1}))
+    with pytest.raises(QualityError, match="no per-sample log that is known"):
+        read_log("a", str(tmp_path))
+
+
+def test_a_torn_line_is_named(tmp_path: Path) -> None:
+    path = lm_eval(tmp_path, same)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(QualityError, match="line 40"):
+        read_log("a", str(path))
+
+
+def test_an_arm_of_ours_must_be_named(tmp_path: Path) -> None:
+    write_report(evaluation(4), tmp_path)
+    with pytest.raises(QualityError, match="has the arms full, half, quarter, uniform:1/4"):
+        read_log("a", str(tmp_path))
+
+
+def test_evaluations_of_other_files_are_not_paired(tmp_path: Path) -> None:
+    """Their contexts have the same names, which are numbers of rows."""
+    record = evaluation(8)
+    write_report(record, tmp_path / "a")
+    facts = {**record.facts, "material": "0000000000000000-4"}
+    write_report(replace(record, facts=facts), tmp_path / "b")
+    logs = [read_log(name, f"{tmp_path / name}@full", "right") for name in "ab"]
+    with pytest.raises(QualityError, match="have another prompt or another right answer in b"):
+        compare_logs(*logs, margin=0.05)
+
+
+def test_an_older_journal_is_read_and_its_report_is_not_compared(tmp_path: Path) -> None:
+    with serving(Fake(in_requests=True)) as url:
+        found = evaluate(tmp_path, url, replace(PLAN, contexts=2))
+    assert found.facts["material"].endswith(f"-{PLAN.questions}")
+    path = tmp_path / NAME
+    first, rest = path.read_text().split("\n", 1)
+    line = json.loads(first)
+    del line["identity"]["material"]
+    path.write_text(f"{json.dumps(line)}\n{rest}")
+    assert load(tmp_path).answers == found.answers
+    write_report(load(tmp_path), tmp_path)
+    with pytest.raises(QualityError, match=r"does not say what its contexts.*eval report FOLDER"):
+        read_log("a", f"{tmp_path}@full", "right")

@@ -1,0 +1,231 @@
+"""Every task: exact length, the same for a seed, solvable, and no way round reading it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import binom, chisquare, spearmanr
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.tasks import TASKS, Context, make_context
+from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
+from sglang_indexcache.support.text import machine_text, make_tokenizer
+from tests.evaluate.tasks.solvers import SOLVERS
+
+TINY = Path(__file__).parents[3] / "sglang_indexcache" / "demo" / "tiny-dsa"
+LENGTHS = (1024, 8192, 131072)
+
+
+class Words:
+    """A third tokenizer that is quick and merges nothing: words, spaces and signs."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, int] = {}
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
+        found = [re.findall(r" ?\w+|\s|[^\w\s]", one) for one in text]
+        return {
+            "input_ids": [
+                [self.pieces.setdefault(p, len(self.pieces)) for p in one] for one in found
+            ]
+        }
+
+    def get_vocab(self) -> dict[str, int]:
+        words = sorted(set(re.findall(r"[A-Za-z]+", haystack())))
+        return {f"\u0120{word}": place for place, word in enumerate(words)}
+
+    def decode(self, ids: list[int]) -> str:
+        names = list(self.pieces)
+        return "".join(names[i] for i in ids)
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    if name == "tiny-dsa":
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(TINY)
+    return make_tokenizer(4096) if name == "trained" else Words()
+
+
+@cache
+def haystack(characters: int = 300_000) -> str:
+    return "\n".join(machine_text(characters))
+
+
+@cache
+def context(task: str, name: str, length: int, seed: int) -> Context:
+    text = haystack(1_500_000 if length > 10_000 else 300_000)
+    return make_context(task, tokenizer(name), length, seed, haystack=text)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["tiny-dsa", "trained"])
+@pytest.mark.parametrize("task", TASKS)
+def test_lengths_are_exact_and_answers_are_found(task: str, name: str, length: int) -> None:
+    made = context(task, name, length, 11)
+    assert len(made.questions) == 8
+    assert max(len(made.ids) + len(q.ids) + len(q.answer) for q in made.questions) == length
+    text = tokenizer(name).decode(made.ids)
+    for question in made.questions:
+        asked = tokenizer(name).decode(question.ids)
+        assert SOLVERS[task](text, asked) == question.answer_text
+        assert tokenizer(name).decode(question.answer) == question.answer_text
+        assert asked == f"\n{question.text}"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_question_answers_another(task: str) -> None:
+    for seed in range(5):
+        questions = context(task, "words", 4096, seed).questions
+        assert len({question.text for question in questions}) == len(questions)
+        if task != "lookup":  # its answer is one letter; what gives it away is the passage's place
+            answers = [question.answer_text for question in questions]
+            assert len(set(answers)) == len(answers)
+            for question in questions:
+                assert not any(answer.strip() in question.text for answer in answers)
+        else:
+            passages = [question.text.split('"')[1] for question in questions]
+            assert len(set(passages)) == len(passages)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_depths_are_spread_and_not_in_the_order_of_asking(task: str) -> None:
+    order, depths, sorted_depths = [], [], []
+    for seed in range(40):
+        found = [question.depth for question in context(task, "words", 6000, seed).questions]
+        assert all(0 <= depth < 1 for depth in found)
+        order += range(8)
+        depths += found
+        sorted_depths.append(sorted(found))
+    # One in each eighth of the lines; lines differ in length, so on average over contexts.
+    for eighth, seen in enumerate(zip(*sorted_depths, strict=True)):
+        assert sum(seen) / len(seen) == pytest.approx((eighth + 0.5) / 8, abs=0.06)
+    assert spearmanr(order, depths).pvalue > 1e-6
+
+
+def test_letters_and_places_of_the_right_section_are_drawn_evenly() -> None:
+    letters: Counter[str] = Counter()
+    ranks: Counter[int] = Counter()
+    for seed in range(60):
+        made = context("lookup", "words", 4096, seed)
+        text = tokenizer("words").decode(made.ids)
+        for question in made.questions:
+            letters[question.answer_text] += 1
+            titles = dict(re.findall(r"^\((\w)\) (\S+)$", question.text, re.M))
+            starts = {letter: text.index(f"Section {title}:") for letter, title in titles.items()}
+            ranks[sorted(starts.values()).index(starts[question.answer_text])] += 1
+    for seen in (letters, ranks):
+        assert len(seen) == 4
+        assert chisquare(list(seen.values())).pvalue > 1e-6
+
+
+def test_look_alike_rounds_are_asked_for_at_every_place() -> None:
+    places: Counter[str] = Counter()
+    for seed in range(30):
+        for question in context("rounds", "words", 8192, seed).questions:
+            found = re.search(r"to the (\d)\w\w \(1 indexed\)", question.text)
+            assert found
+            places[found[1]] += 1
+    # 2, 4 or 8 alike: the first is asked for in less than half of the cases.
+    assert places["1"] < binom.ppf(1 - 1e-6, sum(places.values()), 0.5)
+    assert set(places) >= set("12345678")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_seeds_differ(task: str) -> None:
+    first, second = (context(task, "words", 4096, seed) for seed in (0, 1))
+    assert first.ids != second.ids
+    assert first.name != second.name
+
+
+def digest(task: str) -> str:
+    made = make_context(task, Words(), 4096, 5, haystack=haystack())
+    return hashlib.sha256(repr(made).encode()).hexdigest()
+
+
+def test_another_process_makes_the_same_bytes() -> None:
+    code = (
+        "from tests.evaluate.tasks.test_tasks import digest, TASKS\n"
+        "print([digest(task) for task in TASKS])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == str([digest(task) for task in TASKS])
+
+
+# RULER c3f5e3b, scripts/data/synthetic/constants.py and niah.py; GraphWalks' node ids.
+def test_published_rules_are_kept() -> None:
+    text = tokenizer("words").decode(context("needles", "words", 4096, 0).ids)
+    uuid = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    needles = text.splitlines()[2:]
+    assert re.fullmatch(rf"One of the special magic uuids for {uuid} is: {uuid}\.", needles[0])
+    assert all(re.fullmatch(rf"One of .* {uuid} is: {uuid}\.", line) for line in needles)
+    assert (
+        "Some special magic uuids are hidden within the following text. Make sure to memorize "
+        "it. I will quiz you about the uuids afterwards.\n"
+    ) in text
+    for question in context("needles-text", "words", 4096, 0).questions:
+        assert re.fullmatch(r" \d{7}", question.answer_text)
+        assert re.search(r"for [a-z]+-[a-z]+ mentioned", question.text)
+    for question in context("tracking", "words", 4096, 0).questions:
+        assert re.fullmatch(r"( [A-Z]{5},){4} [A-Z]{5}", question.answer_text)
+    edges = re.findall(
+        r"^(\w{10}) -> (\w{10})$",
+        tokenizer("words").decode(context("parents", "words", 8192, 0).ids),
+        re.M,
+    )
+    ids = [hashlib.md5(str(n).encode()).hexdigest()[:10] for n in range(len(edges) // 4)]
+    assert [source for source, _ in edges] == [one for one in ids for _ in range(4)]
+    assert {target for _, target in edges} <= set(ids)
+
+
+def test_a_parent_is_never_the_node_itself_and_never_twice() -> None:
+    for seed in range(20):
+        for question in context("parents", "words", 2048, seed).questions:
+            node = question.text.split("node ")[1].split(".")[0]
+            found = question.answer_text.removesuffix("]").split(", ")
+            assert node not in found
+            assert len(set(found)) == len(found)
+
+
+def test_words_are_distinct() -> None:
+    assert len(set(ADJECTIVES)) == len(ADJECTIVES)
+    assert len(set(NOUNS)) == len(NOUNS)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_too_short_a_context_is_refused(task: str) -> None:
+    with pytest.raises(QualityError):
+        make_context(task, tokenizer("words"), 40, 0, haystack=haystack())
+
+
+@pytest.mark.parametrize("task", ["needles-text", "rounds", "lookup"])
+def test_a_haystack_that_is_too_short_is_refused(task: str) -> None:
+    with pytest.raises(QualityError, match="haystack of at least"):
+        make_context(task, tokenizer("words"), 4096, 0)
+
+
+@pytest.mark.parametrize("task", ["rounds", "lookup"])
+def test_a_haystack_that_repeats_itself_is_refused(task: str) -> None:
+    with pytest.raises(QualityError, match=f"repeats itself too much for {task}"):
+        make_context(task, tokenizer("words"), 4096, 0, haystack="one two " * 5000)
+
+
+def test_an_unknown_task_is_named() -> None:
+    with pytest.raises(QualityError, match="there are needles, "):
+        make_context("needle", tokenizer("words"), 4096, 0)

@@ -1,0 +1,106 @@
+"""What an evaluation says of itself: how far it came, what counts, and when a claim is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.design import Design
+from sglang_indexcache.evaluate.evaluation import (
+    Answer,
+    Arm,
+    Evaluation,
+    Missing,
+    Mode,
+    Planned,
+    Role,
+)
+from sglang_indexcache.evaluate.verdict import Kind
+
+ARMS = (
+    Arm("full", "FFFF", Role.REFERENCE),
+    Arm("more", "FFFS", Role.CANDIDATE),
+    Arm("less", "FSFS", Role.CANDIDATE),
+    Arm("bad", "FSSS", Role.BAD),
+)
+CONTEXTS = 400
+PLANNED = (
+    Planned("short", "notes", 48, 0, False),
+    *(Planned(f"c{n}", "notes", 512, n * 2 // CONTEXTS + 1, n % 4 == 0) for n in range(CONTEXTS)),
+)
+Wrong = Callable[[str, int], bool]
+
+
+def evaluation(wrong: Wrong) -> Evaluation:
+    """One question a context; the bad arm is always wrong, an arm where ``wrong`` says so."""
+    answers = []
+    for place, planned in enumerate(PLANNED):
+        for arm in ARMS:
+            for repeat in range(2 if arm.role is Role.REFERENCE and planned.again else 1):
+                long = planned.look > 0
+                lost = long and (arm.role is Role.BAD or wrong(arm.name, place - 1))
+                answers.append(
+                    Answer(
+                        *(arm.name, repeat, planned.context, "q0", "notes", planned.length, 0.5),
+                        right=not lost,
+                        nll=float(lost),
+                    )
+                )
+    return Evaluation(
+        {}, Design(CONTEXTS, 0.1, 2), 64, ARMS, Mode.TEACHER_FORCED, True, PLANNED, tuple(answers)
+    )
+
+
+def kinds(found: Evaluation) -> dict[str, tuple[int, Kind]]:
+    return {name: (look, verdict.kind) for name, (look, verdict) in found.verdicts().items()}
+
+
+def upto(found: Evaluation, contexts: int) -> Evaluation:
+    """The control and so many contexts of it."""
+    kept = {planned.context for planned in PLANNED[: contexts + 1]}
+    return replace(found, answers=tuple(row for row in found.answers if row.context in kept))
+
+
+def test_the_first_claim_ends_a_patterns_evaluation() -> None:
+    """Though everything is lost from then on."""
+    found = evaluation(lambda arm, place: arm == "more" and place >= CONTEXTS // 2)
+    assert kinds(upto(found, CONTEXTS // 2))["more"] == (1, Kind.NO_LOSS)
+    assert kinds(found)["more"] == (1, Kind.NO_LOSS)
+
+
+def test_no_pattern_is_called_safe_behind_one_that_loses() -> None:
+    found = kinds(evaluation(lambda arm, place: arm == "more" and place % 2 == 0))
+    assert found["more"] == (1, Kind.LOSS)
+    assert found["less"] == (2, Kind.UNDECIDED)
+    assert kinds(evaluation(lambda *_: False))["less"] == (1, Kind.NO_LOSS)
+
+
+@pytest.mark.parametrize(("contexts", "look"), [(0, 0), (199, 0), (200, 1), (399, 1), (400, 2)])
+def test_a_look_is_reached_by_its_last_context(contexts: int, look: int) -> None:
+    assert upto(evaluation(lambda *_: False), contexts).look == look
+
+
+def test_what_is_missing_counts_in_no_arm_but_as_asked() -> None:
+    found = replace(
+        upto(evaluation(lambda *_: False), 199), missing=(Missing("c199", "more", "away"),)
+    )
+    assert found.look == 1
+    lost = replace(found, missing=(*found.missing, Missing("c3", "full", "away")))
+    assert {row.context for row in found.outcomes()} - {row.context for row in lost.outcomes()} == {
+        "c3"
+    }
+
+
+def test_values_that_were_not_measured_are_left_out() -> None:
+    found = evaluation(lambda *_: False)
+    assert found.outcomes("kl") == []
+    assert {row.value for row in found.outcomes("nll")} == {0.0, 1.0}
+    assert len(found.outcomes(look=1)) < len(found.outcomes())
+
+
+def test_one_reference_and_one_bad_pattern() -> None:
+    with pytest.raises(QualityError, match="one bad arm, this one 0"):
+        _ = replace(evaluation(lambda *_: False), arms=ARMS[:3]).bad

@@ -1,0 +1,136 @@
+"""What is asked, in which order, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
+from sglang_indexcache.evaluate.plan import (
+    Material,
+    Plan,
+    Taken,
+    check_fits,
+    cost,
+    default_lengths,
+    detectable,
+    tails,
+)
+from tests.evaluate.fake_server import HAYSTACK, Words
+
+PLAN = Plan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
+MATERIAL = Material(Words(), HAYSTACK, 4)
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths"),
+    [
+        (202_752, (32768, 65536, 131072, 200_000)),  # GLM-5
+        (163_840, (32768, 65536, 131072, 160_000)),  # DeepSeek-V3.2
+        (131_072, (32768, 65536, 130_000)),
+        (133_000, (32768, 65536, 131072)),
+        (8192, (7100,)),
+        (4096, (3500,)),
+        (1024, (890,)),
+        (512, (440,)),
+        (None, (32768, 65536, 131072)),
+    ],
+)
+def test_lengths_run_up_to_the_context(context: int | None, lengths: tuple[int, ...]) -> None:
+    assert default_lengths(context) == lengths
+    assert context is None or lengths[-1] <= context - min(1024, context // 8)
+
+
+def test_every_look_has_as_many_contexts_in_every_cell() -> None:
+    seen: Counter[tuple[str, int]] = Counter()
+    for look in range(1, 5):
+        seen.update((p.task, p.length) for p in PLAN.planned if p.look == look)
+        assert len(set(seen.values())) == 1
+        assert sum(seen.values()) == pytest.approx(look / 4 * PLAN.design.contexts, abs=4)
+    assert sum(seen.values()) == PLAN.design.contexts == 40
+
+
+def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
+    long = [p for p in PLAN.planned if p.look != CONTROL_LOOK]
+    assert sum(p.again for p in long) == 12  # 3 of 10 in each of 4 cells
+    control = [p for p in PLAN.planned if p.look == CONTROL_LOOK]
+    assert control
+    assert all(p.length == 48 <= PLAN.selects_all and not p.again for p in control)
+
+
+def test_a_plan_comes_back_from_its_identity() -> None:
+    assert Plan.of(PLAN.identity) == PLAN
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_contexts_are_those_of_the_plan(place: int) -> None:
+    planned = PLAN.planned[place]
+    made = MATERIAL.make(planned)
+    assert (made.name, made.task, made.length) == (planned.context, planned.task, planned.length)
+    longest = max(len(q.ids) + len(q.answer) for q in made.questions)
+    assert len(made.ids) + longest == planned.length
+    assert MATERIAL.make(planned) == made
+
+
+def test_the_cost_is_what_would_be_computed() -> None:
+    """Against counting every planned context, with pages of 64."""
+    plan = replace(PLAN, tasks=("notes",))
+    found = cost(plan, 3, tails(plan, MATERIAL))
+    counted = 0
+    for planned in plan.planned:
+        made = MATERIAL.make(planned)
+        kept = len(made.ids) // 64 * 64
+        asked = sum(len(made.ids) - kept + len(q.ids) + len(q.answer) for q in made.questions)
+        counted += (3 + planned.again) * (len(made.ids) + asked)
+    assert found.total == pytest.approx(counted, rel=0.1)
+    assert found.hours is None
+    assert replace(found, rate=10.0).hours == pytest.approx(found.total / 36_000)
+
+
+def test_a_rate_is_above_nothing() -> None:
+    with pytest.raises(QualityError, match="rate of -3 tokens a second is not above 0"):
+        cost(PLAN, 3, {}, -3)
+
+
+def test_a_task_without_a_control_is_refused() -> None:
+    [*_, planned] = [p for p in PLAN.planned if p.look == CONTROL_LOOK and p.task == "tracking"]
+    with pytest.raises(QualityError, match=r"tracking has no control: .* fits 48 tokens.*--task"):
+        MATERIAL.make(planned)
+
+
+def test_more_contexts_show_smaller_losses() -> None:
+    shown = [detectable(replace(PLAN, contexts=count)) for count in (10, 100, 1000)]
+    assert shown == sorted(shown, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lengths": (64,)}, r"64 tokens can show nothing: up to 64 tokens \(index_topk\)"),
+        ({"lengths": ()}, "no tokens can show nothing"),
+        ({"tasks": ("aa-lcr",)}, "graded by another model.*lm-eval or evalscope.*eval compare"),
+        ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles"),
+        ({"tasks": ("notes", "notes")}, "each task once"),
+        ({"margin": 1.0}, "margin of 100 points is not above 0 and below 100"),
+        ({"questions": 0}, "0 questions behind a context; ask one at least"),
+        ({"contexts": 3}, "3 contexts of each task and length cannot be looked at 4 times"),
+        (
+            {"contexts": 3, "tasks": (), "taken": (Taken("mrcr", 256, (1, 2, 3), (9,) * 3, 10),)},
+            "cannot be looked at 4 times",
+        ),
+        ({"margin": 0.0}, "margin of 0 points is not above 0 and below 100"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(QualityError, match=said):
+        replace(PLAN, **changed)  # type: ignore[arg-type]
+
+
+def test_a_context_that_a_server_does_not_take_is_refused() -> None:
+    check_fits(PLAN, 512, "http://a")
+    check_fits(PLAN, None, "http://a")
+    with pytest.raises(QualityError, match=r"512 tokens .* does not fit http://a, .* of 511"):
+        check_fits(PLAN, 511, "http://a")

@@ -1,0 +1,266 @@
+"""Evaluations on servers that work, that go wrong, and that are killed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate import run
+from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
+from sglang_indexcache.evaluate.journal import NAME, load
+from sglang_indexcache.evaluate.outcomes import paired
+from sglang_indexcache.evaluate.plan import Material, Plan, Taken
+from sglang_indexcache.evaluate.tasks import Item
+from sglang_indexcache.evaluate.verdict import Kind
+from tests.evaluate.evaluate import ARMS, PLAN, evaluate
+from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words, serving
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PAUSES", (0.0, 0.0, 0.0))
+
+
+def timeless(evaluation: Evaluation) -> Evaluation:
+    return replace(evaluation, seconds=0.0)
+
+
+@pytest.mark.parametrize("in_requests", [False, True])
+def test_a_whole_evaluation(tmp_path: Path, in_requests: bool) -> None:
+    fake = Fake(in_requests=in_requests)
+    with serving(fake) as url:
+        found = evaluate(tmp_path, url)
+    assert found.finished
+    assert found.pattern_verified
+    assert found.look <= PLAN.looks
+    rows = found.outcomes()
+    assert paired(rows, "full", "full", repeat=1).flips.share == 0
+    control = [row for row in rows if row.length <= found.selects_all]
+    assert control
+    for arm in ("half", "few", "worst"):
+        assert paired(control, arm, "full").flips.share == 0
+    long = [row for row in rows if row.length > found.selects_all]
+    lost = paired(long, "few", "full").flips
+    assert lost.lost > lost.won
+    assert {verdict.kind for _, verdict in found.verdicts().values()} <= {
+        Kind.LOSS,
+        Kind.UNDECIDED,
+    }
+    kl = [row.kl for row in found.answers if row.arm == "few" and row.length > found.selects_all]
+    assert all(one is not None and one >= 0 for one in kl)
+    assert any(one for one in kl)
+    assert all(row.kl is None for row in found.answers if row.arm == "full" and not row.repeat)
+    assert load(tmp_path) == found
+
+
+@pytest.mark.parametrize("in_requests", [False, True])
+def test_a_context_is_computed_once_for_its_questions(tmp_path: Path, in_requests: bool) -> None:
+    fake = Fake(in_requests=in_requests)
+    with serving(fake) as url:
+        evaluate(tmp_path, url)
+    assert all(body.get("logprob_start_len", [1])[0] > 0 for body in fake.asked)
+    for warm, asked in zip(fake.asked[::2], fake.asked[1::2], strict=True):
+        assert "return_logprob" not in warm
+        assert asked["top_logprobs_num"] == 20
+        assert all(
+            start == len(ids) - 2
+            for ids, start in zip(asked["input_ids"], asked["logprob_start_len"], strict=True)
+        )
+
+
+def test_arms_alternate_and_the_cache_is_flushed_between_them(tmp_path: Path) -> None:
+    fake = Fake()
+    with serving(fake) as url:
+        evaluate(tmp_path, url)
+    order = [body["extra_key"][0].split("/")[1] for body in fake.asked]
+    turns = [name for place, name in enumerate(order) if place == 0 or order[place - 1] != name]
+    patterns = [arm.pattern for arm in ARMS]
+    # The control, then blocks: forwards, backwards, ...; A/A comes last, or first.
+    assert turns[:4] == patterns
+    assert turns[4:9] == [patterns[0], *patterns[:0:-1], patterns[0]][:5]
+    assert fake.flushes >= len(turns)
+
+
+def test_decided_patterns_are_asked_no_more(tmp_path: Path) -> None:
+    fake = Fake(spread=3.0)  # whatever shares loses nearly everything
+    plan = replace(PLAN, contexts=32, lengths=(128,), margin=0.2)
+    with serving(fake) as url:
+        found = evaluate(tmp_path, url, plan)
+    assert {verdict.kind for _, verdict in found.verdicts().values()} == {Kind.LOSS}
+    asked = dict.fromkeys(("full", "half", "few", "worst"), 0)
+    for row in found.answers:
+        asked[row.arm] += row.length > found.selects_all and not row.repeat
+    assert found.look == 1
+    assert asked["full"] == asked["half"] == 16 * 4
+    assert asked["worst"] < asked["full"]  # seen to lose before the look
+
+
+def test_a_server_for_each_arm(tmp_path: Path) -> None:
+    fakes = {arm.name: Fake(mode="static", pattern=arm.pattern) for arm in ARMS}
+    with (
+        serving(fakes["full"]) as a,
+        serving(fakes["half"]) as b,
+        serving(fakes["few"]) as c,
+        serving(fakes["worst"]) as d,
+    ):
+        urls = dict(zip(fakes, (a, b, c, d), strict=True))
+        found = evaluate(tmp_path, urls)
+        assert found.finished
+        assert found.pattern_verified
+        with pytest.raises(QualityError, match=r"few.*is FSSS.*runs FFFF.*--indexcache-p"):
+            evaluate(tmp_path / "b", {**urls, "few": a})
+        with pytest.raises(QualityError, match="no server is given for few"):
+            evaluate(tmp_path / "b", {name: u for name, u in urls.items() if name != "few"})
+        fakes["few"].info = {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}
+        differing = r"full and few differ.*dtype \('bfloat16' and 'float16'\); kv_cache_dtype"
+        with pytest.raises(QualityError, match=differing):
+            evaluate(tmp_path / "b", urls)
+
+
+REFUSED = {
+    "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
+    "idle layers": "ignores the pattern: .* layers .* did not do what that wants",
+    "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
+    "truncates": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
+    "nan": "a log-probability that is none.*NaN",
+    "other tokens": "scored other tokens than those that were asked for",
+    "nothing scored": "scored 0 of an answer's 1 tokens",
+    "garbage": "answered .* prompts with something else.*SGLang's own /generate",
+    "list of garbage": "no reply of SGLang's /generate.*another program",
+    "somebody": "somebody else switched .* in the middle of a block.*server of its own",
+    "stops": "stopped answering.*is kept: start the same command again",
+    "control": r"control failed: at 48 tokens.*(half|few) differs from full \(\d+ lost",
+    "deaf to switches": "did not switch to",
+}
+SINCE_LONG = ("ignores", "one cache", "truncates")
+"""Faults that begin behind the control, where they can be seen."""
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_goes_wrong_is_refused_by_name(tmp_path: Path, fault: str) -> None:
+    fake = Fake(fault=fault, after=2 * 2 * len(ARMS) if fault in SINCE_LONG else 0)
+    with serving(fake) as url, pytest.raises(QualityError, match=REFUSED[fault]):
+        evaluate(tmp_path, url)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("ignores", "ignores the pattern, or answers from another arm's cache"),
+        ("ignores requests", "ignores the pattern of a request: it was asked for"),
+        ("one cache", "shares cached prefixes between patterns"),
+    ],
+)
+def test_patterns_of_requests_that_are_ignored(tmp_path: Path, fault: str, said: str) -> None:
+    fake = Fake(fault=fault, in_requests=True)
+    with serving(fake) as url, pytest.raises(QualityError, match=said):
+        evaluate(tmp_path, url)
+
+
+def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:
+    said = "--indexcache-mode live, or start one server for each arm"
+    with serving(Fake(mode="static")) as url, pytest.raises(QualityError, match=said):
+        evaluate(tmp_path, url)
+
+
+def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
+    with serving(Fake()) as url:
+        expected = evaluate(tmp_path / "a", url)
+    told: list[str] = []
+    with serving(Fake(fault="restart", after=21)) as url:
+        found = evaluate(tmp_path / "b", url, tell=told.append)
+    assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
+    assert any("counts its switches anew" in line for line in told)
+
+
+def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
+    """A server caches the answer too, which the next turn begins with."""
+    first = ({"role": "user", "content": "a " * 100},)
+    answer = "b " * 149 + "b"
+    then = ({"role": "assistant", "content": answer}, {"role": "user", "content": "c " * 50})
+    items = {"prompts": {1: Item(first, " " + answer), 2: Item((*first, *then), " yes")}}
+    taken = (Taken("prompts", 1024, (1, 2), (260, 320), 2),)
+    plan = Plan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
+    material = Material(Words(), HAYSTACK, 4, items)
+    with serving(Fake(in_requests=True)) as url:
+        assert evaluate(tmp_path, url, plan, material=material).finished
+
+
+def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:
+    """And too much of it ends the evaluation."""
+    said = r"contexts failed, more than 1%.*too hard"
+    with serving(Fake(fault="one context")) as url, pytest.raises(QualityError, match=said):
+        evaluate(tmp_path, url, tell=lambda _: None)
+    found = load(tmp_path)
+    for missing in found.missing:
+        assert missing.context not in {row.context for row in found.outcomes()}
+
+
+def test_a_reference_that_can_only_guess_is_refused(tmp_path: Path) -> None:
+    with serving(Fake(level=0.05)) as url, pytest.raises(QualityError, match="hardly more than gu"):
+        evaluate(tmp_path, url)
+
+
+def test_another_evaluation_is_refused(tmp_path: Path) -> None:
+    with serving(Fake()) as url:
+        evaluate(tmp_path, url)
+        with pytest.raises(QualityError, match="belongs to another evaluation; different: plan"):
+            evaluate(tmp_path, url, replace(PLAN, contexts=16))  # an extension that nobody planned
+
+
+def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path) -> None:
+    with serving(Fake()) as url:
+        expected = evaluate(tmp_path / "whole", url)
+        lines = (tmp_path / "whole" / NAME).read_bytes().count(b"\n")
+        seed = random.randrange(10**6)
+        print("seed", seed)
+        draw = random.Random(seed)
+        folder = tmp_path / "killed"
+        command = [sys.executable, "-m", "tests.evaluate.evaluate", str(folder), url]
+        for kill in range(20):
+            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+            # At a random moment between two lines, or in the middle of one.
+            target = (kill + draw.random()) * lines / 20
+            while process.poll() is None and _lines(folder) < target:
+                time.sleep(0.002)
+            process.kill()
+            process.communicate()
+        subprocess.run(command, cwd=ROOT, check=True)
+    assert timeless(replace(load(folder), tokens=0)) == timeless(replace(expected, tokens=0))
+
+
+def _lines(folder: Path) -> int:
+    path = folder / NAME
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_only_whole_blocks_count(tmp_path: Path) -> None:
+    with serving(Fake()) as url:
+        whole = evaluate(tmp_path, url)
+    path = tmp_path / NAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]) + lines[len(lines) // 2][:40])
+    part = load(tmp_path)
+    assert part.answers == whole.answers[: len(part.answers)]
+    assert not part.finished
+    assert part.look <= whole.look
+    assert {row.arm for row in part.answers if row.length > part.selects_all} in (
+        set(),
+        {arm.name for arm in ARMS},
+    )
+
+
+def test_the_control_comes_first() -> None:
+    looks = [planned.look for planned in PLAN.planned]
+    assert looks == sorted(looks)
+    assert looks[0] == CONTROL_LOOK
+    assert [looks.count(look) for look in (0, 1, 2)] == [2, 8, 8]

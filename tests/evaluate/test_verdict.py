@@ -1,0 +1,194 @@
+"""Each verdict from a table that calls for it, the order of the checks, and the sentence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.design import Design
+from sglang_indexcache.evaluate.outcomes import Differences, Flips, Outcome
+from sglang_indexcache.evaluate.verdict import Kind, Verdict, _claim, judge
+
+CONTEXTS = 200
+DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)
+LONG, SHORT = 65536, 1536
+
+
+def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outcome]:
+    """Two tasks at one long length and the control; an arm loses its share of right answers."""
+    draw = random.Random(seed)
+    rows = []
+    for task in ("needles", "tracking"):
+        for number in range(CONTEXTS):
+            for question in range(4):
+                right = draw.random() < 0.9
+                place = (f"{task}-{number}", f"q{question}", task, LONG)
+                again = right if draw.random() < 0.99 else not right
+                rows.append(Outcome(*place, "full", right))
+                if number % 4 == 0:
+                    rows.append(Outcome(*place, "full", again, repeat=1))
+                bad = {"bad": 0.0 if blind and task == "tracking" else 0.5}
+                for arm, loss in {**bad, **losses}.items():
+                    rows.append(Outcome(*place, arm, right and draw.random() >= loss))
+        for number in range(4):
+            for arm in ("full", "bad", *losses):
+                rows.append(Outcome(f"{task}-short-{number}", "q", task, SHORT, arm, 1))
+    return rows
+
+
+def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict]:
+    return judge(rows, patterns, DESIGN, look, bad="bad", selects_all=2048)
+
+
+def test_a_pattern_that_loses_nothing() -> None:
+    (verdict,) = verdicts(evaluation(same=0.0), "same")
+    assert verdict.kind is Kind.NO_LOSS
+    assert verdict.interval is not None
+    assert verdict.interval[0] > -0.02
+    assert "same: no loss beyond 2 points" in verdict.sentence
+    assert "0 lost, 0 won of 1,600" in verdict.sentence
+    assert "A/A: " in verdict.sentence
+
+
+def test_a_pattern_that_loses() -> None:
+    (verdict,) = verdicts(evaluation(worse=0.1), "worse")
+    assert verdict.kind is Kind.LOSS
+    assert verdict.difference == pytest.approx(-0.09, abs=0.03)
+    assert verdict.interval is not None
+    assert verdict.interval[0] < verdict.difference < verdict.interval[1] < 0
+    assert f"a loss of {-100 * verdict.difference:.1f} points" in verdict.sentence
+
+
+def test_an_early_look_needs_more() -> None:
+    rows = [row for row in evaluation(same=0.0) if int(row.context.split("-")[-1]) < 50]
+    (verdict,) = verdicts(rows, "same", look=1)
+    assert verdict.kind is Kind.UNDECIDED
+    assert verdict.more == 300
+    assert "300 more contexts" in verdict.sentence
+
+
+def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None:
+    # It has enough for its margin, and chance had it undecided.
+    draw = np.random.default_rng(3)
+    values = draw.choice([0, 0.125, -0.125], size=600, p=[0.5, 0.22, 0.28])
+    flips = Flips(int((values < 0).sum()), int((values > 0).sum()), 4800)
+    found = Differences(values, np.zeros(600, int), (("needles", LONG),), flips, np.full(600, 8))
+    verdict = _claim("same", found, Design(600, margin=0.01), 4, None, True)
+    assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
+    assert "undecided: a new run of the same size shows, with 80% probab" in verdict.sentence
+
+
+def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
+    (verdict,) = verdicts(evaluation(blind=True, same=0.0), "same")
+    assert verdict.blind == (("tracking", LONG),)
+    assert verdict.flips is not None
+    assert verdict.flips.pairs == 800
+    assert "Cannot see: tracking at 65,536 (bad was not seen to lose there: " in verdict.sentence
+
+
+def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
+    rows = evaluation(blind=True, same=0.0)
+    fine, half = replace(DESIGN, margin=0.005), replace(DESIGN, contexts=CONTEXTS, margin=0.005)
+    (verdict,) = judge(rows, ["same"], fine, 4, bad="bad", selects_all=2048)
+    assert verdict.kind is Kind.UNDECIDED
+    assert verdict.detectable == pytest.approx(half.detectable(0.0, 0.0))
+    assert verdict.more == half.needed(0.0, 0.0) - CONTEXTS
+    early = [row for row in rows if int(row.context.split("-")[-1]) < 50]
+    (verdict,) = judge(early, ["same"], DESIGN, 1, bad="bad", selects_all=2048)
+    assert verdict.more == 150
+
+
+def with_right(rows: list[Outcome], task: str, chance: float, bad: float) -> list[Outcome]:
+    """So many of a task's long questions right, the same in every arm but the bad one."""
+
+    def value(row: Outcome) -> float:
+        if row.task != task or row.length == SHORT:
+            return row.value
+        right = float(random.Random(f"{row.context} {row.question}").random() < chance)
+        return bad if row.arm == "bad" else right
+
+    return [replace(row, value=value(row)) for row in rows]
+
+
+def test_a_cell_in_which_the_reference_can_hardly_lose_leaves_the_claim() -> None:
+    # 7 % right: the bad pattern, always wrong, is seen to lose; a loss of 7 points is all there is.
+    (verdict,) = verdicts(with_right(evaluation(same=0.0), "tracking", 0.07, bad=0), "same")
+    assert verdict.blind == (("tracking", LONG),)
+    assert "(full gets 7% right there, hardly more than guessing)" in verdict.sentence
+    (verdict,) = verdicts(with_right(evaluation(same=0.0), "tracking", 0.2, bad=0), "same")
+    assert verdict.blind == ()
+
+
+def test_a_cell_that_is_too_easy_says_so() -> None:
+    (verdict,) = verdicts(with_right(evaluation(same=0.0), "tracking", 1.0, bad=1), "same")
+    assert verdict.blind == (("tracking", LONG),)
+    assert "(too easy: even bad gets 100% right there)" in verdict.sentence
+
+
+def test_no_cell_that_sees_means_no_claim() -> None:
+    rows = [row for row in evaluation(same=0.0) if row.arm != "bad"]
+    (verdict,) = verdicts(rows, "same")
+    assert verdict.kind is Kind.CANNOT_SEE
+    assert verdict.difference is None
+
+
+def test_a_control_that_differs_is_refused() -> None:
+    rows = evaluation(same=0.0)
+    changed = next(i for i, r in enumerate(rows) if r.length == SHORT and r.arm == "same")
+    rows[changed] = replace(rows[changed], value=0)
+    (verdict,) = verdicts(rows, "same")
+    assert verdict.kind is Kind.INVALID
+    assert "1 lost, 0 won" in verdict.sentence
+
+
+def test_gains_and_losses_that_cancel_are_no_exact_control() -> None:
+    rows = evaluation(same=0.0)
+    both = [
+        Outcome("short", question, "needles", SHORT, arm, value)
+        for question, arm, value in (
+            ("a", "full", 1),
+            ("a", "same", 0),
+            ("b", "full", 0),
+            ("b", "same", 1),
+        )
+    ]
+    (verdict,) = verdicts(rows + both, "same")
+    assert verdict.kind is Kind.INVALID
+
+
+def test_a_reference_that_differs_from_itself_is_refused() -> None:
+    rows = [
+        replace(row, value=0) if row.repeat and random.Random(row.context).random() < 0.3 else row
+        for row in evaluation(same=0.0)
+    ]
+    (verdict,) = verdicts(rows, "same")
+    assert verdict.kind is Kind.INVALID
+    assert "differs from itself" in verdict.sentence
+
+
+def test_without_a_second_asking_nothing_is_claimed() -> None:
+    rows = [row for row in evaluation(same=0.0) if not row.repeat]
+    assert verdicts(rows, "same")[0].kind is Kind.INVALID
+
+
+def test_patterns_are_called_safe_in_order_until_one_is_not() -> None:
+    rows = evaluation(half=0.0, quarter=0.1, eighth=0.0, sixteenth=0.3)
+    found = verdicts(rows, "half", "quarter", "eighth", "sixteenth")
+    kinds = [verdict.kind for verdict in found]
+    assert kinds == [Kind.NO_LOSS, Kind.LOSS, Kind.UNDECIDED, Kind.LOSS]
+    assert "a pattern with more full layers was not shown to be safe" in found[2].sentence
+
+
+def test_a_run_ends_with_its_plan() -> None:
+    with pytest.raises(QualityError, match="no alpha left"):
+        verdicts(evaluation(same=0.0), "same", look=5)
+
+
+def test_a_run_without_the_control_is_refused() -> None:
+    rows = [row for row in evaluation(same=0.0) if row.length == LONG]
+    with pytest.raises(QualityError, match="obligatory"):
+        verdicts(rows, "same")

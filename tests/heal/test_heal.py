@@ -1,0 +1,271 @@
+"""``heal`` from its files to an adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_indexcache.adapter import Adapter
+from sglang_indexcache.errors import (
+    CheckpointError,
+    IndexCacheError,
+    PatternError,
+    TrainingError,
+)
+from sglang_indexcache.heal.heal import HealOptions, HealResult, heal
+from sglang_indexcache.heal.run_folder import read_metrics
+from sglang_indexcache.support.provenance import checkpoint_digest
+from tests.cli.test_search import TINY
+from tests.heal.checkpoints import checkpoint, quantise
+
+SMALL: dict[str, Any] = {
+    "pattern": "FSSF",
+    "data": ("machine",),
+    "length": 24,
+    "rows": 3,
+    "dense_steps": 3,
+    "sparse_steps": 2,
+    "held_out": 2,
+    "evaluate_every": 2,
+    "save_every": 1,
+    "dtype": "float32",
+}
+without_a_gpu = pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="Triton runs here",
+)
+
+
+def options(folder: Path, **changes: Any) -> HealOptions:
+    """For the checkpoint under ``folder``."""
+    return HealOptions(
+        **{"checkpoint": folder / "base", "output": folder / "adapter", **SMALL, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[HealResult, Path]:
+    """The shipped checkpoint, healed for a few steps."""
+    folder = tmp_path_factory.mktemp("learned")
+    wanted = HealOptions(
+        TINY,
+        "uniform:1/2",
+        ("machine",),
+        folder / "adapter",
+        rows=2,
+        dense_steps=8,
+        evaluate_every=8,
+        held_out=4,
+        dtype="float32",
+    )
+    return heal(wanted), folder
+
+
+def test_the_loss_falls_and_the_recall_rises(learned: tuple[HealResult, Path]) -> None:
+    before, after = learned[0].evaluations
+    assert after.held_out_loss < 0.9 * before.held_out_loss
+    assert after.held_out_recall > before.held_out_recall
+    assert (before.total_step, after.total_step) == (0, 8)
+
+
+def test_what_is_written(learned: tuple[HealResult, Path]) -> None:
+    result, folder = learned
+    assert Adapter.read(folder / "adapter") == result.adapter
+    result.adapter.check(TINY)
+    assert {t.dtype for t in result.adapter.tensors().values()} == {torch.bfloat16}
+    base = load_file(TINY / "model.safetensors")
+    changed = {n for n, t in result.adapter.tensors().items() if not torch.equal(t, base[n])}
+    assert {n.split(".")[2] for n in changed} == {"0", "2", "4", "6", "8", "10"}
+    run = folder / "adapter.run"
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+    assert (run / "curves.png").stat().st_size > 10_000
+
+
+def test_a_finished_run_is_left_as_it_is(learned: tuple[HealResult, Path]) -> None:
+    result, folder = learned
+    told = json.loads((folder / "adapter.run" / "options.json").read_text())
+    again = HealOptions(
+        TINY,
+        told["pattern"],
+        ("machine",),
+        folder / "adapter",
+        rows=2,
+        dense_steps=8,
+        evaluate_every=8,
+        held_out=4,
+        dtype="float32",
+    )
+    assert heal(again) == result
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder with a small random checkpoint in it."""
+    checkpoint(tmp_path / "base")
+    return tmp_path
+
+
+class StoppedError(Exception):
+    """In the place of whatever ends a process."""
+
+
+def interrupted(wanted: HealOptions, after: int) -> HealResult:
+    """Stopped after a step, then started again."""
+
+    def stop(done: int, _: Any) -> None:
+        if done == after:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        heal(wanted, on_step=stop)
+    return heal(wanted)
+
+
+def test_interrupted_after_any_step_it_ends_the_same(base: Path) -> None:
+    whole = heal(options(base))
+    log = read_metrics(base / "adapter.run")
+    for step in range(1, SMALL["dense_steps"] + SMALL["sparse_steps"] + 1):
+        output = base / f"stopped-{step}"
+        found = interrupted(options(base, output=output, save_every=2), step)
+        for name in ("indexers.safetensors", "adapter.yaml"):
+            assert (output / name).read_bytes() == (base / "adapter" / name).read_bytes()
+        assert found.evaluations == whole.evaluations
+        for ours, theirs in zip(read_metrics(base / f"stopped-{step}.run"), log, strict=True):
+            assert without_time(ours) == without_time(theirs)
+
+
+def without_time(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith("seconds")}
+
+
+def test_from_disk_it_ends_the_same(base: Path) -> None:
+    heal(options(base))
+    heal(options(base, output=base / "disk", from_disk=True))
+    whole = load_file(base / "adapter" / "indexers.safetensors")
+    for name, tensor in load_file(base / "disk" / "indexers.safetensors").items():
+        assert torch.equal(tensor, whole[name])
+
+
+def test_rows_in_parts_take_the_same_step(base: Path) -> None:
+    for size in (1, 2):
+        heal(options(base, output=base / f"by-{size}", micro_rows=size))
+    same_first_step(base / "by-1", base / "by-2", rel=1e-4)
+
+
+def same_first_step(one: Path, other: Path, rel: float) -> None:
+    """Of two runs. After it, AdamW makes whole steps of what two sums differ by."""
+    logs = (read_metrics(output.with_name(f"{output.name}.run")) for output in (one, other))
+    first, second = (next(line for line in log if "loss_by_layer" in line) for log in logs)
+    for name in ("loss_by_layer", "indexer_norm"):
+        assert second[name] == pytest.approx(first[name], rel=rel)
+
+
+def test_an_fp8_checkpoint_is_healed_and_left_alone(base: Path) -> None:
+    quantise(base / "base")
+    before = {path.name: path.read_bytes() for path in (base / "base").iterdir()}
+    found = heal(options(base, dtype="bfloat16"))
+    assert {path.name: path.read_bytes() for path in (base / "base").iterdir()} == before
+    found.adapter.check(base / "base")
+    kinds = {name: tensor.dtype for name, tensor in found.adapter.tensors().items()}
+    assert len(kinds) == 2 * 5  # two F layers: wq_b, wk, k_norm's two, weights_proj
+    for name, kind in kinds.items():
+        quantised = name.endswith(("wq_b.weight", "wk.weight"))
+        assert kind == (torch.bfloat16 if quantised else torch.float32)
+
+
+def test_it_ends_early_with_its_best_weights(base: Path) -> None:
+    wanted = options(
+        base, lr=30.0, dense_steps=40, sparse_steps=0, evaluate_every=1, patience=3, clip=1e9
+    )
+    found = heal(wanted)
+    losses = [e.held_out_loss for e in found.evaluations]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 3 < 41
+    start = torch.load(base / "adapter.run" / "state.pt", weights_only=True)
+    for name, tensor in found.adapter.tensors().items():
+        assert torch.equal(tensor, start["best"][name])
+
+
+def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "a"}]}
+        for n in range(40)
+    ]
+    texts = [{"text": "one two three four five six seven eight nine ten " * 3} for _ in range(3)]
+    texts += [{"text": f"{n} is a number and so is everything after it"} for n in range(40)]
+    path = base / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in chats + texts))
+    assert heal(options(base, data=(str(path),), length=40)).evaluations[-1].held_out_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"length": 6}, TrainingError, "no longer than index_topk"),
+        ({"pattern": "FSS"}, IndexCacheError, "3"),
+        ({"data": ("nowhere",)}, IndexCacheError, "there is no data at nowhere"),
+        ({"data": ("short.txt",)}, TrainingError, "0 to hold out .*split a long text"),
+        ({"data": ("small.jsonl",)}, TrainingError, "more than index_topk"),
+        ({"checkpoint": Path("nowhere")}, CheckpointError, "is not a checkpoint"),
+        ({"checkpoint": Path("dense")}, CheckpointError, "without a lightning indexer"),
+        ({"checkpoint": Path("shared")}, PatternError, "indexer"),
+        ({"output": Path("full")}, TrainingError, "holds something else"),
+        pytest.param({"loss_kernel": "triton"}, TrainingError, "needs a GPU", marks=without_a_gpu),
+    ],
+)
+def test_what_is_refused_before_weights_are_read(
+    base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    error: type[Exception],
+    says: str,
+) -> None:
+    monkeypatch.chdir(base)
+    monkeypatch.setattr("sglang_indexcache.heal.heal.FrozenBody", None)
+    Path("short.txt").write_text("a few words")
+    Path("small.jsonl").write_text("".join(f'"{n} {n + 1}"\n' for n in range(99)))
+    config = json.loads((base / "base" / "config.json").read_text())
+    for name, told in (
+        ("dense", {"architectures": ["LlamaForCausalLM"]}),
+        ("shared", {"indexer_types": ["full", "shared", "shared", "shared"]}),
+    ):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config | told))
+    Path("full").mkdir()
+    Path("full", "thesis.txt").write_text("mine")
+    with pytest.raises(error, match=says):
+        heal(options(base, **changes))
+    assert Path("full", "thesis.txt").exists()
+
+
+def test_the_folder_of_another_run(base: Path) -> None:
+    heal(options(base))
+    with pytest.raises(TrainingError, match=r"with lr = 0.005, and 0.1 was asked for"):
+        heal(options(base, lr=0.1))
+    before = checkpoint_digest(base / "base")
+    quantise(base / "base")
+    assert checkpoint_digest(base / "base") != before
+    with pytest.raises(TrainingError, match="with checkpoint ="):
+        heal(options(base))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dense_steps": 0, "sparse_steps": 0},
+        {"dtype": "int8"},
+        {"rows": 0},
+        {"loss_kernel": "cuda"},
+        {"loss_kernel": "triton", "sparse_steps": 0},
+    ],
+)
+def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(TrainingError):
+        options(tmp_path, **changes)

@@ -1,0 +1,263 @@
+"""The trainable model against transformers' own, and where its gradients go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import PatternError, StaleIndexError, TrainingError
+from sglang_indexcache.heal.losses import AttentionInputs, distillation_loss
+from sglang_indexcache.heal.model import DistilledModel, attend, next_tokens
+from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.pattern import Pattern
+from tests.heal.models import FAMILIES, LAYERS, TOPK, logits, make, one_document, tokens
+from tests.oracle import _recorded_margins, _share
+
+LENGTH = 23
+PATTERNS = ["FFFF", "FSFS", "FSSS", "FSSF"]
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def transformers_logits(model: Any, pattern: Pattern, ids: torch.Tensor) -> torch.Tensor:
+    """What plain transformers says with the same sharing, its ties broken by the contract."""
+    if model.config.model_type == "deepseek_v32":
+        _share(model, pattern)
+    with torch.no_grad(), _recorded_margins(TOPK, [], first_of_ties=True):
+        return model(ids, use_cache=False).logits
+
+
+def twin(family: str, pattern: Pattern) -> tuple[Any, DistilledModel]:
+    """A plain transformers model with this sharing, and ours with the same weights."""
+    shared = {"indexer_types": pattern.to_indexer_types()} if family == "glm-5" else {}
+    plain = make(family, **shared).eval()
+    plain.set_attn_implementation("eager")
+    other = make(family, **shared)
+    other.load_state_dict(plain.state_dict())
+    return plain, DistilledModel(other, pattern, block=7).eval()
+
+
+@families
+@pytest.mark.parametrize("text", PATTERNS)
+def test_sparse_logits_equal_transformers(family: str, text: str) -> None:
+    pattern, ids = Pattern(text), tokens(2, LENGTH)
+    plain, ours = twin(family, pattern)
+    got = logits(ours, ids, Stage.SPARSE)
+    torch.testing.assert_close(got, transformers_logits(plain, pattern, ids), rtol=1e-5, atol=1e-5)
+
+
+@families
+def test_dense_stages_attend_to_everything(family: str) -> None:
+    ids = tokens(2, LENGTH)
+    everything = make(family, index_topk=LENGTH).eval()
+    ours = make(family)
+    ours.load_state_dict(everything.state_dict())
+    expected = transformers_logits(everything, Pattern.full(LAYERS), ids)
+    ours = DistilledModel(ours, Pattern("FSSF"), block=5)
+    for stage in (Stage.DENSE, Stage.WARMUP):
+        got = logits(ours, ids, stage)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@families
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+def test_the_two_losses_reach_disjoint_parameters(family: str, stage: Stage) -> None:
+    model = DistilledModel(make(family), Pattern("FSSF"))
+    batch = one_document(tokens(2, LENGTH))
+    losses = model(**batch, stage=stage)
+    indexer, body = model.indexer_parameters(), model.body_parameters()
+    assert len(indexer) == 2 * 5  # two F layers: wq_b, wk, k_norm's two, weights_proj
+    if stage is Stage.SPARSE:  # the warm-up stage has no LM loss
+        from_lm = torch.autograd.grad(
+            losses.lm, indexer + body, retain_graph=True, allow_unused=True
+        )
+        assert all(g is None for g in from_lm[: len(indexer)])
+        assert all(g is not None and g.abs().sum() > 0 for g in from_lm[len(indexer) :])
+    from_index = torch.autograd.grad(losses.index.sum(), indexer + body, allow_unused=True)
+    assert all(g is not None and g.abs().sum() > 0 for g in from_index[: len(indexer)])
+    assert all(g is None for g in from_index[len(indexer) :])
+
+
+@families
+def test_shared_layers_have_no_indexer(family: str) -> None:
+    model = DistilledModel(make(family), Pattern("FSSF"))
+    owners = {name.split(".")[3] for name in model.state_dict() if ".indexer." in name}
+    assert owners == {"0", "3"}
+    assert model.model.config.indexer_types == ["full", "shared", "shared", "full"]
+
+
+@families
+@pytest.mark.parametrize("stage", [Stage.DENSE, Stage.WARMUP, Stage.SPARSE])
+def test_gradient_checkpointing_changes_nothing(family: str, stage: Stage) -> None:
+    model = DistilledModel(make(family), Pattern("FSFS"), block=6).train()
+    model.prepare_stage(stage)
+    batch = one_document(tokens(2, LENGTH))
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        model.zero_grad()
+        losses = model(**batch, stage=stage)
+        parts = [] if stage is Stage.WARMUP else [losses.lm]
+        parts += [] if stage is Stage.DENSE else [losses.index.sum()]
+        torch.stack(parts).sum().backward()
+        return losses.index.detach(), [p.grad for p in model.parameters()]
+
+    plain = run()
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed = run()
+    torch.testing.assert_close(plain[0], checkpointed[0])
+    for a, b in zip(plain[1], checkpointed[1], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+@families
+@pytest.mark.parametrize("sparse", [False, True], ids=["warmup", "sparse"])
+def test_proposition_1_for_real_indexer_parameters(family: str, sparse: bool) -> None:
+    """The model's L_multi and L_avg have equal gradients in every indexer parameter, float64."""
+    pattern = Pattern("FSSS")
+    model = DistilledModel(make(family), pattern, block=9)
+    attentions: dict[int, AttentionInputs] = {}
+    distil = model.sharing.distil
+
+    def watched(layer: int, attention: AttentionInputs) -> None:
+        attentions[layer] = attention
+        distil(layer, attention)
+
+    model.sharing.distil = watched  # type: ignore[method-assign]
+    stage = Stage.SPARSE if sparse else Stage.WARMUP
+    multi = model(**one_document(tokens(2, LENGTH)), stage=stage).index.sum()
+    run = model.sharing.forward
+    assert run is not None
+    selected = run.selected[0] if sparse else None
+    targets = [attentions[layer] for layer in range(LAYERS)]
+    avg = distillation_loss(run.index[0], targets, run.layout, selected, block=9)
+    parameters = model.indexer_parameters()
+    assert parameters[0].dtype == torch.float64
+    assert multi.item() > avg.item()  # KL is convex: the values differ by the targets' spread
+    for a, b in zip(
+        torch.autograd.grad(multi, parameters, retain_graph=True),
+        torch.autograd.grad(avg, parameters),
+        strict=True,
+    ):
+        assert a.abs().max() > 1e-3
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_without_cross_layer_loss_an_indexer_serves_itself_only() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSSF"), cross_layer=False)
+    batch = one_document(tokens(1, LENGTH))
+    alone = model(**batch, stage=Stage.SPARSE).index
+    model.sharing.cross_layer = True
+    shared = model(**batch, stage=Stage.SPARSE).index
+    assert alone[1] == alone[2] == 0
+    torch.testing.assert_close(alone[0], 3 * shared[0])  # of 1/(m+1), m = 2
+    torch.testing.assert_close(alone[3], shared[3])
+
+
+@families
+def test_packed_documents_equal_documents_alone(family: str) -> None:
+    model = DistilledModel(make(family), Pattern("FSFS"), block=5)
+    first, second = tokens(1, 9), tokens(1, 12)
+    packed = torch.cat([first, second, tokens(1, 3)], dim=1)
+    documents = torch.tensor([[0] * 9 + [1] * 12 + [-1] * 3])
+    positions = torch.cat([torch.arange(9), torch.arange(12), torch.arange(3)])[None]
+    labels = packed.where(documents >= 0, -100)
+    whole = model(packed, labels, documents, positions, Stage.SPARSE)
+    parts = [model(**one_document(ids), stage=Stage.SPARSE) for ids in (first, second)]
+    torch.testing.assert_close(whole.token_nats[:, :9], parts[0].token_nats)
+    torch.testing.assert_close(whole.token_nats[:, 9:21], parts[1].token_nats)
+    torch.testing.assert_close(whole.index, parts[0].index + parts[1].index)
+    torch.testing.assert_close(whole.lm, parts[0].lm + parts[1].lm)
+    assert whole.lm_tokens == 8 + 11
+    assert whole.queries == 21
+
+
+@pytest.mark.parametrize("stage", [Stage.DENSE, Stage.SPARSE])
+def test_the_backward_pass_keeps_no_mask(stage: Stage) -> None:
+    """Nothing that grows with the square of the length is kept: twice the tokens, twice as much."""
+
+    def kept(length: int) -> int:
+        """Values that autograd keeps of the attention of a forward pass."""
+        sizes: dict[int, int] = {}
+        queries, keys, values = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
+        layout = Layout(torch.zeros(1, length, dtype=torch.int64))
+        selected = torch.arange(4).expand(1, length, 4) if stage is Stage.SPARSE else None
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = attend(queries, keys, values, 1.0, layout, selected, block=16)
+        assert out.requires_grad
+        return sum(sizes.values())
+
+    assert kept(512) <= 2 * kept(256) + 1024
+
+
+def test_labels_are_shifted_within_documents() -> None:
+    labels = torch.tensor([[5, 6, 7, 8, 9]])
+    documents = torch.tensor([[0, 0, 1, 1, -1]])
+    assert next_tokens(labels, documents).tolist() == [[6, -100, 8, -100, -100]]
+
+
+def test_logits_are_made_where_the_lm_loss_is_used_and_of_labelled_tokens() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
+    made: list[int] = []
+    model.model.lm_head.register_forward_hook(lambda _, __, logits: made.append(len(logits)))
+    batch = one_document(tokens(2, LENGTH))
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, :9] = -100
+    assert model(**batch, stage=Stage.WARMUP).lm == 0
+    assert sum(made) == 0
+    assert model(**batch, stage=Stage.SPARSE).lm > 0
+    assert sum(made) == 2 * (LENGTH - 9)
+
+
+def test_a_query_selects_no_more_than_top_k() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
+    model(**one_document(tokens(1, LENGTH)), stage=Stage.SPARSE)
+    run = model.sharing.forward
+    assert run is not None
+    assert sorted(run.selected) == [0, 2]
+    for selected in run.selected.values():
+        counts = (selected >= 0).sum(-1)[0].tolist()
+        assert counts == [min(t + 1, TOPK) for t in range(LENGTH)]
+
+
+def test_stages_freeze_what_they_do_not_train() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
+    trains = {Stage.DENSE: (False, True), Stage.WARMUP: (True, False), Stage.SPARSE: (True, True)}
+    for stage, (indexer, body) in trains.items():
+        model.prepare_stage(stage)
+        assert {p.requires_grad for p in model.indexer_parameters()} == {indexer}
+        assert {p.requires_grad for p in model.body_parameters()} == {body}
+
+
+def test_wrong_models_and_patterns_are_clear_errors() -> None:
+    with pytest.raises(PatternError, match="too short"):
+        DistilledModel(make("glm-5"), Pattern("FSF"))
+    shared = make("glm-5", indexer_types=["full", "shared", "full", "shared"])
+    with pytest.raises(PatternError, match="layers 1, 3 are F"):
+        DistilledModel(shared, Pattern("FFFF"))
+    # Transformers would give a DeepSeek-V3.2 checkpoint's S layers random indexers.
+    stripped = make("deepseek-v3.2", indexer_types=["full", "shared", "full", "shared"])
+    with pytest.raises(PatternError, match="layers 1, 3 are F"):
+        DistilledModel(stripped, Pattern("FFFF"))
+    other = make("glm-5")
+    other.config.model_type = "llama"
+    with pytest.raises(TrainingError, match="indexcache train convert"):
+        DistilledModel(other, Pattern("FFFF"))
+
+
+def test_a_layer_cannot_borrow_what_is_not_there() -> None:
+    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
+    with pytest.raises(StaleIndexError, match="outside a forward pass"):
+        model.sharing.selection(1)
+    model.sharing.start(Stage.SPARSE, Layout(torch.zeros(1, 3, dtype=torch.int64)))
+    with pytest.raises(StaleIndexError, match="layer 1 asked"):
+        model.sharing.selection(1)

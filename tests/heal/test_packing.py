@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.packing import Layout, selected_mask
+
+
+def naive_visible(documents: torch.Tensor) -> torch.Tensor:
+    rows, length = documents.shape
+    mask = torch.zeros(rows, length, length, dtype=torch.bool)
+    for b in range(rows):
+        for t in range(length):
+            for s in range(t + 1):
+                mask[b, t, s] = documents[b, t] == documents[b, s]
+    return mask
+
+
+def test_blocks_of_the_mask_are_causal_and_stay_in_their_document() -> None:
+    documents = torch.randint(0, 3, (2, 13)).sort(-1).values
+    documents[1, -4:] = -1
+    layout = Layout(documents)
+    for size in (1, 5, 13, 100):
+        everyone = torch.arange(13).expand(2, 13, 13)
+        for rows in layout.blocks(size):
+            expected = naive_visible(documents)[:, rows]
+            assert torch.equal(layout.visible(rows), expected[..., : rows.stop])
+            assert torch.equal(layout.sees(rows, everyone[:, rows]), expected)
+            assert not expected[..., rows.stop :].any()
+        stops = [rows.stop for rows in layout.blocks(size)]
+        assert stops == sorted(stops, reverse=True)  # the one that sees the most keys is first
+
+
+def test_padding_counts_in_no_loss() -> None:
+    assert Layout(torch.tensor([[0, 0, 1, -1]])).counted.tolist() == [[True, True, True, False]]
+
+
+def test_selected_mask_ignores_empty_places() -> None:
+    mask = selected_mask(torch.tensor([[[2, -1, 0], [-1, -1, 3]]]), keys=4)
+    assert mask.tolist() == [[[True, False, True, False], [False, False, False, True]]]
+
+
+@pytest.mark.parametrize("documents", [torch.zeros(3), torch.zeros(3, dtype=torch.int64)])
+def test_wrong_documents_are_one_clear_error(documents: torch.Tensor) -> None:
+    with pytest.raises(TrainingError, match="integer tensor"):
+        Layout(documents)
+
+
+def test_an_empty_block_is_an_error() -> None:
+    with pytest.raises(TrainingError, match="at least one query"):
+        list(Layout(torch.zeros(1, 3, dtype=torch.int64)).blocks(0))
