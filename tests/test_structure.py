@@ -34,13 +34,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "library": (BASE, SMALL),
     "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"support.provenance"}, SMALL | MODELS),
-    "client": ({"errors"}, {"httpx"}),
+    "ask": (BASE, SMALL | {"httpx"}),
+    "client": (BASE | {"ask"}, SMALL | {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "support"},
+        BASE | {"ask", "client", "data", "hf", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
@@ -52,14 +53,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "triton"},
     ),
     "evaluate": (
-        BASE | {"client", "support"},
+        BASE | {"ask", "client", "support"},
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"client", "support"},
+        BASE | {"ask", "client", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }
