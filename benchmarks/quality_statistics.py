@@ -31,8 +31,8 @@ from scipy.stats import binom
 from sglang_indexcache.evaluate.design import QUESTIONS, Design, spread, spread_over_cells
 from sglang_indexcache.evaluate.outcomes import Differences, Flips, Floats
 from sglang_indexcache.evaluate.verdict import SAME, Kind, Reading, read, repeats_itself, sees
+from sglang_indexcache.study.provenance import machine, versions
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.provenance import machine, versions
 
 RESULT = Path(__file__).parent / "results" / "quality" / "statistics"
 CELLS = 6
