@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import CONTEXTS, OutputOption, PatternOption, SeedOption, group
+from sglang_indexcache.cli.common import (
+    CONTEXTS,
+    OutputOption,
+    PatternOption,
+    SeedOption,
+    group,
+    writable,
+)
 from sglang_indexcache.heal.plan import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
@@ -38,6 +45,7 @@ def run(
         typer.Option(
             "--output",
             "-o",
+            callback=writable,
             help="The adapter's folder. Its log, state and figure go to a folder beside it, of "
             "the same name with .run added.",
         ),
