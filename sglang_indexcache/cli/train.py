@@ -18,6 +18,7 @@ from sglang_indexcache.cli.common import (
     SeedOption,
     group,
     out,
+    writable,
 )
 from sglang_indexcache.heal.plan import STEPS
 
@@ -216,6 +217,7 @@ def heal_command(
         typer.Option(
             "--output",
             "-o",
+            callback=writable,
             help="The adapter's folder. Its log, state and figure go to a folder beside it, of "
             "the same name with .run added.",
         ),
