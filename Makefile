@@ -58,7 +58,7 @@ $(FULL): pyproject.toml
 	touch $@ $(SMALL)
 
 $(SMALL): pyproject.toml
-	$(install) '.[search,train,test]'
+	$(install) '.[search,heal,test]'
 	touch $@
 
 clean:

@@ -40,19 +40,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "support"},
+        BASE | {"client", "data", "hf", "stats", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
-        BASE | {"adapter", "data", "stored", "support"},
+        BASE | {"adapter", "data", "stats", "stored", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
         {"errors", "heal.packing", "heal.losses_triton"},
         {"torch", "triton"},
     ),
+    "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
-        BASE | {"client", "support"},
+        BASE | {"ask", "client", "data", "stats", "study", "support"},
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}

@@ -15,10 +15,10 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.evaluate.journal import NAME, load
-from sglang_indexcache.evaluate.outcomes import paired
 from sglang_indexcache.evaluate.plan import Material, Plan, Taken
 from sglang_indexcache.evaluate.tasks import Item
 from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words, serving
 
