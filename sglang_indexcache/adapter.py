@@ -270,7 +270,7 @@ def _document(folder: Path) -> _Document:
     except OSError as error:
         raise CheckpointError(
             f"{folder} is not an adapter: cannot read {path} ({error.strerror}). Give the folder "
-            "that indexcache train heal wrote."
+            "that indexcache heal run wrote."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid YAML. Copy or train it again.") from error

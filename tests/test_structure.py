@@ -44,19 +44,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "study", "support"},
+        BASE | {"client", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
-        BASE | {"adapter", "data", "stored", "study", "support"},
+        BASE | {"adapter", "data", "stats", "stored", "study", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
         {"errors", "heal.packing", "heal.losses_triton"},
         {"torch", "triton"},
     ),
+    "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
-        BASE | {"client", "study", "support"},
+        BASE | {"ask", "client", "data", "stats", "study", "support"},
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}

@@ -507,7 +507,7 @@ class _Healing:
 
     def _record(self, evaluations: tuple[Evaluation, ...]) -> dict[str, Any]:
         return {
-            "made_by": "indexcache train heal",
+            "made_by": "indexcache heal run",
             "options": {**self._told(), "length": self.length},
             "data_digest": self.data.digest,
             "evaluations": [
