@@ -21,6 +21,10 @@ class SettingsError(IndexCacheError):
     """Flags, environment and config that contradict each other."""
 
 
+class OutputError(IndexCacheError):
+    """A folder that a command cannot write its results to."""
+
+
 class DataError(IndexCacheError):
     """Files of documents that cannot be read, or turned into tokens."""
 
