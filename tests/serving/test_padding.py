@@ -121,7 +121,7 @@ def attend(layer: int, batch: Any, padded: int, carried: torch.Tensor | None) ->
 
 
 @pytest.fixture
-def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's kernels, of which attention notes what it reads."""
 
     def note(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *_: Any, **kw: Any) -> Any:
@@ -134,7 +134,6 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("__init__", "init_forward_metadata"):
         monkeypatch.setattr(DeepseekSparseAttnBackend, name, nothing)
     monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_extend", note)
-    yield
 
 
 def cuda_backends(forward: Forward) -> list[Any]:

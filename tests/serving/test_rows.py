@@ -79,9 +79,7 @@ class CopiesToDevice(TorchDispatchMode):
         super().__init__()
         self.waits: list[bool] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "asks the device for a value"
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
         made = func(*args, **(kwargs or {}))

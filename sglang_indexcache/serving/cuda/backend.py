@@ -208,7 +208,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         # The view of a batch that is replayed as a graph lacks the field, and has one pattern.
         part = getattr(forward_batch, "tbo_parent_token_range", None)
         if part is not None and self.active.plan.mode == "live":
-            rows = whole.index_buffer.rows.cut(*part, _rows_of_part(forward_batch))
+            rows = whole.index_buffer.rows.cut(part[0], part[1], _rows_of_part(forward_batch))
         else:
             rows = patterns_of_rows(forward_batch, self.active)
         if whole is self:
