@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, OutputError
 
 if TYPE_CHECKING:
     from sglang_indexcache.client import Client
@@ -25,7 +29,8 @@ EXTRAS = {
     "search": "search",
     "eval": "search",
     "bench": "search",
-    "train": "train",
+    "heal": "heal",
+    "train": "heal",
     "kernels": "serve",
     "demo": "serve",
 }
@@ -33,9 +38,44 @@ EXTRAS = {
 
 CONTEXTS = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)"
 
+
+def writable(folder: Path | None) -> Path | None:
+    """Try a folder for results before anything is measured, and leave it as it was.
+
+    The options below call it, so that a command that takes ``--output`` need not.
+
+    Raises:
+        OutputError: no file can be written there.
+    """
+    if folder is None:
+        return None
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
+        ) from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    return folder
+
+
 ModelOption = Annotated[Path, typer.Option(help="The checkpoint's folder.")]
 OutputOption = Annotated[
-    Path, typer.Option("--output", "-o", help="A folder for everything that is written.")
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        callback=writable,
+        help="A folder for everything that is written.",
+    ),
 ]
 PatternOption = Annotated[
     str,
@@ -78,7 +118,10 @@ AdminApiKeyOption = Annotated[
 
 
 class Reporting(TyperGroup):
-    """Turns our errors, and packages that are not installed, into one line and exit code 1."""
+    """Turns errors that a user can mend into one line and exit code 1.
+
+    Those are ours, packages that are not installed, and files that cannot be read or written.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -91,6 +134,10 @@ class Reporting(TyperGroup):
             if package == "sglang_indexcache":
                 raise
             message = _missing(package, ctx.invoked_subcommand)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever read our output has gone
+                raise
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         typer.secho(f"indexcache: error: {message}", err=True, fg="red")
         raise typer.Exit(1)
 

@@ -12,9 +12,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.cli.common import group, out
+from sglang_indexcache.cli.common import group, out, writable
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 
 if TYPE_CHECKING:
     from sglang_indexcache.library import Entry
@@ -57,7 +57,13 @@ def show_patterns(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A folder for a picture of all, patterns.png."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            callback=writable,
+            help="A folder for a picture of all, patterns.png.",
+        ),
     ] = None,
 ) -> None:
     """Show which layer serves which, and of the library's patterns their source and quality."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design
-from sglang_indexcache.evaluate.outcomes import Outcome
 from sglang_indexcache.evaluate.tasks import UNSCORED
 from sglang_indexcache.evaluate.verdict import Kind, Verdict, judge
+from sglang_indexcache.stats.pairs import Outcome
+from sglang_indexcache.stats.power import Design
 
 CONTROL_LOOK = 0
 """Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""

@@ -9,9 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design, spread_over_cells
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Planned
-from sglang_indexcache.evaluate.outcomes import Cell
 from sglang_indexcache.evaluate.tasks import (
     CONTROL,
     TASKS,
@@ -23,6 +21,8 @@ from sglang_indexcache.evaluate.tasks import (
     make_context,
 )
 from sglang_indexcache.evaluate.tasks.items import Message, as_context, has_template, rendered
+from sglang_indexcache.stats.pairs import Cell
+from sglang_indexcache.stats.power import Design, spread_over_cells
 from sglang_indexcache.support.words import counted
 
 AGAIN_EVERY = 4
@@ -88,7 +88,7 @@ class Plan:
         contexts: of each task at each length.
         questions: behind one context.
         selects_all: ``index_topk``.
-        margin: see :class:`~sglang_indexcache.evaluate.design.Design`.
+        margin: see :class:`~sglang_indexcache.stats.power.Design`.
         looks: likewise.
         seed: of the first context of each cell; the others count from there.
         taken: rows of a user's files.

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import spread_over_cells
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
-from sglang_indexcache.evaluate.inference import Estimate
 from sglang_indexcache.evaluate.journal import Recorded
-from sglang_indexcache.evaluate.outcomes import Cell, paired
 from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.tasks import UNSCORED
 from sglang_indexcache.evaluate.verdict import at_floor, points
+from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.pairs import Cell, paired
+from sglang_indexcache.stats.power import spread_over_cells
 
 MOST_MISSING = 0.01
 """Share of the planned contexts that may fail."""

@@ -18,11 +18,11 @@ from sglang_indexcache.evaluate.arms import Arms, Ask, Turn
 from sglang_indexcache.evaluate.continuations import closed, continue_it, is_open
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation, Planned
 from sglang_indexcache.evaluate.journal import EvaluationJournal, Record
-from sglang_indexcache.evaluate.outcomes import Cell
 from sglang_indexcache.evaluate.plan import Material
 from sglang_indexcache.evaluate.scoring import score
 from sglang_indexcache.evaluate.tasks import Context
 from sglang_indexcache.evaluate.verdict import Kind, seen_to_lose
+from sglang_indexcache.stats.pairs import Cell
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""

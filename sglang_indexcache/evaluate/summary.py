@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Answer, Arm, Evaluation, Mode, Role
-from sglang_indexcache.evaluate.inference import Estimate
-from sglang_indexcache.evaluate.outcomes import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.evaluate.tasks import UNSCORED
 from sglang_indexcache.evaluate.verdict import Verdict, at_ceiling, blind_cells, points
+from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.support.lengths import format_length
 
 ONE_LOOK = 1.6448536269514722

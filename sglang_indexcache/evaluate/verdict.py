@@ -25,11 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design
-from sglang_indexcache.evaluate.inference import Estimate, capital
-from sglang_indexcache.evaluate.looks import boundaries
-from sglang_indexcache.evaluate.outcomes import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.evaluate.tasks import CHANCE
+from sglang_indexcache.stats.bounds import Estimate, capital
+from sglang_indexcache.stats.interim import boundaries
+from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.stats.power import Design
 from sglang_indexcache.support.words import counted
 
 REFERENCE = "full"
@@ -91,7 +91,7 @@ class Reading:
         upper: the other.
         deviation: of a context's difference, in the mean over cells.
         differing: share of contexts that differ.
-        heaviest: see `inference.Estimate.heaviest`.
+        heaviest: see `bounds.Estimate.heaviest`.
     """
 
     kind: Kind

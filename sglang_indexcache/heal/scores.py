@@ -16,7 +16,7 @@ from sglang_indexcache.heal.evaluate import Score, evaluate
 from sglang_indexcache.heal.model import DistilledModel
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
-from sglang_indexcache.support.stats import half_width
+from sglang_indexcache.stats.student import half_width
 
 EVERY_TASK = (TEXT, *TASKS)
 

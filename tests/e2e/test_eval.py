@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 import sglang_indexcache
 from sglang_indexcache.client import Client
-from sglang_indexcache.evaluate.outcomes import paired
 from sglang_indexcache.evaluate.plan import Material, Plan
 from sglang_indexcache.evaluate.session import Request, run_evaluation
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stats.pairs import paired
 from sglang_indexcache.support.text import machine_text
 from tests.e2e.conftest import ROUNDING, Serve
 from tests.oracle import Oracle

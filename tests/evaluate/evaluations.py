@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from sglang_indexcache.evaluate.design import Design
 from sglang_indexcache.evaluate.evaluation import (
     CONTROL_LOOK,
     Answer,
@@ -16,6 +15,7 @@ from sglang_indexcache.evaluate.evaluation import (
     Planned,
     Role,
 )
+from sglang_indexcache.stats.power import Design
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536
 FACTS: dict[str, Any] = {

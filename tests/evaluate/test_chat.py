@@ -15,11 +15,11 @@ from sglang_indexcache.evaluate.arms import Separate, make_arms
 from sglang_indexcache.evaluate.chat import ChatEndpoint, check_only_chat, is_chat, make_chat_ask
 from sglang_indexcache.evaluate.evaluation import Evaluation, Mode
 from sglang_indexcache.evaluate.journal import load
-from sglang_indexcache.evaluate.outcomes import paired
 from sglang_indexcache.evaluate.plan import Material, Plan, cost, tails
 from sglang_indexcache.evaluate.report import write_report
 from sglang_indexcache.evaluate.shelf import Bounds, fill_shelf
 from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate, material_of
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words, serving
 from tests.evaluate.tasks.published import mrcr_row, write

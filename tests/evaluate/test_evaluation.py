@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design
 from sglang_indexcache.evaluate.evaluation import (
     Answer,
     Arm,
@@ -19,6 +18,7 @@ from sglang_indexcache.evaluate.evaluation import (
     Role,
 )
 from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.stats.power import Design
 
 ARMS = (
     Arm("full", "FFFF", Role.REFERENCE),

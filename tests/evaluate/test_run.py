@@ -15,10 +15,10 @@ from sglang_indexcache.errors import IndexCacheError, QualityError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.evaluate.journal import NAME, load
-from sglang_indexcache.evaluate.outcomes import paired
 from sglang_indexcache.evaluate.plan import Material, Plan, Taken
 from sglang_indexcache.evaluate.tasks import Item
 from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words, serving
 
@@ -190,12 +190,10 @@ def test_another_evaluation_is_refused(tmp_path: Path) -> None:
             evaluate(tmp_path, url, replace(PLAN, contexts=16))  # an extension that nobody planned
 
 
-def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path) -> None:
+def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path, seed: int) -> None:
     with serving(Fake()) as url:
         expected = evaluate(tmp_path / "whole", url)
         lines = (tmp_path / "whole" / NAME).read_bytes().count(b"\n")
-        seed = random.randrange(10**6)
-        print("seed", seed)
         draw = random.Random(seed)
         folder = tmp_path / "killed"
         command = [sys.executable, "-m", "tests.evaluate.evaluate", str(folder), url]

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import spread
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
 from sglang_indexcache.evaluate.plan import (
     CORRELATION,
@@ -27,6 +26,7 @@ from sglang_indexcache.evaluate.plan import (
 from sglang_indexcache.evaluate.session import plan_in_words
 from sglang_indexcache.evaluate.shelf import CONTINUED, Bounds, Shelf, fill_shelf
 from sglang_indexcache.evaluate.tasks import UNSCORED
+from sglang_indexcache.stats.power import spread
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
 from tests.evaluate.tasks.published import graphwalks_row, mrcr_row, prompt_row, write
 

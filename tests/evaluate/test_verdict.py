@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design
-from sglang_indexcache.evaluate.outcomes import Differences, Flips, Outcome
 from sglang_indexcache.evaluate.verdict import Kind, Verdict, _claim, judge
+from sglang_indexcache.stats.pairs import Differences, Flips, Outcome
+from sglang_indexcache.stats.power import Design
 
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)

@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design
 from sglang_indexcache.evaluate.evaluation import (
     Answer,
     Arm,
@@ -28,6 +27,7 @@ from sglang_indexcache.evaluate.logs import Log
 from sglang_indexcache.evaluate.logs.sample import Sample
 from sglang_indexcache.evaluate.summary import Verdicts
 from sglang_indexcache.evaluate.verdict import judge_logs
+from sglang_indexcache.stats.power import Design
 
 NO_CONTROL = -1
 """For ``Evaluation.selects_all``: a log does not tell which of its prompts are short."""

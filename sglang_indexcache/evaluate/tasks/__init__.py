@@ -8,8 +8,14 @@ file says what it takes from where, and which known defects of the source it doe
 from __future__ import annotations
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import QUESTIONS
-from sglang_indexcache.evaluate.tasks.context import Context, Question, Task, Tokenizer, fitted
+from sglang_indexcache.evaluate.tasks.context import (
+    QUESTIONS,
+    Context,
+    Question,
+    Task,
+    Tokenizer,
+    fitted,
+)
 from sglang_indexcache.evaluate.tasks.graphwalks import graphwalks
 from sglang_indexcache.evaluate.tasks.items import Item, Reader
 from sglang_indexcache.evaluate.tasks.longbench import longbench
@@ -53,6 +59,7 @@ __all__ = [
     "CONTROL",
     "DEFAULT",
     "FILES",
+    "QUESTIONS",
     "TASKS",
     "UNSCORED",
     "Context",

@@ -19,6 +19,8 @@ from sglang_indexcache.errors import QualityError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""
+QUESTIONS = 8
+"""Behind one generated context, if nothing else is asked for."""
 _BATCH = 512
 _TRIES = 12
 

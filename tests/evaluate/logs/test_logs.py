@@ -13,9 +13,9 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.journal import NAME, load
 from sglang_indexcache.evaluate.logs import FORMATS, read_log
 from sglang_indexcache.evaluate.logs.compare import compare_logs
-from sglang_indexcache.evaluate.outcomes import paired
 from sglang_indexcache.evaluate.report import write_report
 from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import PLAN, evaluate
 from tests.evaluate.evaluations import evaluation
 from tests.evaluate.fake_server import Fake, serving

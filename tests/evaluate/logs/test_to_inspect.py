@@ -11,7 +11,7 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.logs import read_log
 from sglang_indexcache.evaluate.logs.compare import compare_logs
 from sglang_indexcache.evaluate.logs.to_inspect import write_inspect
-from sglang_indexcache.evaluate.outcomes import paired
+from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluations import evaluation
 
 RECORD = evaluation(12)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm, ttest_1samp
 
-from sglang_indexcache.evaluate.inference import Estimate, capital
-from sglang_indexcache.evaluate.outcomes import Differences, Flips
+from sglang_indexcache.stats.bounds import Estimate, capital
+from sglang_indexcache.stats.pairs import Differences, Flips
 
 Z = float(norm.ppf(0.95))
 

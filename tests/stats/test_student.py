@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sglang_indexcache.support.stats import crossed_half_width, half_width, student_quantile
+from sglang_indexcache.stats.student import crossed_half_width, half_width, student_quantile
 
 TEXTBOOK = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.looks import (
+from sglang_indexcache.stats.interim import (
     boundaries,
     crossing_probability,
     needed_drift,

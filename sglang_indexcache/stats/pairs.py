@@ -1,4 +1,4 @@
-"""Outcomes of questions, and their differences between two arms, paired and by context.
+"""Paired differences between two arms, clustered by context and stratified by cell.
 
 Two arms are compared question by question: what makes a question hard is the same in both and
 cancels. The questions behind one context fail together (one lost passage loses several answers),
@@ -20,7 +20,7 @@ from sglang_indexcache.errors import QualityError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Cell = tuple[str, int]
-"""A task at a length in tokens."""
+"""A stratum: a task at a length in tokens."""
 
 
 @dataclass(frozen=True)

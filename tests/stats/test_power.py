@@ -6,16 +6,16 @@ from scipy.stats import nct, norm
 from scipy.stats import t as student
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.design import Design, spread, spread_over_cells
-from sglang_indexcache.evaluate.inference import Estimate
-from sglang_indexcache.evaluate.looks import crossing_probability
-from sglang_indexcache.evaluate.outcomes import Differences, Flips
+from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.interim import crossing_probability
+from sglang_indexcache.stats.pairs import Differences, Flips
+from sglang_indexcache.stats.power import Design, spread, spread_over_cells
 
 
 def test_the_classical_size_with_one_look() -> None:
     # n = 6.18 d / m^2 pairs, times the design effect over the questions of a context.
     design = Design(contexts=1, looks=1)
-    deviation, _ = spread(0.1, 0.1)
+    deviation, _ = spread(0.1, 0.1, 8)
     classical = (norm.ppf(0.95) + norm.ppf(0.8)) ** 2 * 0.1 / 0.01**2 * 1.7 / 8
     assert design.needed(deviation, 1.0) == pytest.approx(classical, abs=2.5)
     four = Design(contexts=4, looks=4).needed(deviation, 1.0)
@@ -44,9 +44,9 @@ def test_looks_after_whole_rounds_do_not_err_more_often() -> None:
 
 
 def test_correlated_questions_count_for_fewer() -> None:
-    assert spread(0.02, 0.0)[0] == pytest.approx((0.02 / 8) ** 0.5)
-    assert spread(0.02, 1.0) == pytest.approx((0.02**0.5, 0.02))
-    assert spread(0.0, 0.5) == (0.0, 0.0)
+    assert spread(0.02, 0.0, 8)[0] == pytest.approx((0.02 / 8) ** 0.5)
+    assert spread(0.02, 1.0, 8) == pytest.approx((0.02**0.5, 0.02))
+    assert spread(0.0, 0.5, 8) == (0.0, 0.0)
 
 
 def test_spread_against_drawn_contexts() -> None:
@@ -56,13 +56,13 @@ def test_spread_against_drawn_contexts() -> None:
     chances = (discordance / 2, 1 - discordance, discordance / 2)
     own = draw.choice((-1, 0, 1), (contexts, 8), p=chances)
     values = np.where(tied, draw.choice((-1, 0, 1), (contexts, 1), p=chances), own).mean(axis=1)
-    deviation, differing = spread(discordance, correlation)
+    deviation, differing = spread(discordance, correlation, 8)
     assert values.std() == pytest.approx(deviation, rel=0.02)
     assert (values**2).mean() ** 2 / (values**4).mean() == pytest.approx(differing, rel=0.05)
 
 
 def test_detectable_is_the_margin_that_needs_as_many_contexts() -> None:
-    for deviation, differing in (spread(0.02, 0.1), spread(0.1, 0.0), (0.0, 0.0)):
+    for deviation, differing in (spread(0.02, 0.1, 8), spread(0.1, 0.0, 8), (0.0, 0.0)):
         design = Design(contexts=576)
         found = design.detectable(deviation, differing)
         again = Design(contexts=576, margin=found).needed(deviation, differing)

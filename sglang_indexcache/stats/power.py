@@ -1,4 +1,4 @@
-"""How many contexts a margin needs, and what loss a number of contexts can show."""
+"""Sample size and power of a non-inferiority test."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.inference import FEW, STAKES
-from sglang_indexcache.evaluate.looks import boundaries, needed_drift
-from sglang_indexcache.support.words import counted
+from sglang_indexcache.stats.bounds import FEW, STAKES
+from sglang_indexcache.stats.interim import boundaries, needed_drift
 
-QUESTIONS = 8
-"""Behind one context."""
 _SURELY_NOT_FEW: float = FEW + 2 * FEW**0.5
 """Contexts expected to differ with which there are hardly ever too few for t."""
 
@@ -23,12 +20,12 @@ MOST = 0.75
 
 @dataclass(frozen=True)
 class Design:
-    """What is fixed before the first request.
+    """The design of a group-sequential non-inferiority test, fixed before the first request.
 
     Attributes:
-        contexts: at the last look, in all cells together.
-        margin: the loss that still counts as none; 0.01 is one point of right answers.
-        looks: how often is judged, at equal steps.
+        contexts: sample size at the last look, in all cells together.
+        margin: the non-inferiority margin: the loss that still counts as none; 0.01 is one point.
+        looks: interim analyses and the final one, after equal shares of the contexts.
         alpha: one-sided error of each claim over all looks.
         power: with which a loss is to be found, or its absence shown.
 
@@ -51,7 +48,7 @@ class Design:
             raise QualityError(f"alpha {self.alpha} must be below 0.5 and power {self.power} above")
         if not 1 <= self.looks <= self.contexts:
             raise QualityError(
-                f"{counted(self.looks, 'look')} need at least as many contexts, not {self.contexts}"
+                f"{self.looks} looks need at least as many contexts, not {self.contexts}"
             )
 
     @property
@@ -79,7 +76,7 @@ class Design:
         Args:
             deviation: standard deviation of a context's difference, see :func:`spread`.
             differing: share of contexts that differ, 0 to 1.
-            heaviest: see `inference.Estimate.heaviest`; above 1 if cells are unequal.
+            heaviest: see `bounds.Estimate.heaviest`; above 1 if cells are unequal.
         """
         return math.ceil(self._needed(self.margin, deviation, differing, heaviest) - 1e-9)
 
@@ -89,7 +86,7 @@ class Design:
         Args:
             deviation: standard deviation of a context's difference.
             differing: share of contexts that differ, 0 to 1.
-            heaviest: see `inference.Estimate.heaviest`; above 1 if cells are unequal.
+            heaviest: see `bounds.Estimate.heaviest`; above 1 if cells are unequal.
         """
 
         def enough(margin: float) -> bool:
@@ -142,13 +139,11 @@ class Design:
         return contexts
 
 
-def spread(
-    discordance: float, correlation: float, questions: int = QUESTIONS
-) -> tuple[float, float]:
+def spread(discordance: float, correlation: float, questions: int) -> tuple[float, float]:
     """Deviation of a context's mean difference, and the share of contexts that differ.
 
     If the arms are equally good; the share is of contexts that all differ by the same, as
-    `inference.Estimate.differing` counts them. A question takes its context's fate with probability
+    `bounds.Estimate.differing` counts them. A question takes its context's fate with probability
     sqrt(correlation) and else its own, which gives that correlation.
 
     Args:
@@ -175,7 +170,7 @@ def spread_over_cells(
 ) -> tuple[float, float, float]:
     """Deviation, share of contexts that differ and weight of the heaviest, as Design takes them.
 
-    As `inference.Estimate` will find them. The primary result is a mean over cells, so what a small
+    As `bounds.Estimate` will find them. The primary result is a mean over cells, so what a small
     cell adds to its error, or may hide, is not made up for by a large one.
 
     Args:

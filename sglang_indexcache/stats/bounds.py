@@ -1,7 +1,7 @@
-"""A mean difference and how far it can be trusted, with contexts as the only observations.
+"""Confidence bounds of a stratified mean difference, with contexts as the only observations.
 
-The estimate is the mean over cells of the mean over a cell's contexts: a cell counts the same
-however many contexts it has. Four things decide how it is bounded.
+The estimate is the mean over cells (strata) of the mean over a cell's contexts (clusters): a cell
+counts the same however many contexts it has. Four things decide how it is bounded.
 
 * *Many contexts that differ.* Student's t on the contexts' differences within cells, degrees of
   freedom by Welch and Satterthwaite. Losses are rare and one-sided, so the differences are skewed
@@ -28,8 +28,8 @@ from functools import cached_property
 
 import numpy as np
 
-from sglang_indexcache.evaluate.outcomes import Differences, Floats
-from sglang_indexcache.support.stats import student_quantile
+from sglang_indexcache.stats.pairs import Differences, Floats
+from sglang_indexcache.stats.student import student_quantile
 
 FEW = 24
 """Contexts that differ below which the bet replaces t.

@@ -1,6 +1,7 @@
-"""Planned looks: judging before the end without being wrong more often than promised.
+"""Interim analyses by alpha spending: looking before the end without more errors than promised.
 
-Lan and DeMets (1983) spend the error alpha over the looks; their O'Brien-Fleming-like function,
+A *look* is one planned analysis of a group-sequential test. Lan and DeMets (1983, Biometrika
+70:659) spend the error alpha over the looks; their function of the O'Brien-Fleming kind,
 ``2 - 2 Phi(z(alpha/2) / sqrt(t))``, spends nearly nothing early, so that the last boundary stays
 close to that of a single look. The boundaries follow by the recursive integration of Armitage,
 McPherson and Rowe (1969): a statistic with independent increments, its density carried from look to
@@ -18,7 +19,7 @@ from functools import cache
 import numpy as np
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.outcomes import Floats
+from sglang_indexcache.stats.pairs import Floats
 
 NODES = 256
 """Of each integral; twice as many move no boundary by 1e-6."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.outcomes import Outcome, paired
+from sglang_indexcache.stats.pairs import Outcome, paired
 
 
 def table(arms: dict[str, list[list[float]]], length: int = 4096) -> list[Outcome]:
