@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 
-@app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    "doctor",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: indexcache server doctor --model-path MODEL --tp 8 --indexcache-pattern 1/4",
+)
 def doctor_command(
     context: typer.Context,
     url: UrlsOption = None,
@@ -39,20 +43,33 @@ def doctor_command(
             "The default is this machine's GPU, and h200 without one.",
         ),
     ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="WHEEL",
+            help="Say whether IndexCache can extend this SGLang, and show what moved in it: a "
+            "wheel, or a folder that holds sglang/. It is read, and neither installed nor run.",
+        ),
+    ] = None,
 ) -> None:
-    """Say what a server started with these flags would do, without loading weights.
+    """Say what a server with these flags would do, without loading weights or needing a GPU.
 
-    It takes the flags of `python -m sglang.launch_server`, for example: indexcache server doctor
-    --model-path MODEL --indexcache-pattern 1/4. Where SGLang is not installed, it reads the
-    checkpoint's config and checks the pattern alone. With --url, repeated for every node, it asks
-    servers that run instead: whether every rank has the plugin, and all of them the same plan.
+    It takes every flag of `sglang serve`. Where SGLang is not installed, it reads the checkpoint's
+    config and checks the pattern alone. With --url, repeated for every node, it asks servers that
+    run instead: whether every rank has the plugin, and all of them the same plan.
     """
+    modes = {"--url": url, "--sglang": sglang}
+    given = [flag for flag, value in modes.items() if value]
+    if given and (others := [*given[1:], *context.args]):
+        raise SettingsError(f"{given[0]} is a question of its own; leave {others[0]} away")
     if url:
         from sglang_indexcache.serving.fleet import examine_servers
 
-        if context.args:
-            raise SettingsError(f"--url asks servers that run; leave {context.args[0]} away")
         fine = examine_servers(connect(url, api_key), out)
+    elif sglang:
+        from sglang_indexcache.serving.engine_version import show
+
+        fine = show(sglang, out)
     else:
         from sglang_indexcache.serving.doctor import examine
 
@@ -61,24 +78,7 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-@app.command("seams")
-def seams_command(
-    sglang: Annotated[
-        Path | None,
-        typer.Option(help="A wheel, or a folder that holds sglang/; else the installed one."),
-    ] = None,
-) -> None:
-    """Say whether an SGLang is one that IndexCache can extend, and show what moved in it.
-
-    It only reads: nothing is installed, and no SGLang is imported.
-    """
-    from sglang_indexcache.serving.engine_version import show
-
-    if not show(sglang, out):
-        raise typer.Exit(1)
-
-
-@app.command("show")
+@app.command("show", epilog="Example: indexcache server show --url http://127.0.0.1:30000")
 def live_show(
     url: UrlOption = "http://127.0.0.1:30000",
     api_key: ApiKeyOption = None,
@@ -88,11 +88,17 @@ def live_show(
     _print_states(client.states())
 
 
-@app.command("set")
+@app.command(
+    "set",
+    epilog="Example: indexcache server set 'full < 32K <= 1/4' --url http://127.0.0.1:30000",
+)
 def live_set(
     pattern: Annotated[
         str,
-        typer.Argument(help="As --indexcache-pattern takes it; or adapter, if the server has one."),
+        typer.Argument(
+            metavar="PATTERN",
+            help="As --indexcache-pattern takes it; or adapter, if the server has one.",
+        ),
     ],
     url: UrlOption = "http://127.0.0.1:30000",
     api_key: ApiKeyOption = None,
@@ -100,7 +106,7 @@ def live_set(
 ) -> None:
     """Replace the pattern of a server in live mode, for requests to come that name none.
 
-    Those that are running or queued keep theirs. Prompt length may decide: 'full < 32K <= 1/4'.
+    Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
     """
     from sglang_indexcache.library import Library, names_a_file
 

@@ -83,7 +83,7 @@ def test_another_version_is_refused_with_what_moved(make: Make) -> None:
         assert f"{MODULE}.{problem}" in message
     assert "more" not in message.split("All that")[0]
     assert "pip install 'sglang==" in message
-    assert "indexcache server seams" in message
+    assert "indexcache server doctor --sglang" in message
 
 
 def test_an_error_names_the_first_that_moved_and_counts_the_others(make: Make) -> None:
