@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 
+COLOURS = {True: "green", False: "red", None: "yellow"}
+"""Of a line that says whether layers skip, or that nobody knows yet."""
+
+
 @app.command(
     "doctor",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -83,9 +87,13 @@ def live_show(
     url: UrlOption = "http://127.0.0.1:30000",
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Show a running server's pattern and what its layers did so far."""
+    """Show a running server's pattern, and whether its layers skip what the pattern says.
+
+    The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
+    """
     [client] = connect([url], api_key)
-    _print_states(client.states())
+    if not _print_states(client.states()):
+        raise typer.Exit(1)
 
 
 @app.command(
@@ -116,19 +124,30 @@ def live_set(
     _print_states(client.switch_pattern(pattern))
 
 
-def _print_states(states: Sequence[RankState]) -> None:
+def _print_states(states: Sequence[RankState]) -> bool:
+    """Print what each rank says; whether none of them fails to skip what it should."""
+    from sglang_indexcache.serving.skipping import judge, told_index_keys
     from sglang_indexcache.support.drawing import to_terminal
 
-    for rank, state in enumerate(states):
+    def tell(line: str, style: str | None = None) -> None:
+        out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    verdicts = [judge(state) for state in states]
+    for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True)):
         if len(states) > 1:
-            out.print(f"data-parallel rank {rank}", style="bold")
-        out.print(to_terminal(Pattern(state.pattern), f"{state.mode} mode, {state.source}"))
+            tell(f"data-parallel rank {rank}", "bold")
+        tell(f"{state.mode} mode, {state.source}", "bold")
+        tell(verdict.text, COLOURS[verdict.proven])
+        if verdict.uncounted:
+            tell(verdict.uncounted)
+        tell(f"index-K: {told_index_keys(state)}")
         if state.adapter:
             indexers = "its indexers" if state.adapter_in_effect else "not in effect"
-            out.print(f"adapter: {state.adapter} ({indexers})")
+            tell(f"adapter: {state.adapter} ({indexers})")
         if state.policy != state.pattern:
-            out.print(f"by prompt length: {state.policy}")
+            tell(f"by prompt length: {state.policy}")
         for pattern, count in sorted(state.requests.items()):
-            out.print(f"requests under {pattern}: {count}")
-        out.print(f"forwards since the last switch: {state.forwards}")
-        out.print(f"index-K bytes per token: {state.index_k_bytes_per_token}")
+            tell(f"unfinished requests under {pattern}: {count}")
+        tell("")
+        out.print(to_terminal(Pattern(state.pattern)))
+    return all(verdict.proven is not False for verdict in verdicts)
