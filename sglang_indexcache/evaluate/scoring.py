@@ -1,4 +1,4 @@
-"""Put the right answers in the model's mouth, and see whether it would have said them.
+"""Teacher-forced scoring: the right answers are fed in, to see if the model would have said them.
 
 With the answer behind the question, greedy decoding gives the right answer if and only if each of
 its tokens is the likeliest one at its place. So one prefill of the context, whose prefix stays in
@@ -13,28 +13,19 @@ forbids the cache and computes the context once for every question.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
-from sglang_indexcache.evaluate.evaluation import Answer, Planned
+from sglang_indexcache.evaluate.evaluation import LEAST_LIKELY, TOP, Answer, Arm, Top
 from sglang_indexcache.evaluate.tasks import Context, Question
 from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 
-TOP = 20
-"""Likeliest tokens that are asked for at each place of an answer."""
-_LEAST_LIKELY = math.log(1e-4)
-"""Of those, what is less likely is not kept: it weighs nothing, and a journal would be of it."""
-_NOTHING = 1e-9
-"""A probability that rounding leaves of none."""
 _DIGITS = 6
 """Decimals of log-probabilities, so that a journal gives back what was compared."""
 _LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
 """A call may take ten minutes, and a second more for every 1,000 tokens."""
-
-Top = list[tuple[int, float]]
-"""The likeliest ids at a place with their log-probabilities in nats, best first."""
 
 
 class Engine(Protocol):
@@ -49,195 +40,89 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Voice:
-    """As whom a server is asked.
+class ArmRequest:
+    """As which arm a context is asked.
 
     Attributes:
-        key: of the cached prefixes, which are shared with no other voice (SGLang's ``extra_key``).
+        arm: the reference, a candidate or the positive control.
+        repeat: 1 for the second asking of the reference (A/A).
+        key: of the cached prefixes, which no other arm may share (SGLang's ``extra_key``).
         parameters: ``sampling_params`` of its requests besides those of everybody.
     """
 
-    key: str
+    arm: Arm
+    repeat: int = 0
+    key: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a voice took one question.
-
-    Attributes:
-        question: its name.
-        depth: see :class:`~sglang_indexcache.evaluate.evaluation.Answer`.
-        tokens: of the right answer.
-        logprobs: of those tokens, in nats; empty if the model answered by itself.
-        tops: the likeliest tokens at their places.
-        trace: sum of every log-probability that came back; two patterns have the same one only
-            where they compute the same.
-        right: whether the answer is right to the letter; None where no answer is known.
-        reply: what the model answered by itself.
-        score: the task's official metric.
-        cut: whether the reply was ended by its length.
-    """
-
-    question: str
-    depth: float | None
-    tokens: int
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[Top] = field(default_factory=list)
-    trace: float | None = None
-    right: bool | None = None
-    reply: str | None = None
-    score: float | None = None
-    cut: bool = False
-
-
-@dataclass(frozen=True)
 class Scored:
-    """One voice's answers to the questions of a context.
+    """One arm's answers to the questions of a context.
 
     Attributes:
-        said: to each question.
+        answers: to each question.
         cached: tokens of the context that were cached before it was asked for the first time.
         computed: tokens that the server computed, all together.
-        patterns: with which it says that it answered; empty if it does not say.
+        patterns: what each reply says that it was made under, as it came.
     """
 
-    said: list[Said]
+    answers: tuple[Answer, ...]
     cached: int
     computed: int
-    patterns: frozenset[str] = frozenset()
+    patterns: tuple[Any, ...] = ()
 
 
-def score(engine: Engine, context: Context, voices: Sequence[Voice]) -> list[Scored]:
-    """Teacher-force every question of a context, for several voices in the same batches.
+def score(engine: Engine, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
+    """Teacher-force every question of a context, for several arms in the same batches.
 
     Raises:
         ServerUnavailableError: no answer, or the server gave a request up.
         QualityError: an answer that is not one to what was asked.
     """
-    warmed = ask(engine, [context.ids] * len(voices), voices)
+    warmed = _ask(engine, [context.ids] * len(requests), requests)
     asked = [
-        (voice, question, context.ids + question.ids)
-        for voice in voices
+        (request, question, context.ids + question.ids)
+        for request in requests
         for question in context.questions
     ]
-    replies = ask(
+    infos = _ask(
         engine,
         [ids + question.answer for _, question, ids in asked],
-        [voice for voice, _, _ in asked],
+        [request for request, _, _ in asked],
         return_logprob=True,
         logprob_start_len=[len(ids) - 1 for _, _, ids in asked],
         top_logprobs_num=TOP,
     )
-    infos = [reply["meta_info"] for reply in replies]
     count = len(context.questions)
     found = []
-    for place, reply in enumerate(warmed):
-        first, part = reply["meta_info"], infos[place * count : (place + 1) * count]
+    for place, (request, first) in enumerate(zip(requests, warmed, strict=True)):
+        part = infos[place * count : (place + 1) * count]
         found.append(
             Scored(
-                [_read(info, q) for info, q in zip(part, context.questions, strict=True)],
+                tuple(
+                    _answer(info, request, context, question)
+                    for info, question in zip(part, context.questions, strict=True)
+                ),
                 first["cached_tokens"],
-                sum(computed(info) for info in (first, *part)),
-                told_patterns(first, *part),
+                sum(one["prompt_tokens"] - one["cached_tokens"] for one in (first, *part)),
+                tuple(one.get(PATTERN_OF_REQUEST) for one in (first, *part)),
             )
         )
     return found
 
 
-def answer(said: Said, planned: Planned, arm: str, repeat: int, reference: Said | None) -> Answer:
-    """What is recorded of a question becomes what is judged.
-
-    Args:
-        said: how it was answered.
-        planned: behind which context.
-        arm: whose answer it is.
-        repeat: 1 for the second asking of the reference.
-        reference: the reference's answer; None for the reference itself, or where it has none.
-    """
-    compared = said.tops and reference is not None and len(reference.tops) == len(said.tops)
-    pairs = list(zip(reference.tops, said.tops, strict=True)) if compared and reference else []
-    return Answer(
-        arm,
-        repeat,
-        planned.context,
-        said.question,
-        planned.task,
-        planned.length,
-        said.depth,
-        right=said.right,
-        # What the reference said is likeliest for the reference: no loss in that.
-        nll=-sum(said.logprobs) / len(said.logprobs)
-        if said.logprobs and said.right is not None
-        else None,
-        kl=_mean([divergence(*pair) for pair in pairs]),
-        agreement=_mean([float(first[0][0] == second[0][0]) for first, second in pairs]),
-        tokens=said.tokens,
-        reply=said.reply,
-        score=said.score,
-    )
-
-
-def divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
-    """Kullback-Leibler divergence in nats, from below, of what was kept of two distributions.
-
-    Joining outcomes never raises it: those that only the first names are one outcome, and all that
-    is left is another. Of how the second divides its own rest between these two, only the most that
-    the first can have is known (what is not named is less likely than what was kept); the division
-    with the least divergence is taken.
-    """
-    known = dict(second)
-    both = [(p, known[token]) for token, p in first if token in known]
-    alone = [p for token, p in first if token not in known]
-    mine, left = _total(alone), 1 - _total(p for _, p in first)
-    theirs = 1 - _total(q for _, q in both)
-    least = second[-1][1] if len(second) >= TOP else _LEAST_LIKELY
-    most = min(len(alone) * math.exp(least), theirs * mine / max(mine + left, _NOTHING))
-    joined = sum(
-        p * math.log(p / max(q, _NOTHING))
-        for p, q in ((mine, most), (left, theirs - most))
-        if p > _NOTHING
-    )
-    return max(0.0, sum(math.exp(p) * (p - q) for p, q in both) + joined)
-
-
-def _total(logprobs: Iterable[float]) -> float:
-    return sum(map(math.exp, logprobs))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def ask(
-    engine: Engine,
-    prompts: list[list[int]],
-    voices: Sequence[Voice],
-    new_tokens: Sequence[int] | int = 0,
-    **body: Any,
+def _ask(
+    engine: Engine, prompts: list[list[int]], requests: Sequence[ArmRequest], **body: Any
 ) -> list[dict[str, Any]]:
-    """Each prompt's reply, once it is found to be of that prompt.
-
-    Args:
-        engine: the server.
-        prompts: token ids.
-        voices: one for each prompt.
-        new_tokens: to generate at most, greedily; one number for all, or one for each.
-        body: besides, as SGLang wants it.
-
-    Raises:
-        ServerUnavailableError: no answer, or the server gave a request up.
-        QualityError: no reply of SGLang's, or one to another prompt.
-    """
-    limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+    """Each prompt's ``meta_info``, once it is found to be of that prompt; nothing is decoded."""
     replies = engine.generate(
-        timeout=patience(sum(map(len, prompts))),
+        timeout=_LEAST_SECONDS + sum(map(len, prompts)) / _LEAST_RATE,
         input_ids=prompts,
         sampling_params=[
-            {"max_new_tokens": limit, "temperature": 0.0, **voice.parameters}
-            for voice, limit in zip(voices, limits, strict=True)
+            {"max_new_tokens": 0, "temperature": 0.0, **request.parameters} for request in requests
         ],
-        extra_key=[voice.key for voice in voices],
+        extra_key=[request.key for request in requests],
         **body,
     )
     if not isinstance(replies, list) or len(replies) != len(prompts):
@@ -245,17 +130,10 @@ def ask(
             f"{engine.url} answered {len(prompts)} prompts with something else. Is it SGLang's own "
             "/generate, without a proxy that changes what goes through?"
         )
-    for reply, prompt in zip(replies, prompts, strict=True):
-        _check(engine, reply, len(prompt))
-    return replies
+    return [_checked(engine, *pair) for pair in zip(replies, map(len, prompts), strict=True)]
 
 
-def patience(tokens: int) -> float:
-    """Seconds that an answer to prompts of so many tokens may take."""
-    return _LEAST_SECONDS + tokens / _LEAST_RATE
-
-
-def _check(engine: Engine, reply: Any, length: int) -> None:
+def _checked(engine: Engine, reply: Any, length: int) -> dict[str, Any]:
     """Refuse what is no reply to a prompt of ``length`` tokens."""
     info = reply.get("meta_info") if isinstance(reply, dict) else None
     if not isinstance(info, dict) or not {"prompt_tokens", "cached_tokens"} <= set(info):
@@ -272,9 +150,12 @@ def _check(engine: Engine, reply: Any, length: int) -> None:
             "long prompts. Start it without --allow-auto-truncate and with a --context-length that "
             "holds them, or ask for shorter ones (--length)."
         )
+    return info
 
 
-def _read(info: Mapping[str, Any], question: Question) -> Said:
+def _answer(
+    info: Mapping[str, Any], request: ArmRequest, context: Context, question: Question
+) -> Answer:
     """What came back for the answer's tokens."""
     entries = list(info.get("input_token_logprobs") or [])[1:]
     rows = list(info.get("input_top_logprobs") or [])[1:]
@@ -298,29 +179,22 @@ def _read(info: Mapping[str, Any], question: Question) -> Said:
     tops = [
         sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda one: -one[1]) for row in rows
     ]
-    return Said(
+    return Answer(
+        request.arm.name,
+        request.repeat,
+        context.name,
         question.name,
+        context.task,
+        context.length,
         None if question.depth is None else round(question.depth, _DIGITS),
-        len(question.answer),
-        logprobs=[round(float(entry[0]), _DIGITS) for entry in entries],
-        tops=[_kept(top) for top in tops],
+        right=all(entry[0] >= top[0][1] for entry, top in zip(entries, tops, strict=True)),
+        tokens=len(question.answer),
+        logprobs=tuple(round(float(entry[0]), _DIGITS) for entry in entries),
+        tops=tuple(_kept(top) for top in tops),
         trace=round(sum(p for top in tops for _, p in top), _DIGITS),
-        right=all(entry[0] >= top[0][1] for entry, top in zip(entries, tops, strict=True))
-        if question.answer_text
-        else None,
     )
 
 
 def _kept(top: Top) -> Top:
-    likely = [(i, round(p, _DIGITS)) for i, p in top if p >= _LEAST_LIKELY]
+    likely = [(i, round(p, _DIGITS)) for i, p in top if p >= LEAST_LIKELY]
     return likely or [(top[0][0], round(top[0][1], _DIGITS))]
-
-
-def told_patterns(*infos: Mapping[str, Any]) -> frozenset[str]:
-    """The patterns under which a server says that it made these replies."""
-    return frozenset(one for info in infos for one in info.get(PATTERN_OF_REQUEST) or ())
-
-
-def computed(info: Mapping[str, Any]) -> int:
-    """Tokens of a prompt that the server had to compute."""
-    return int(info["prompt_tokens"]) - int(info["cached_tokens"])
