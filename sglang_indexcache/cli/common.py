@@ -29,7 +29,8 @@ EXTRAS = {
     "search": "search",
     "eval": "search",
     "bench": "search",
-    "train": "train",
+    "heal": "heal",
+    "train": "heal",
     "kernels": "serve",
     "demo": "serve",
 }

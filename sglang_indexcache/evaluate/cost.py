@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.corpus import Corpus
@@ -11,6 +11,7 @@ from sglang_indexcache.evaluate.evaluation import Arm, Planned
 from sglang_indexcache.evaluate.plan import AGAIN_EVERY, EvaluationPlan, SelectedRows, context_name
 from sglang_indexcache.evaluate.verdict import points
 from sglang_indexcache.stats.power import spread_over_cells
+from sglang_indexcache.study.cost import Cost
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.words import counted
 
@@ -20,57 +21,20 @@ PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
 
 
-@dataclass(frozen=True)
-class EvaluationCost:
-    """What an evaluation computes at most.
-
-    Attributes:
-        tokens: by length of the contexts.
-        rate: tokens that are computed in a second; None if nobody knows yet.
-
-    Raises:
-        QualityError: a rate that is not above 0.
-    """
-
-    tokens: Mapping[int, int]
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and self.rate <= 0:
-            raise QualityError(f"a rate of {self.rate:g} tokens a second is not above 0 (--rate)")
-
-    @property
-    def total(self) -> int:
-        """Tokens."""
-        return sum(self.tokens.values())
-
-    @property
-    def hours(self) -> float | None:
-        """Of the server or servers; None without a rate."""
-        return self.total / self.rate / 3600 if self.rate else None
-
-
-def cost(
-    plan: EvaluationPlan,
-    arms: int,
-    tails: Mapping[str, int],
-    rate: float | None = None,
-) -> EvaluationCost:
+def tokens_at_most(plan: EvaluationPlan, arms: int, tails: Mapping[str, int]) -> int:
     """What the whole plan computes, if nothing is decided early.
 
     Args:
         plan: what will be asked.
         arms: asked on every context: the reference, the candidates and the positive control.
         tails: tokens of a question and its answer, by task; none of a file's, which is all context.
-        rate: tokens that are computed in a second.
     """
-    tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
+    tokens = 0
     for planned in plan.planned:
         size, tail = plan.sizes.get(planned.context, planned.length), tails.get(planned.task, 0)
-        questions = plan.questions_of(planned.task)
-        one = size + questions * (tail + (size - tail) % PAGE)
-        tokens[planned.length] += one * (arms + planned.again)
-    return EvaluationCost(tokens, rate)
+        one = size + plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+        tokens += one * (arms + planned.again)
+    return tokens
 
 
 def tails(plan: EvaluationPlan, corpus: Corpus) -> dict[str, int]:
@@ -78,7 +42,9 @@ def tails(plan: EvaluationPlan, corpus: Corpus) -> dict[str, int]:
     found = {}
     for task in plan.tasks:
         length = min(plan.lengths)
-        context = corpus.make(Planned(context_name(task, length, plan.seed), task, length, 1, False))
+        context = corpus.make(
+            Planned(context_name(task, length, plan.seed), task, length, 1, False)
+        )
         asked = [len(question.ids) + len(question.answer) for question in context.questions]
         found[task] = round(sum(asked) / len(asked))
     return found
@@ -143,39 +109,44 @@ def check_fits(plan: EvaluationPlan, most: int | None, where: str) -> None:
         )
 
 
-def plan_in_words(
-    plan: EvaluationPlan, arms: Sequence[Arm], whole: EvaluationCost, notices: Sequence[str] = ()
-) -> list[str]:
-    """What will be asked, what it costs, and what it can show; a line each."""
+def in_words(
+    plan: EvaluationPlan, arms: Sequence[Arm], cost: Cost, notices: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """What will be asked, what it costs, and what it can show; a name and a sentence each."""
     design, cells = plan.design, plan.cells
     lengths = ", ".join(format_length(length) for length in plan.lengths)
     pairs = sum(len(rows) * plan.questions_of(task) for (task, _), rows in cells.items())
     made = f"{plan.contexts} of each of {', '.join(plan.tasks)} at {lengths}; " * bool(plan.tasks)
-    lines = [
-        f"arms       {', '.join(f'{arm.name} ({arm.role.value})' for arm in arms)}; the reference "
-        f"again on every {AGAIN_EVERY}th context (A/A)",
-        *(f"file       {notice}" for notice in notices),
-        f"contexts   {made}{counted(len(cells), 'cell')}, {counted(pairs, 'paired question')}; "
-        f"control at {plan.control_length} tokens",
-        f"cost       {whole.total:,} tokens at most, {in_hours(whole)}; looks: {plan.looks}, the "
-        "evaluation ends at the one that decides",
+    rows = [
+        (
+            "arms",
+            f"{', '.join(f'{arm.name} ({arm.role.value})' for arm in arms)}; the reference again "
+            f"on every {AGAIN_EVERY}th context (A/A)",
+        ),
+        *(("file", notice) for notice in notices),
+        (
+            "contexts",
+            f"{made}{counted(len(cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
+            f"{plan.control_length} tokens",
+        ),
+        (
+            "cost",
+            f"{cost.in_words()}; looks: {plan.looks}, the evaluation ends at the one that decides",
+        ),
+        (
+            "can show",
+            f"a loss of {100 * detectable(plan):.1f} points, with {design.power:.0%} probability, "
+            f"if {DISCORDANCE:.0%} of the pairs differ (correlation {CORRELATION:g} within a "
+            "context); both are assumed here, and measured in the report",
+        ),
     ]
-    lines.append(
-        f"can show   a loss of {100 * detectable(plan):.1f} points, with {design.power:.0%} "
-        f"probability, if {DISCORDANCE:.0%} of the pairs differ (correlation {CORRELATION:g} "
-        "within a context); both are assumed here, and measured in the report"
-    )
     if (contexts := needed(plan)) > design.contexts:
-        lines.append(
-            f"warning    no loss beyond {points(plan.margin)} can hardly be shown: that "
-            f"needs {contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-            f"planned. {how_to_fix(plan)}, or take a wider --margin."
+        rows.append(
+            (
+                "warning",
+                f"no loss beyond {points(plan.margin)} can hardly be shown: that needs "
+                f"{contexts:,} contexts under these assumptions, and {design.contexts:,} are "
+                f"planned. {how_to_fix(plan)}, or take a wider --margin.",
+            )
         )
-    return lines
-
-
-def in_hours(whole: EvaluationCost) -> str:
-    """The cost in node-hours, as a sentence's end."""
-    if whole.hours is None:
-        return "node-hours not known yet: give --rate, or see what the first contexts take"
-    return f"{whole.hours:.2g} node-hours at {whole.rate:,.0f} tokens a second"
+    return rows

@@ -24,7 +24,7 @@ from sglang_indexcache.evaluate.evaluation import (
     Role,
 )
 from sglang_indexcache.evaluate.plan import EvaluationPlan
-from sglang_indexcache.support import journal
+from sglang_indexcache.study import journal
 
 NAME = "journal.jsonl"
 MEASURED = ("question", "depth", "tokens", "logprobs", "tops", "trace", "right")
@@ -61,11 +61,15 @@ class Recorded:
         finished: whether nothing is left to ask.
     """
 
-    def __init__(self, identity: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, identity: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
         self._identity = identity
         self._plan = EvaluationPlan.of(identity["plan"])
         self._planned = {one.context: one for one in self._plan.planned}
-        self.arms = tuple(Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"])
+        self.arms = tuple(
+            Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
+        )
         [self._reference] = [arm.name for arm in self.arms if arm.role is Role.REFERENCE]
         self.answers: dict[Key, tuple[Answer, ...]] = {}
         self.missing: dict[str, Missing] = {}
@@ -150,9 +154,6 @@ class EvaluationJournal(journal.Journal):
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> EvaluationJournal:
-        return self
 
     def append(self, answers: Sequence[Answer], computed: int, seconds: float) -> None:
         """One arm's answers behind one context; on disk when this returns."""

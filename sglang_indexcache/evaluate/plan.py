@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Planned
+from sglang_indexcache.evaluate.evaluation import Planned
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design

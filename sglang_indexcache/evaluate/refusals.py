@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.cost import CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.evaluate.journal import Recorded
-from sglang_indexcache.evaluate.cost import CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.verdict import at_floor, points
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Cell, paired
@@ -102,9 +102,7 @@ def check_floor(evaluation: Evaluation) -> None:
     rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
     low = at_floor(rows, evaluation.reference.name)
     cells = {
-        (one.task, one.length)
-        for one in evaluation.planned
-        if one.length > evaluation.selects_all
+        (one.task, one.length) for one in evaluation.planned if one.length > evaluation.selects_all
     }
     if cells and cells <= set(low):
         raise QualityError(

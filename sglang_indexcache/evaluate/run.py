@@ -129,9 +129,7 @@ class Run:
             self._measured.add(context.length)
             self.on_rate(context.length, computed / seconds)
 
-    def _patiently(
-        self, context: Context, requests: Sequence[ArmRequest]
-    ) -> list[Scored] | None:
+    def _patiently(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored] | None:
         """What was answered; None if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,28 +13,20 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.arms import ArmServer, facts, longest_prompt, make_arms
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.cost import (
-    EvaluationCost,
-    check_fits,
-    cost,
-    in_hours,
-    plan_in_words,
-    tails,
-)
+from sglang_indexcache.evaluate.cost import check_fits, in_words, tails, tokens_at_most
 from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
 from sglang_indexcache.evaluate.journal import EvaluationJournal, identity
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.interrupts import sigterm_interrupts
+from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan
+from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
+from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.progress import progress_at_most
-from sglang_indexcache.support.provenance import checkpoint_digest, commit, versions
 
 CONTROL = "first-layer-only"
 """The positive control's name, if the user gives no other: F, then S as far as it may be."""
-ASKS_ABOVE_HOURS = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class EvaluationRequest:
         plan: what to ask.
         corpus: what contexts are made of.
         flags: of the command, to print beside the verdict.
-        rate: tokens that the servers compute in a second, if it is known.
+        rate: how fast the servers compute tokens, if it is known.
         notices: what a reader must know besides: which rows of files are asked.
     """
 
@@ -60,7 +52,7 @@ class EvaluationRequest:
     plan: EvaluationPlan
     corpus: Corpus
     flags: str
-    rate: float | None = None
+    rate: Rate | None = None
     notices: tuple[str, ...] = ()
 
     def arms(self) -> tuple[Arm, ...]:
@@ -87,20 +79,26 @@ class EvaluationRequest:
                 if one.pattern == other.pattern:
                     raise QualityError(
                         f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
-                        "compared with itself says nothing. Give another one (--against, --control)."
+                        "compared with itself says nothing. Give another (--against, --control)."
                     )
                 if one.name == other.name:
                     raise QualityError(f"two patterns are called {one.name}; give each once")
         return arms
 
-    def cost(self, rate: float | None = None) -> EvaluationCost:
-        """At most, at the rate that was given, or at one that was measured."""
-        arms = len(self.patterns) + 2
-        return cost(self.plan, arms, tails(self.plan, self.corpus), rate or self.rate)
+    def cost(self) -> Cost:
+        """At most: a pattern is asked no more once it is decided."""
+        lengths = tails(self.plan, self.corpus)
+        return Cost(tokens_at_most(self.plan, len(self.patterns) + 2, lengths), self.rate)
 
-    def in_words(self) -> list[str]:
-        """What will be asked, what it costs, and what it can show; a line each."""
-        return plan_in_words(self.plan, self.arms(), self.cost(), self.notices)
+    def tell(self, console: Console) -> Cost:
+        """Print what will be asked, what it costs, and what it can show.
+
+        Returns:
+            The cost.
+        """
+        cost = self.cost()
+        print_plan(console, in_words(self.plan, self.arms(), cost, self.notices))
+        return cost
 
 
 def run_evaluation(
@@ -118,8 +116,8 @@ def run_evaluation(
         servers: one under the name "", or one for each arm's name.
         output: folder of the journal.
         console: where to tell what happens.
-        agree: is given a question before an evaluation of more than :data:`ASKS_ABOVE_HOURS`, and
-            raises if the answer is no.
+        agree: is given a question before an evaluation of more than an hour, and raises if the
+            answer is no.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
@@ -136,7 +134,7 @@ def run_evaluation(
         material=request.corpus.digest,
         server=facts(asking.servers[0]),
     )
-    with sigterm_interrupts(), EvaluationJournal(output, who) as journal:
+    with EvaluationJournal(output, who) as journal:
         journal.note(
             {
                 "model": request.model.resolve().name,
@@ -147,45 +145,34 @@ def run_evaluation(
                 "notices": list(request.notices),
             }
         )
-        for line in request.in_words():
-            console.print(line, highlight=False)
-        _ask_for_hours(request.cost(), agree)
-        if journal.recorded.done:
-            console.print(f"resuming: {len(journal.recorded.done)} contexts are in {journal.path}")
-        try:
-            return _under_way(Run(asking, request.corpus, journal), console, request, agree)
-        except KeyboardInterrupt:
-            console.print(f"interrupted: what was asked is in {output}; the same command goes on")
-            raise
+        cost = request.tell(console)
+        confirm(cost, agree)
+        resuming(console, len(journal.recorded.done), "contexts", journal.path)
+        run = Run(asking, request.corpus, journal)
+        return _under_way(run, console, cost, output, agree)
 
 
 def _under_way(
-    run: Run, console: Console, request: EvaluationRequest, agree: Callable[[str], None]
+    run: Run, console: Console, cost: Cost, output: Path, agree: Callable[[str], None]
 ) -> Evaluation:
     """Ask, and show how far it came."""
-    with progress_at_most(console) as progress:
-        task = progress.add_task("asking", total=len(request.plan.planned))
+    with resumable(console, output, "what was asked"), progress_at_most(console) as progress:
+        task = progress.add_task("asking", total=len(run.journal.evaluation().planned))
 
         def on_context() -> None:
             progress.update(task, completed=len(run.journal.recorded.done))
 
         def on_rate(length: int, found: float) -> None:
-            if request.rate is None:
-                whole = request.cost(found)
-                said = f"measured at {format_length(length)}: {in_hours(whole)} for the plan"
-                console.print(said, highlight=False)
+            if cost.rate is None:
+                whole = replace(cost, rate=Rate(found, f"measured at {format_length(length)}"))
+                console.print(f"the plan takes {whole.hours_in_words()}", highlight=False)
                 progress.stop()
-                _ask_for_hours(whole, agree)
+                confirm(whole, agree)
                 progress.start()
 
         run.tell, run.on_context, run.on_rate = console.print, on_context, on_rate
         on_context()
         return run.run()
-
-
-def _ask_for_hours(whole: EvaluationCost, agree: Callable[[str], None]) -> None:
-    if whole.hours is not None and whole.hours > ASKS_ABOVE_HOURS:
-        agree(f"This takes {in_hours(whole)}. Go on?")
 
 
 def _label(value: str) -> str:

@@ -317,7 +317,9 @@ def _spots(evaluation: Evaluation, value: str) -> tuple[Spot, ...]:
     rows = [
         row
         for row in evaluation.answers
-        if row.repeat == 0 and row.length > evaluation.selects_all and row.context not in evaluation.lost
+        if row.repeat == 0
+        and row.length > evaluation.selects_all
+        and row.context not in evaluation.lost
     ]
 
     def values(arm: Arm) -> dict[tuple[str, str], tuple[Answer, float]]:

@@ -217,12 +217,10 @@ def test_another_evaluation_is_refused(tmp_path: Path) -> None:
             evaluate(tmp_path, url, replace(PLAN, contexts=16))  # an extension that nobody planned
 
 
-def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path) -> None:
+def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path, seed: int) -> None:
     with serving(Fake()) as url:
         expected = evaluate(tmp_path / "whole", url)
         lines = (tmp_path / "whole" / NAME).read_bytes().count(b"\n")
-        seed = random.randrange(10**6)
-        print("seed", seed)
         draw = random.Random(seed)
         folder = tmp_path / "killed"
         command = [sys.executable, "-m", "tests.evaluate.evaluate", str(folder), url]

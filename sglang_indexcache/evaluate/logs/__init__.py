@@ -91,7 +91,7 @@ def _recognise(path: Path) -> tuple[str, list[Path]]:
     known = "; ".join(f"{kind}: {', '.join(shape.files)}" for kind, shape in FORMATS.items())
     raise QualityError(
         f"{path} holds no per-sample log that is known ({known}). Let the harness write its "
-        "samples (lm-eval: --log_samples), or write a JSON object with id and score a line (.jsonl), "
+        "samples (lm-eval: --log_samples), or write .jsonl with an object of id and score a line, "
         "and give the file or its folder"
     )
 

@@ -111,7 +111,10 @@ def _questions(log: Log) -> dict[Key, LoggedQuestion]:
 
 
 def _check_same(
-    reference: Log, other: Log, base: Mapping[Key, LoggedQuestion], run: Mapping[Key, LoggedQuestion]
+    reference: Log,
+    other: Log,
+    base: Mapping[Key, LoggedQuestion],
+    run: Mapping[Key, LoggedQuestion],
 ) -> None:
     if reference.kind != other.kind:
         raise QualityError(

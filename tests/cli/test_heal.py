@@ -1,4 +1,4 @@
-"""``indexcache train`` as a user types it."""
+"""``indexcache heal`` as a user types it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_first_stages_only(runner: CliRunner, tmp_path: Path) -> None:
 
 def test_heal(runner: CliRunner, tmp_path: Path) -> None:
     checkpoint(tmp_path / "base")
-    heal = ["train", "heal", str(tmp_path / "base"), "--data", "machine", "-o"]
+    heal = ["heal", "run", str(tmp_path / "base"), "--data", "machine", "-o"]
     heal += [str(tmp_path / "adapter"), "--dense-steps", "1", "--held-out", "1"]
     done = runner.invoke(app, [*heal, "--pattern", "FSSF", "--context", "24", "--rows", "1"])
     assert done.exit_code == 0, done.output
