@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from sglang_indexcache.ask.protocol import RankState, states_of
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
 
 _MODULE = "sglang.launch_server"
@@ -77,6 +78,11 @@ class Client:
             auth=self._authorize if api_key or admin_api_key else None,
         )
 
+    @property
+    def name(self) -> str:
+        """How messages call it: its URL."""
+        return self.url
+
     def environment_for_sglang(self) -> dict[str, str]:
         """Variables from which SGLang's own client programs take this client's key."""
         return {"OPENAI_API_KEY": self._key} if self._key else {}
@@ -128,25 +134,18 @@ class Client:
         """SGLang's ``/server_info``."""
         return dict(self._request("GET", "/server_info"))
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[RankState]:
         """What IndexCache reports, one entry per data-parallel rank.
 
         Raises:
             ServerError: the server does not run IndexCache, or cannot say what it does.
         """
-        internal = self.server_info()["internal_states"]
-        states = [state["indexcache"] for state in internal if "indexcache" in state]
+        states = states_of(self.server_info(), f"the server at {self.url}")
         if not states:
             raise ServerError(
                 f"the server at {self.url} does not run IndexCache. Start it with "
                 "--attention-backend indexcache."
             )
-        for state in states:
-            if "error" in state:
-                raise ServerError(
-                    f"the server at {self.url} cannot say what IndexCache does: {state['error']}. "
-                    "Its log has the details."
-                )
         return states
 
     def low_priority(self) -> int:
@@ -168,7 +167,7 @@ class Client:
         sign = 1 if info.get("schedule_low_priority_values_first") else -1
         return int(usual) + sign * _FAR
 
-    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+    def switch_pattern(self, value: str) -> list[RankState]:
         """Make ``value`` the pattern of a server in live mode, for requests to come that name none.
 
         Returns:
@@ -182,7 +181,7 @@ class Client:
         accepted = self._request("POST", "/set_internal_state", body)
         states = self.states()
         if not all(accepted):
-            reasons = {state["last_rejection"] for state in states} - {""}
+            reasons = {state.last_rejection for state in states} - {""}
             raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 
@@ -414,7 +413,8 @@ def free_port() -> int:
     Raises:
         ServerError: none was found.
     """
-    for port in random.sample(_PORTS, 100):
+    # Not from the seeded generator: processes with one seed would all try the same ports at once.
+    for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -34,7 +34,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "library": (BASE, SMALL),
     "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
-    "client": ({"errors"}, {"httpx"}),
+    "ask": (BASE, SMALL | {"httpx"}),
+    "client": (BASE | {"ask"}, SMALL | {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (
         BASE | {"study.plots"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "stats", "study", "support"},
+        BASE | {"ask", "client", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
@@ -64,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"client", "study", "support"},
+        BASE | {"ask", "client", "study", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }

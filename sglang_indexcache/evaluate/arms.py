@@ -10,44 +10,21 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
+from sglang_indexcache.ask.protocol import facts as facts_of
+from sglang_indexcache.ask.score import Engine
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
 from sglang_indexcache.evaluate.cost import PAGE
 from sglang_indexcache.evaluate.evaluation import Arm
-from sglang_indexcache.evaluate.scoring import ArmRequest, Engine, Scored, score
+from sglang_indexcache.evaluate.scoring import ArmRequest, Scored, score
 from sglang_indexcache.evaluate.tasks import Context
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST
-
-SAME = (
-    "model_path",
-    "version",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "attention_backend",
-    "tp_size",
-    "dp_size",
-    "pp_size",
-    "ep_size",
-    "enable_dp_attention",
-    "page_size",
-    "chunked_prefill_size",
-    "disable_radix_cache",
-    "enable_deterministic_inference",
-    "speculative_algorithm",
-    "moe_runner_backend",
-    "sampling_backend",
-    "device",
-)
-"""Of SGLang's ``/server_info``: what may not differ between arms, nor change until the end."""
 
 
 class ArmServer(Engine, Protocol):
     """What arms need of a server: ``client.Client``."""
-
-    def states(self) -> list[dict[str, Any]]:
-        """What IndexCache reports, one entry per data-parallel rank."""
 
     def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``."""
@@ -141,7 +118,8 @@ class InRequests:
     """One server whose requests name their patterns: every arm in the same batch.
 
     Raises:
-        QualityError: the server is not in live mode, or does not run IndexCache.
+        QualityError: the server is not in live mode.
+        ServerError: it does not run IndexCache.
     """
 
     def __init__(self, server: ArmServer) -> None:
@@ -162,32 +140,24 @@ class InRequests:
         """See :class:`Arms`."""
         before = self._live()
         asked = [
-            ArmRequest(
-                one.arm,
-                one.repeat,
-                self._cache.key(one),
-                {"custom_params": {PATTERN_OF_REQUEST: one.arm.pattern}},
-            )
-            for one in requests
+            replace(one, key=self._cache.key(one), pattern=one.arm.pattern) for one in requests
         ]
-        found = score(self._server, context, asked)
+        try:
+            found = score(self._server, context, asked)
+            patterns = [one.pattern for one in asked]
+            check_obeyed(before, self._server.states(), patterns, self._server.name)
+        except ServerUnavailableError:
+            self._cache = _Cache()  # it may have cached what it did not answer
+            raise
         for one, scored in zip(asked, found, strict=True):
-            if others := [told for told in scored.patterns if told != [one.arm.pattern]]:
-                said = f"with {others[0][0]}" if others[0] else "without saying under which pattern"
-                raise QualityError(
-                    f"{self._server.url} ignores the pattern of a request: it was asked for "
-                    f"{one.arm.pattern} and answered {said}. Ask `indexcache server doctor --url` "
-                    "what is wrong with its plugin."
-                )
             self._cache.check(one.key, context, scored.cached)
-        _check_used(self._server.url, before, self._server.states(), [one.arm for one in asked])
         return found
 
-    def _live(self) -> list[dict[str, Any]]:
+    def _live(self) -> list[RankState]:
         states = self._server.states()
-        if not states or any(state["mode"] != "live" for state in states):
+        if any(state.mode != "live" for state in states):
             raise QualityError(
-                f"{self._server.url} does not run in live mode, so it serves one pattern alone. "
+                f"{self._server.name} does not run in live mode, so it serves one pattern alone. "
                 "Start it with --indexcache-mode live, or start one server for each arm and give "
                 "each as --url NAME=URL."
             )
@@ -214,10 +184,14 @@ class Separate:
         """See :class:`Arms`."""
         [one] = requests
         server, cache = self._by_arm[one.arm.name], self._caches[one.arm.name]
-        asked = ArmRequest(one.arm, one.repeat, cache.key(one))
+        asked = replace(one, key=cache.key(one))
         before = _states_of(server, one.arm)
-        found = score(server, context, [asked])
-        _check_used(server.url, before, _states_of(server, one.arm), [one.arm])
+        try:
+            found = score(server, context, [asked])
+            check_obeyed(before, _states_of(server, one.arm), [one.arm.pattern], server.name)
+        except ServerUnavailableError:
+            self._caches[one.arm.name] = _Cache()  # it may have cached what it did not answer
+            raise
         cache.check(asked.key, context, found[0].cached)
         return found
 
@@ -240,17 +214,10 @@ def facts(server: ArmServer) -> dict[str, Any]:
         raise
     except ServerError as error:
         raise QualityError(
-            f"{server.url} is no SGLang server: it has no /server_info. Run another engine with a "
+            f"{server.name} is no SGLang server: it has no /server_info. Run another engine with a "
             "harness of its own, and give its logs to `indexcache eval compare`."
         ) from error
-    found = {name: info.get(name) for name in SAME if info.get(name) is not None}
-    states = [
-        state["indexcache"] for state in info.get("internal_states", []) if "indexcache" in state
-    ]
-    for state in states[:1]:
-        found |= {name: state.get(name) for name in ("architecture", "checkpoint_pattern", "mode")}
-        found["indexcache"] = state.get("version")
-    return found
+    return facts_of(info, server.name)
 
 
 def _check_alike(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
@@ -259,9 +226,8 @@ def _check_alike(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
     (first, known), *others = found.items()
     for name, other in others:
         differing = [
-            f"{fact} ({known.get(fact)!r} and {other.get(fact)!r})"
-            for fact in sorted({*known, *other})
-            if known.get(fact) != other.get(fact)
+            f"{fact} ({' and '.join(repr(value) for value in said)})"
+            for fact, said in alike({first: known, name: other}).items()
         ]
         if differing:
             raise QualityError(
@@ -273,56 +239,13 @@ def _check_alike(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
         _states_of(urls[arm.name], arm)
 
 
-def _states_of(server: ArmServer, arm: Arm) -> list[dict[str, Any]]:
+def _states_of(server: ArmServer, arm: Arm) -> list[RankState]:
     """The states of a server that must run the arm's pattern."""
     states = server.states()
     for state in states:
-        if state["pattern"] != arm.pattern:
+        if state.pattern != arm.pattern:
             raise QualityError(
-                f"{server.url} is given for {arm.name}, which is {arm.pattern}, and runs "
-                f"{state['pattern']}. Start it with --indexcache-pattern {arm.pattern}."
+                f"{server.name} is given for {arm.name}, which is {arm.pattern}, and runs "
+                f"{state.pattern}. Start it with --indexcache-pattern {arm.pattern}."
             )
     return states
-
-
-def _check_used(
-    url: str,
-    before: Sequence[Mapping[str, Any]],
-    after: Sequence[Mapping[str, Any]],
-    arms: Sequence[Arm],
-) -> None:
-    """Whether each layer did what the arms' patterns want of it.
-
-    The counters do not see replayed CUDA graphs; where no forward was counted they say nothing.
-    """
-    [forwards] = _risen("forwards", before, after)
-    if len(before) != len(after) or forwards < 0:
-        raise ServerUnavailableError(f"{url} was restarted meanwhile: it counts anew")
-    if not forwards:
-        return
-    kinds = list(zip(*(arm.pattern for arm in arms), strict=True))
-    full = [layer for layer, kind in enumerate(kinds) if "F" in kind]
-    shared = [layer for layer, kind in enumerate(kinds) if "F" not in kind]
-    reuses = _risen("index_reuses", before, after)
-    selections = _risen("indexer_selections", before, after)
-    idle = [layer for layer in shared if reuses[layer] <= 0]
-    idle += [layer for layer in full if selections[layer] <= 0]
-    if idle:
-        raise QualityError(
-            f"{url} ignores the pattern: it says that it runs "
-            f"{' and '.join(sorted({arm.pattern for arm in arms}))}, and layers "
-            f"{', '.join(map(str, idle))} did not do what that wants of them. Ask `indexcache "
-            "server doctor --url` what is wrong with its plugin."
-        )
-
-
-def _risen(
-    name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> list[int]:
-    """By how much a counter rose, over all ranks; counters of layers one by one."""
-
-    def total(states: Sequence[Mapping[str, Any]]) -> list[int]:
-        rows = [state[name] if isinstance(state[name], list) else [state[name]] for state in states]
-        return [sum(column) for column in zip(*rows, strict=True)]
-
-    return [new - old for old, new in zip(total(before), total(after), strict=True)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from sglang_indexcache.ask.score import Top
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.stats.pairs import Outcome
 from sglang_indexcache.stats.power import Design
@@ -25,9 +26,6 @@ LEAST_LIKELY = math.log(1e-4)
 """Of those, less likely ones are not kept: they weigh nothing, and would fill the journal."""
 _NOTHING = 1e-9
 """A probability that rounding leaves of none."""
-
-Top = list[tuple[int, float]]
-"""The likeliest token ids at a position with their log-probabilities in nats, best first."""
 
 
 class Role(enum.Enum):

@@ -139,7 +139,7 @@ class Run:
             if pause is not None:
                 self.tell(f"{context.name} is asked again in {pause:g} s: {failure}")
                 time.sleep(pause)
-        away = [server.url for server in self.arms.servers if not server.is_ready()]
+        away = [server.name for server in self.arms.servers if not server.is_ready()]
         if away:
             raise QualityError(
                 f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "

@@ -126,7 +126,7 @@ def run_evaluation(
     arms = request.arms()
     asking = make_arms(arms, servers)
     for server in asking.servers:
-        check_fits(request.plan, longest_prompt(server), server.url)
+        check_fits(request.plan, longest_prompt(server), server.name)
     who = identity(
         request.plan,
         arms,

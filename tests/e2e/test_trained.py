@@ -38,7 +38,7 @@ def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
     oracle = Oracle(checkpoint, torch.float32)
     ids = decided_prompt(oracle, 4 * trainer.topk, trainer.pattern)
     with serve(checkpoint, "--dtype", "float32") as client:
-        assert client.states()[0]["pattern"] == str(trainer.pattern)
+        assert client.states()[0].pattern == str(trainer.pattern)
         expected = oracle.answer(ids, trainer.pattern).logprobs
         torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
 

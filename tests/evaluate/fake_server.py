@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
+from tests.fakes import state
 
 LAYERS = 12
 TOPK = 64
@@ -79,7 +80,7 @@ class Fake:
 
     def __post_init__(self) -> None:
         self.guard = threading.Lock()
-        self.calls = self.switches = self.flushes = self.forwards = 0
+        self.calls = self.forwards = 0
         self.selections, self.reuses = [0] * LAYERS, [0] * LAYERS
         self.cache: dict[str, list[tuple[int, ...]]] = {}
         self.chance = random.Random(5)
@@ -90,23 +91,15 @@ class Fake:
         return bool(self.fault) and self.calls > self.after
 
     def server_info(self) -> dict[str, Any]:
-        state = {
-            "version": "0.1.0",
-            "pattern": self.pattern,
-            "mode": self.mode,
-            "architecture": "GlmMoeDsaForCausalLM",
-            "checkpoint_pattern": "F" * LAYERS,
-            "switches": self.switches,
-            "last_rejection": "",
-            "policy": self.pattern,
-            "source": "test",
-            "index_key_writes": [0] * LAYERS,
-            "forwards": self.forwards,
-            "indexer_selections": list(self.selections),
-            "index_reuses": list(self.reuses),
-        }
+        said = state(
+            self.pattern,
+            self.mode,
+            forwards=self.forwards,
+            indexer_selections=list(self.selections),
+            index_reuses=list(self.reuses),
+        )
         own = {"dtype": "bfloat16", "model_path": "m", "max_req_input_len": 8186}
-        return {**own, **self.info, "internal_states": [{"indexcache": state}]}
+        return {**own, **self.info, "internal_states": [{"indexcache": said.to_json()}]}
 
     def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls += 1
@@ -136,13 +129,11 @@ class Fake:
         key = "" if self.faulty and self.fault == "one cache" else body["extra_key"][place]
         start = body["logprob_start_len"][place] if "logprob_start_len" in body else len(ids)
         cached = min(self._cached(key, ids), start) // PAGE * PAGE
-        told = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
-        info: dict[str, Any] = {"prompt_tokens": told, "cached_tokens": cached}
-        info["indexcache_pattern"] = [pattern]
-        if self.faulty and self.fault == "names no pattern":
-            del info["indexcache_pattern"]
-        if self.faulty and self.fault == "ignores requests":
-            info["indexcache_pattern"] = [self.pattern]
+        read = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
+        info: dict[str, Any] = {"prompt_tokens": read, "cached_tokens": cached}
+        told = self.pattern if self.faulty and self.fault == "ignores requests" else pattern
+        if not (self.faulty and self.fault == "names no pattern"):
+            info["indexcache_pattern"] = [told]
         if "logprob_start_len" in body:
             shown = "F" * LAYERS if self.faulty and self.fault == "ignores" else pattern
             self._score(info, ids, start, shown)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import QualityError
+from sglang_indexcache.errors import IndexCacheError, QualityError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
@@ -113,36 +113,38 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
 
 REFUSED = {
     "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
-    "idle layers": "ignores the pattern: .* layers .* did not do what that wants",
+    "idle layers": "ignores the pattern: .* layers .* did not do what that says",
     "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
     "truncates": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
     "nan": "a log-probability that is none.*NaN",
     "other tokens": "scored other tokens than those that were asked for",
-    "nothing scored": "scored 0 of an answer's 1 tokens",
+    "nothing scored": "scored 0 tokens where 1 were asked for",
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
     "list of garbage": "no reply of SGLang's /generate.*another program",
-    "ignores requests": "ignores the pattern of a request: it was asked for",
-    "names no pattern": "asked for F.* and answered without saying under which pattern",
     "stops": "stopped answering.*is kept: start the same command again",
     "control": r"control failed: at 48 tokens.*(half|few) differs from full \(\d+ lost",
+    "ignores requests": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
+    "names no pattern": "asked for pattern F.* and answered without saying under which pattern",
 }
 SINCE_LONG = ("ignores", "one cache", "truncates")
 """Faults that begin behind the control, where they can be seen."""
+AFTER_CONTROL = 2 * 2
+"""Calls for the control: two contexts, each computed and then asked about."""
 
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_goes_wrong_is_refused_by_name(tmp_path: Path, fault: str) -> None:
-    fake = Fake(fault=fault, after=2 * 2 if fault in SINCE_LONG else 0)
-    with serving(fake) as url, pytest.raises(QualityError, match=REFUSED[fault]):
+    fake = Fake(fault=fault, after=AFTER_CONTROL if fault in SINCE_LONG else 0)
+    with serving(fake) as url, pytest.raises(IndexCacheError, match=REFUSED[fault]):
         evaluate(tmp_path, url)
 
 
 def test_a_server_that_begins_to_ignore_patterns_midway_is_refused(tmp_path: Path) -> None:
     """Though the first long contexts were answered as they should be."""
-    fake = Fake(fault="ignores", after=2 * 2 + 10)
+    fake = Fake(fault="ignores", after=AFTER_CONTROL + 10)
     with serving(fake) as url, pytest.raises(QualityError, match="ignores the pattern, or answers"):
         evaluate(tmp_path, url)
-    assert fake.calls > 2 * 2 + 10
+    assert fake.calls > AFTER_CONTROL + 10
 
 
 def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import rel_entr
 
-from sglang_indexcache.evaluate.evaluation import TOP, Answer, Top, divergence
+from sglang_indexcache.ask.score import Top
+from sglang_indexcache.evaluate.evaluation import TOP, Answer, divergence
 from sglang_indexcache.evaluate.scoring import _kept
 
 
