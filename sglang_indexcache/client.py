@@ -78,6 +78,11 @@ class Client:
             auth=self._authorize if api_key or admin_api_key else None,
         )
 
+    @property
+    def name(self) -> str:
+        """How messages call it: its URL."""
+        return self.url
+
     def environment_for_sglang(self) -> dict[str, str]:
         """Variables from which SGLang's own client programs take this client's key."""
         return {"OPENAI_API_KEY": self._key} if self._key else {}
