@@ -117,6 +117,9 @@ def test_full_means_all_that_the_checkpoint_ships(library: Library) -> None:
         ("", PatternError, "empty"),
         ("SFFF", PatternError, "starts with S"),
         ("/no/such/file.yaml", LibraryError, "cannot read pattern file"),
+        ("1/" + "9" * 5000, PatternError, "a ratio is one of small numbers such as 1/4"),
+        ("uniform:1/" + "9" * 5000, PatternError, "uniform:1/r.*4,912 characters more"),
+        ("full < 32K <= 1/2", LibraryError, "one pattern is wanted here"),
     ],
 )
 def test_bad_values(
