@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from sglang_indexcache.errors import IndexCacheError, OutputError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
 out = Console()
 
@@ -157,7 +157,7 @@ def connect(
     timeout: float = 600.0,
 ) -> list[Client]:
     """A client of each server. The keys go no further than these, so that nothing records them."""
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
     return [
         Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls or ()

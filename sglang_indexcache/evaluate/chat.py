@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import QualityError, ServerError
 from sglang_indexcache.evaluate.metrics import METRICS
 from sglang_indexcache.evaluate.plan import Material

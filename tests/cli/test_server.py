@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
-from sglang_indexcache.client import Client
 from sglang_indexcache.library import Library
 from tests.bench.fake_server import Behaviour, fake_server
 

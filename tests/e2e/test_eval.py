@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 import sglang_indexcache
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.plan import Material, Plan
 from sglang_indexcache.evaluate.session import Request, run_evaluation
 from sglang_indexcache.pattern import Pattern
