@@ -52,8 +52,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
-        {"errors", "heal.packing", "heal.losses_triton"},
-        {"torch", "triton"},
+        {"errors", "heal.packing"},
+        {"torch"},
     ),
     "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
