@@ -359,8 +359,11 @@ class Library:
 
 
 def names_a_file(value: str) -> bool:
-    """Whether what a user wrote for a pattern is the path of a YAML file, there or not."""
-    if value.startswith("uniform:") or _RATIO.fullmatch(value):
+    """Whether what a user wrote for a pattern is the path of a YAML file, there or not.
+
+    A choice by prompt length is none, though it may hold a ratio.
+    """
+    if "<" in value or value.startswith("uniform:") or _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
@@ -44,7 +45,6 @@ from sglang_indexcache.bench.servers import (
 from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
 from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import write_whole

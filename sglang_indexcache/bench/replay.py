@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed, named
 from sglang_indexcache.bench import figures
 from sglang_indexcache.bench.environment import Environment, busy_cores, environment
@@ -29,7 +30,6 @@ from sglang_indexcache.bench.servers import Servers, check_served, server_facts
 from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.tables import Grid, foreign_work, what_was_served, where_and_when
 from sglang_indexcache.bench.traffic import Mix, Session, Words, random_prompts, sessions, trace
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_answered_under, named
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
 
 

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from sglang_indexcache.errors import IndexCacheError, OutputError, SettingsError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
 out = Console()
 
@@ -184,7 +184,7 @@ def connect(
     Raises:
         SettingsError: a URL that is none.
     """
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
     urls = [_checked(url) for url in urls or ()]
 

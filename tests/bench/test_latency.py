@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.latency import Settings, Target, read_target, run
@@ -20,7 +21,6 @@ from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.stream import Answer, steady_window
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.bench.fake_server import Behaviour, fake_server

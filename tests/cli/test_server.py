@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
-from sglang_indexcache.client import Client
 from sglang_indexcache.library import Library
 from tests.bench.fake_server import Behaviour, fake_server
 from tests.fakes import state
@@ -76,7 +76,7 @@ def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the-key" not in text
 
 
-@pytest.mark.parametrize("value", ["uniform:1/4", "glm-5-1of4"])
+@pytest.mark.parametrize("value", ["uniform:1/4", "glm-5-1of4", "full < 32K <= 1/4"])
 def test_what_is_no_file_is_the_servers_to_resolve(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
