@@ -25,7 +25,7 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
     from sglang_indexcache.evaluate.evaluation import Evaluation
     from sglang_indexcache.evaluate.session import EvaluationRequest
 

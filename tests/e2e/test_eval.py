@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 import sglang_indexcache
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.session import EvaluationRequest, run_evaluation
