@@ -28,8 +28,8 @@ from sglang_indexcache.client import Client, Server
 from sglang_indexcache.heal.data.retrieval import Document
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.objective import Score
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json

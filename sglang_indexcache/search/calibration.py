@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import islice
 
 import numpy as np
@@ -18,10 +19,72 @@ import numpy as np
 from sglang_indexcache.data.documents import Conversation, Document, read_documents
 from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.objective import Objective, Score
 
 FIRST_LOOK = 100
 """Documents that are looked at to see whether the data marks answers."""
+
+
+class Score(StrEnum):
+    """Which predictions count, of those whose query sees more than it may select."""
+
+    ANSWERS = "answers"
+    LATE = "late"
+    ALL = "all"
+
+    @classmethod
+    def parse(cls, text: str) -> Score:
+        """From what a user writes.
+
+        Raises:
+            SearchError: none of the three.
+        """
+        if text not in list(cls):
+            raise SearchError(f"the score is {', '.join(cls)}, got {text!r}")
+        return cls(text)
+
+
+_COUNTS = {
+    Score.ANSWERS: "answer tokens",
+    Score.LATE: "tokens in the later half of each sequence",
+    Score.ALL: "all tokens",
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which predictions a loss counts.
+
+    Attributes:
+        score: of which tokens.
+        topk: tokens that a query selects (``index_topk``). Until it sees more than these, no
+            pattern changes what it attends to, so its prediction is never counted.
+    """
+
+    score: Score = Score.ALL
+    topk: int = 0
+
+    def counted(self, answers: Mask) -> Mask:
+        """The predictions of one sequence that count.
+
+        Args:
+            answers: ``[length]`` bool, whether a token belongs to an answer.
+
+        Returns:
+            ``[length - 1]`` bool; entry i is the prediction of token i + 1, whose query sees
+            i + 1 tokens.
+        """
+        query = np.arange(len(answers) - 1)
+        counted: Mask = query >= self.topk
+        if self.score is Score.ANSWERS:
+            return counted & answers[1:]
+        if self.score is Score.LATE:
+            return counted & (query >= len(query) // 2)
+        return counted
+
+    def in_words(self) -> str:
+        """Which tokens count."""
+        counts = _COUNTS[self.score]
+        return f"{counts} whose query sees more than {self.topk} tokens" if self.topk else counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +163,6 @@ class Calibration:
         """Counted predictions of a batch, in words."""
         each = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
         return f"{min(each)}" if min(each) == max(each) else f"{min(each)} to {max(each)}"
-
-    def part(self, place: int, parts: int) -> Calibration:
-        """The part of this number, of as many equal ones."""
-        size = len(self.sequences) // parts
-        mine = slice(place * size, (place + 1) * size)
-        return replace(self, sequences=self.sequences[mine], counted=self.counted[mine])
 
     def followed_by(self, held_out: Calibration) -> Calibration:
         """These sequences to search on, those of ``held_out`` after them."""

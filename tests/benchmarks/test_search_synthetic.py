@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import search_synthetic as simulation
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 
 
 @pytest.mark.parametrize("layers", [47, 78])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.data.marking import Marker, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.calibration import Calibration, Split, prepare
-from sglang_indexcache.search.objective import Score
+from sglang_indexcache.search.calibration import Calibration, Score, Split, prepare
 from tests.data.letters import Letters, letters, text_of
 
 SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
