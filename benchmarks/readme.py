@@ -35,7 +35,7 @@ PAGES = tuple(
         "docs/benchmarks.md",
         "docs/kernels.md",
         "docs/evaluate.md",
-        "docs/search.md",
+        "benchmarks/results/search/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )

@@ -98,7 +98,7 @@ SEARCHES = {
     "fast, 10x batches": ("fast", True, 10 * BATCHES),
     "exhaustive, 3 batches": ("greedy", False, 3),
 }
-"""Method, whether refined, batches. All but the first and fourth take a tenth of the first's tokens."""
+"""Method, whether refined, batches. All but first and fourth take a tenth of the first's tokens."""
 
 
 class Landscape(SyntheticEvaluator):

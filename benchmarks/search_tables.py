@@ -1,4 +1,4 @@
-"""The generated tables of benchmarks/results/search/README.md: each is a function of the results' folder."""
+"""The tables of benchmarks/results/search/README.md, each made from the results beside it."""
 
 from __future__ import annotations
 

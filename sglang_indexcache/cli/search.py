@@ -25,9 +25,9 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
+    from sglang_indexcache.ask.pool import LoadPolicy
+    from sglang_indexcache.ask.score import Engine
     from sglang_indexcache.search.calibration import Score
-    from sglang_indexcache.search.evaluators.pool import Engine, Manners
-    from sglang_indexcache.search.evaluators.served import LiveEngine
     from sglang_indexcache.search.sources import Data, Source
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
@@ -212,8 +212,8 @@ def run_command(
     chosen = Options.parse(method, budget) if method else None
     measured = Data(data, _length(context), batches, 1, held_out, seed, score=_score(score))
     servers = connect(url, api_key)
-    manners = _manners(servers, at_once, low_priority)
-    source = _source(measured, model, servers, engine, manners)
+    load = _load(servers, at_once, low_priority)
+    source = _source(measured, model, servers, engine, load)
     with (Planned(model, measured) if dry_run else source).open() as setup:
         constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
         targets = parse_targets(target, constraints)
@@ -270,7 +270,7 @@ def compare_command(
     check_writable(output, SearchError)
     measured = Data(data, _length(context), 1, 1, held_out, use_held_out=True, score=_score(score))
     servers = connect(url, api_key)
-    source = _source(measured, model, servers, engine, _manners(servers, at_once, low_priority))
+    source = _source(measured, model, servers, engine, _load(servers, at_once, low_priority))
     with source.open() as setup:
         parsed = [setup.resolve(value) for value in patterns]
         print_plan(out, setup.rows)
@@ -337,7 +337,7 @@ def _source(
     model: Path,
     servers: Sequence[Engine],
     engine: list[str] | None,
-    manners: Manners,
+    load: LoadPolicy,
 ) -> Source:
     """What measures, as the options of a command describe it."""
     from sglang_indexcache.search.sources import InProcess, Local, Served
@@ -345,7 +345,7 @@ def _source(
     if servers and engine:
         raise SearchError("give --url or --engine, not both")
     if servers:
-        return Served(model, data, tuple(servers), manners, _tell)
+        return Served(model, data, tuple(servers), load, _tell)
     kind, *more = engine or ["transformers"]
     if kind.startswith("transformers"):
         _, colon, dtype = kind.partition(":")
@@ -359,21 +359,21 @@ def _source(
     return InProcess(model, data, lambda: _engine(model, keywords))
 
 
-def _manners(servers: Sequence[Engine], at_once: int | None, low_priority: bool) -> Manners:
+def _load(servers: Sequence[Engine], at_once: int | None, low_priority: bool) -> LoadPolicy:
     """How to ask the servers, of which there must be some to ask in any way."""
-    from sglang_indexcache.search.evaluators.pool import Manners
+    from sglang_indexcache.ask.pool import LoadPolicy
 
     asked = {"--at-once": at_once, "--low-priority": low_priority}
     if not servers and (flag := next((flag for flag, value in asked.items() if value), None)):
         raise SearchError(f"{flag} is for the servers of --url")
-    return Manners(None, at_once or 1, low_priority)
+    return LoadPolicy(None, at_once or 1, low_priority)
 
 
 def _tell(line: str) -> None:
     out.print(f"[yellow]servers[/yellow]  {escape(line)}", highlight=False)
 
 
-def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngine]:
+def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[Engine]:
     from sglang_indexcache.serving.in_process import InProcessEngine
 
     pairs = (name_and_value(text, "--engine") for text in keywords)

@@ -202,8 +202,9 @@ def prepare(
 
     A sequence is a whole document of at most ``context`` tokens. Longer text is cut into
     consecutive windows, a longer conversation after the last response that fits; a longer document
-    with answers is left out, because an answer would lose its evidence. Whether a sequence is held
-    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`). Of each
+    with answers is left out, because an answer would lose its evidence. Whether a document is held
+    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`): all windows
+    of a text are on one side. Of each
     part the first that have at least half of ``context`` are taken, the longest of the others only
     if the source ends before there are enough, and shuffled. So neither part changes between runs
     or machines.
@@ -260,8 +261,7 @@ def _choose(reading: _Reading, wanted: dict[bool, int]) -> dict[bool, list[Marke
     """At most as many sequences of each part as are wanted; reads no further than needed."""
     chosen: dict[bool, list[Marked]] = {part: [] for part in wanted}
     shorter: dict[bool, list[tuple[int, int, Marked]]] = {part: [] for part in wanted}
-    for order, piece in enumerate(reading.pieces()):
-        part = is_held_out(piece.ids)
+    for order, (part, piece) in enumerate(reading.pieces()):
         if 2 * len(piece) < reading.context:
             heapq.heappush(shorter[part], (len(piece), -order, piece))
             if len(shorter[part]) > wanted[part]:
@@ -302,8 +302,8 @@ class _Reading:
     shortened: int = 0
     windowed: int = 0
 
-    def pieces(self) -> Iterator[Marked]:
-        """Every sequence, in the order of the documents."""
+    def pieces(self) -> Iterator[tuple[bool, Marked]]:
+        """Every sequence in the order of the documents, and whether its document is held out."""
         for document in read_documents(self.source):
             self.documents += 1
             if self.objective.score is Score.ANSWERS and not document.has_answers:
@@ -320,7 +320,8 @@ class _Reading:
                 pieces = self._shortened(document)
             counting = [p for p in pieces if self.objective.counted(p.answers).any()]
             self.blind += bool(pieces) and not counting
-            yield from counting
+            part = is_held_out(marked.ids)
+            yield from ((part, piece) for piece in counting)
 
     def _shortened(self, document: Document) -> list[Marked]:
         """A conversation cut after a response; nothing of what cannot be cut."""
@@ -356,9 +357,10 @@ class _Reading:
                 "its response, or text with answers; or count other tokens (--score late)."
             )
         length = "longer" if self.too_long else "shorter"
+        several = "; all windows of a text are on one side: give several documents"
         return SearchError(
             f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
             f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
-            f"{got[True]} ({self.in_words(0, 0)}). Give more text, or ask for fewer batches or a "
+            f"{got[True]} ({self.in_words(0, 0)}{several if self.windowed else ''}). Give more text, or ask for fewer batches or a "
             f"{length} context."
         )

@@ -194,10 +194,11 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
 
 def test_an_output_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for command in (["run"], ["compare", "full", "1/2"], ["overlap"]):
-        result = call(
-            "search", *command, "--model", TINY, "-o", tmp_path / "file", "--context", 256
-        )
+    data = documents(tmp_path / "data.jsonl")
+    few = ("--batches", "2")
+    for command in (["run", *few], ["compare", "full", "1/2"], ["overlap", *few]):
+        where = ("--model", TINY, "-o", tmp_path / "file", "--data", data)
+        result = call("search", *command, *where)
         assert result.exit_code == 1
         assert "nothing can be written to" in said(result)
 
