@@ -203,11 +203,10 @@ def prepare(
     A sequence is a whole document of at most ``context`` tokens. Longer text is cut into
     consecutive windows, a longer conversation after the last response that fits; a longer document
     with answers is left out, because an answer would lose its evidence. Whether a document is held
-    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`): all windows
-    of a text are on one side. Of each
-    part the first that have at least half of ``context`` are taken, the longest of the others only
-    if the source ends before there are enough, and shuffled. So neither part changes between runs
-    or machines.
+    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`), so all
+    windows of a text are on one side. Of each part the first that have at least half of ``context``
+    are taken, the longest of the others only if the source ends before there are enough, and
+    shuffled. So neither part changes between runs or machines.
 
     Args:
         source: as for :func:`~sglang_indexcache.data.documents.read_documents`.
@@ -357,10 +356,11 @@ class _Reading:
                 "its response, or text with answers; or count other tokens (--score late)."
             )
         length = "longer" if self.too_long else "shorter"
-        several = "; all windows of a text are on one side: give several documents"
+        one_side = "; all windows of a text are on one side: give several documents"
+        several = one_side if self.windowed else ""
         return SearchError(
             f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
             f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
-            f"{got[True]} ({self.in_words(0, 0)}{several if self.windowed else ''}). Give more text, or ask for fewer batches or a "
-            f"{length} context."
+            f"{got[True]} ({self.in_words(0, 0)}{several}). Give more text, or ask for fewer batches "
+            f"or a {length} context."
         )

@@ -27,7 +27,7 @@ from tests.search.fake_engine import Engine, serving
 from tests.search.test_resume import evaluations, results
 
 PACKAGE = Path(sglang_indexcache.__file__).parent
-TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "ask" / "client.py"
+TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "search"
 LAYERS = 12
 
 
