@@ -357,10 +357,10 @@ class _Reading:
             )
         length = "longer" if self.too_long else "shorter"
         one_side = "; all windows of a text are on one side: give several documents"
-        several = one_side if self.windowed else ""
+        told = self.in_words(0, 0) + (one_side if self.windowed else "")
         return SearchError(
             f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
             f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
-            f"{got[True]} ({self.in_words(0, 0)}{several}). Give more text, or ask for fewer batches "
+            f"{got[True]} ({told}). Give more text, or ask for fewer batches "
             f"or a {length} context."
         )
