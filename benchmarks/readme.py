@@ -15,15 +15,10 @@ from pathlib import Path
 
 from benchmarks import search_tables
 from benchmarks.kernels import composition, forecast
-from benchmarks.stack import tables as stack_tables
-from sglang_indexcache.bench import plan, replay, tables
-from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
-from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
-from sglang_indexcache.bench.roofline import GPUS
-from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench import tables
+from sglang_indexcache.bench.results import LatencyResult, load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.library import Library
 from sglang_indexcache.serving.features import FEATURES
 from sglang_indexcache.support.lengths import format_length
 
@@ -41,7 +36,6 @@ PAGES = tuple(
     )
 )
 RESULTS = Path("benchmarks/results")
-_PAPER_LENGTHS = (10_000, 60_000, 120_000, 200_000)
 
 _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
@@ -87,19 +81,6 @@ def _amdahl(folder: Path, path: str) -> str:
 
 def _memory(folder: Path, path: str) -> str:
     return tables.memory_grid(load(LatencyResult, folder / path)).to_markdown()
-
-
-def _replay(folder: Path, path: str) -> str:
-    return replay.to_markdown(load(replay.ReplayResult, folder / path))
-
-
-def _stack(folder: Path, path: str) -> str:
-    return stack_tables.report(load(LayerStackResult, folder / path))
-
-
-def _stack_check(folder: Path, path: str) -> str:
-    check = load(StackCheck, folder / path)
-    return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
 
 
 def _forecast(folder: Path, path: str) -> str:
@@ -176,28 +157,6 @@ def _healing_memory(folder: Path, path: str) -> str:
     return heal_memory.table(json.loads((folder / path).read_text())["rows"])
 
 
-def _plan(_folder: Path, _path: str) -> str:
-    """The planner's roofline beside the paper's measurement, for the paper's model and node."""
-    shape = PRESETS["30b"]
-    checkpoint = checkpoint_of(shape)
-    rates = plan.RooflineRates(shape, GPUS["h100"], "bf16")
-    header = ("predicted (paper)", *map(format_length, _PAPER_LENGTHS))
-    rows: list[tuple[str, ...]] = []
-    for metric in METRICS:
-        rows.append((tables.NAMES[metric],))
-        for ratio in ("1/2", "1/4"):
-            pattern = Library.default().resolve(ratio, checkpoint).pattern
-            cited = paper_speedup(dict(checkpoint.shape), pattern, metric)
-            cells = []
-            for length in _PAPER_LENGTHS:
-                found = plan.predict(shape, rates, pattern, length, 800_000)
-                speed = getattr(found, metric)
-                cells.append(f"{speed:.2f}x ({cited[format_length(length)]:.2f}x)")
-            rows.append((ratio, *cells))
-    title = "30B model on H100: roofline prediction, and in brackets what the paper measured"
-    return Grid(title, header, tuple(rows)).to_markdown()
-
-
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
     "latency-cpu-longest": (_latency_longest, "latency/cpu/latency.json"),
@@ -206,9 +165,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "memory-cpu": (_memory, "latency/cpu/latency.json"),
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
     "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
-    "replay-cpu": (_replay, "replay/cpu/replay.json"),
-    "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
-    "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
     "search-races": (search_tables.races, "search/races.json"),
@@ -226,7 +182,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "kernel-best-first": (_best_first, "kernels/forecast.json"),
     "kernel-composition": (_composition, "kernels/forecast.json"),
-    "plan-and-paper": (_plan, ""),
     "request-patterns": (_request_patterns, "request_patterns.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
