@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 FULL := $(VENV)/.sglang-indexcache
 SMALL := $(VENV)/.sglang-indexcache-small
 
-.PHONY: help demo test test-fast check full clean
+.PHONY: help demo test test-fast soak check full clean
 
 help:
 	@echo "make demo       serve a small model with all and with a quarter of its indexers"
 	@echo "make test       run the tests"
 	@echo "make test-fast  run the tests that need no SGLang, without installing it"
+	@echo "make soak       run the tests that draw again and again with fresh seeds (ROUNDS=5)"
 	@echo "make check      ruff and mypy, without installing SGLang"
 	@echo "make full       install everything, SGLang included"
 	@echo "make clean      remove what the above made, but the virtual environment"
@@ -25,6 +26,16 @@ test: $(FULL)
 
 test-fast: $(SMALL)
 	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile
+
+# A seed that fails is printed, with what runs it again.
+ROUNDS ?= 5
+soak: $(FULL)
+	@for round in $$(seq $(ROUNDS)); do \
+		seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); \
+		echo "round $$round of $(ROUNDS): INDEXCACHE_TEST_SEED=$$seed"; \
+		INDEXCACHE_TEST_SEED=$$seed $(BIN)/python -m pytest -m 'draws and not e2e' --hypothesis-seed=$$seed \
+			-n 2 --dist loadfile || { echo "again: INDEXCACHE_TEST_SEED=$$seed python -m pytest --hypothesis-seed=$$seed TEST"; exit 1; }; \
+	done
 
 check: $(SMALL)
 	$(BIN)/ruff check .
@@ -47,7 +58,7 @@ $(FULL): pyproject.toml
 	touch $@ $(SMALL)
 
 $(SMALL): pyproject.toml
-	$(install) '.[search,train,test]'
+	$(install) '.[search,heal,test]'
 	touch $@
 
 clean:

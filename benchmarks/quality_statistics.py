@@ -2,7 +2,7 @@ r"""Are the verdicts of an evaluation wrong at most as often as they promise? By
 
     python -m benchmarks.quality_statistics [--evaluations 10000] [--seed 0]
 
-Each simulated evaluation has the number of contexts that `evaluate.design` plans for its margin, in
+Each simulated evaluation has the number of contexts that `stats.power` plans for its margin, in
 cells that lose differently, eight questions a context whose differences are correlated, and an
 engine that flips answers by itself. It is judged by the code that users run, at the planned looks,
 until a claim is made. Three truths: no loss, a loss of the margin, three times the margin. Beside
@@ -28,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import binom
 
-from sglang_indexcache.evaluate.design import QUESTIONS, Design, spread, spread_over_cells
-from sglang_indexcache.evaluate.outcomes import Differences, Flips, Floats
-from sglang_indexcache.evaluate.verdict import SAME, Kind, Reading, read, repeats_itself, sees
+from sglang_indexcache.evaluate.tasks import QUESTIONS
+from sglang_indexcache.evaluate.verdict import SAME, Judgement, Kind, read, repeats_itself, sees
+from sglang_indexcache.stats.pairs import Differences, Flips, Floats
+from sglang_indexcache.stats.power import Design, spread, spread_over_cells
+from sglang_indexcache.study.provenance import machine, versions
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.provenance import machine, versions
 
 RESULT = Path(__file__).parent / "results" / "quality" / "statistics"
 CELLS = 6
@@ -76,7 +77,7 @@ class World:
         plan = Design(contexts=CELLS, margin=self.margin)
         if self.rows:
             return replace(plan, contexts=(CELLS - 1) * self.made + self.rows)
-        contexts = plan.needed(*spread(*self._differing))
+        contexts = plan.needed(*spread(*self._differing, QUESTIONS))
         return replace(plan, contexts=CELLS * -(-contexts // CELLS))
 
     @property
@@ -193,7 +194,7 @@ def differences(world: World, pairing: Pairing, reference: Any, arm: Any) -> Dif
     return Differences(values, cells, names, flips, behind)
 
 
-def evaluate(world: World, answers: Answers, pairing: Pairing) -> tuple[int, Reading]:
+def evaluate(world: World, answers: Answers, pairing: Pairing) -> tuple[int, Judgement]:
     """Judge at each planned look until a claim is made: the look, and what it says."""
     design = world.design
     for look in range(1, design.looks + 1):

@@ -1,5 +1,6 @@
-"""Which tests need what a small installation lacks is said here alone; there they are skipped.
+"""What holds for all tests: where their random numbers come from, and what they need.
 
+Which tests need what a small installation lacks is said here alone; there they are skipped.
 Whoever is not listed must pass without it: ``make test-fast`` shows an import that fails.
 """
 
@@ -10,7 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+from tests.seeds import FIXED, SEED, VARIABLE, seed_all
 
 TESTS = Path(__file__).parent
 NEEDS = {
@@ -37,9 +41,39 @@ NEEDS = {
     "triton": (
         "kernels/test_triton.py",
         "kernels/test_triton_compiles.py",
-        "training/test_losses_triton.py",
     ),
 }
+
+
+# Hypothesis follows each test's own source, or in a soak the seed of --hypothesis-seed.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("soak", database=None, print_blob=True)
+hypothesis.settings.load_profile("fixed" if SEED == FIXED else "soak")
+
+
+def pytest_report_header() -> str:
+    """Say how the run's draws can be had again."""
+    return f"draws: {VARIABLE}={SEED}" + (" (fixed)" if SEED == FIXED else "")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed before the fixtures, which draw too."""
+    seed_all()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what ``make soak`` repeats: tests of hypothesis, and those that take a seed."""
+    for item in items:
+        drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        if drawn or "seed" in getattr(item, "fixturenames", ()):
+            item.add_marker("draws")
+
+
+@pytest.fixture
+def seed() -> int:
+    """The run's seed; whoever takes it is repeated by ``make soak`` with others."""
+    return SEED
 
 
 class SkippedModule(pytest.Module):

@@ -77,5 +77,5 @@ def test_the_base_is_small() -> None:
 def test_extras_bring_what_they_are_for() -> None:
     assert OPTIONAL["serve"] == [f"sglang=={SUPPORTED_VERSION}"]
     assert packages(OPTIONAL["search"]) >= {"numpy", "scipy", "matplotlib", "transformers"}
-    assert "sglang" not in packages(OPTIONAL["search"] + OPTIONAL["train"] + OPTIONAL["test"])
+    assert "sglang" not in packages(OPTIONAL["search"] + OPTIONAL["heal"] + OPTIONAL["test"])
     assert set(EXTRAS.values()) <= set(OPTIONAL)

@@ -33,33 +33,38 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "models", "pattern"}, set()),
     "library": (BASE, SMALL),
     "stored": (BASE, SMALL | MODELS),
-    "adapter": (BASE | {"support.provenance"}, SMALL | MODELS),
-    "client": ({"errors"}, {"httpx"}),
+    "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
+    "ask": (BASE, SMALL | {"httpx"}),
     "hf": (BASE, SMALL),
-    "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
+    "support": (
+        BASE | {"study.plots"},
+        TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"},
+    ),
+    "study": (BASE, TABLES | {"matplotlib"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "support"},
+        BASE | {"ask", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
-        BASE | {"adapter", "data", "stored", "support"},
+        BASE | {"adapter", "data", "stats", "stored", "study", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
-        {"errors", "heal.packing", "heal.losses_triton"},
-        {"torch", "triton"},
+        {"errors", "heal.packing"},
+        {"torch"},
     ),
+    "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
-        BASE | {"client", "support"},
+        BASE | {"ask", "data", "stats", "study", "support"},
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"client", "support"},
+        BASE | {"ask", "study", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }

@@ -17,7 +17,7 @@ from benchmarks.kernels.sass import innermost, parse
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels.build import ARCHITECTURE, find_nvcc
 from sglang_indexcache.kernels.disassembly import listing
-from sglang_indexcache.support.provenance import package_version
+from sglang_indexcache.study.provenance import package_version
 
 WARPS = 4
 """Math warpgroups, 64 keys x 128 columns each: together 256 keys."""

@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.bench.prompts import random_prompts
@@ -36,17 +38,15 @@ from sglang_indexcache.bench.results import (
 from sglang_indexcache.bench.servers import (
     Servers,
     check_served,
-    check_skipped,
     indexer_seconds,
     server_facts,
 )
 from sglang_indexcache.bench.stream import Answer, steady_window, stream
 from sglang_indexcache.checkpoint import Checkpoint, read_config
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError
+from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.provenance import checkpoint_digest
 
 WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8
@@ -248,7 +248,8 @@ class _Visit:
             else:
                 yield self._full(length)
         check_served(self._client, self._configuration, self._target.model)
-        check_skipped(before, self._client, self._configuration)
+        said, pattern = self._client.states(), self._configuration.pattern
+        check_obeyed(before, said, [pattern], f"the server at {self._client.url}", alone=True)
 
     def concurrency(self, length: int) -> int:
         """Requests at once on all ranks for the full KV cache."""

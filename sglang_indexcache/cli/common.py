@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, OutputError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
 out = Console()
 
@@ -25,43 +29,99 @@ EXTRAS = {
     "search": "search",
     "eval": "search",
     "bench": "search",
-    "train": "train",
-    "kernels": "serve",
+    "heal": "heal",
+    "kernels": "kernels",
     "demo": "serve",
 }
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
 
 CONTEXTS = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)"
 
-ModelOption = Annotated[Path, typer.Option(help="The checkpoint's folder.")]
+
+def writable(folder: Path | None) -> Path | None:
+    """Try a folder for results before anything is measured, and leave it as it was.
+
+    The options below call it, so that a command that takes ``--output`` need not.
+
+    Raises:
+        OutputError: no file can be written there.
+    """
+    if folder is None:
+        return None
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
+        ) from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    return folder
+
+
+ModelOption = Annotated[Path, typer.Option(metavar="FOLDER", help="The checkpoint's folder.")]
 OutputOption = Annotated[
-    Path, typer.Option("--output", "-o", help="A folder for everything that is written.")
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        callback=writable,
+        help="A folder for everything that is written.",
+    ),
 ]
 PatternOption = Annotated[
     str,
     typer.Option(
+        metavar="PATTERN",
         help="Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as "
-        "1/4 (looked up in the library), a library pattern's name or a YAML file."
+        "1/4 (looked up in the library), a library pattern's name or a YAML file.",
     ),
 ]
 PatternsOption = Annotated[
     list[str] | None,
-    typer.Option("--pattern", help="A pattern in any form, or NAME=PATTERN. Repeat it."),
+    typer.Option(
+        "--pattern", metavar="PATTERN", help="A pattern in any form, or NAME=PATTERN. Repeat it."
+    ),
 ]
-ContextOption = Annotated[str, typer.Option(help=f"Length of each context: {CONTEXTS}.")]
+ContextOption = Annotated[
+    str, typer.Option(metavar="TOKENS", help=f"Length of each context: {CONTEXTS}.")
+]
 ContextsOption = Annotated[
-    list[str] | None, typer.Option("--context", help=f"Context length: {CONTEXTS}. Repeat it.")
+    list[str] | None,
+    typer.Option("--context", metavar="TOKENS", help=f"Context length: {CONTEXTS}. Repeat it."),
 ]
-SeedOption = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
-UrlOption = Annotated[str, typer.Option(help="Base URL of the server.")]
+SeedOption = Annotated[
+    int, typer.Option(metavar="NUMBER", help="Seed of everything that is drawn at random.")
+]
+SERVERS = "Servers that run"
+"""The panel of help with what says which servers to ask."""
+
+UrlOption = Annotated[
+    str, typer.Option(metavar="URL", rich_help_panel=SERVERS, help="Base URL of the server.")
+]
 UrlsOption = Annotated[
-    list[str] | None, typer.Option("--url", help="Base URL of a running server. Repeat it.")
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        rich_help_panel=SERVERS,
+        help="Base URL of a running server. Repeat it.",
+    ),
 ]
 # Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
 # be sent to a server by accident.
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(
+        metavar="KEY",
+        rich_help_panel=SERVERS,
         envvar="SGLANG_API_KEY",
         help="API key of the servers at --url. Better in the variable: others on this machine can "
         "read a command line.",
@@ -70,6 +130,8 @@ ApiKeyOption = Annotated[
 AdminApiKeyOption = Annotated[
     str | None,
     typer.Option(
+        metavar="KEY",
+        rich_help_panel=SERVERS,
         envvar="SGLANG_ADMIN_API_KEY",
         help="Admin API key of the servers at --url, if they have one: it is needed to switch "
         "patterns and to flush caches.",
@@ -78,7 +140,10 @@ AdminApiKeyOption = Annotated[
 
 
 class Reporting(TyperGroup):
-    """Turns our errors, and packages that are not installed, into one line and exit code 1."""
+    """Turns errors that a user can mend into one line and exit code 1.
+
+    Those are ours, packages that are not installed, and files that cannot be read or written.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -91,6 +156,10 @@ class Reporting(TyperGroup):
             if package == "sglang_indexcache":
                 raise
             message = _missing(package, ctx.invoked_subcommand)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever read our output has gone
+                raise
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         typer.secho(f"indexcache: error: {message}", err=True, fg="red")
         raise typer.Exit(1)
 
@@ -110,7 +179,7 @@ def connect(
     timeout: float = 600.0,
 ) -> list[Client]:
     """A client of each server. The keys go no further than these, so that nothing records them."""
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
     return [
         Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls or ()

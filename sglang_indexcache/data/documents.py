@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.data.rows import LINES, not_utf8, read_rows
 from sglang_indexcache.errors import DataError
 from sglang_indexcache.support.text import machine_text
 
@@ -18,7 +18,6 @@ MACHINE = "machine"
 TEXT_PIECE = 1 << 20
 """Characters of a text file that are read at a time; each piece is a document."""
 
-_ROWS = 256
 _TEXT_FIELDS = ("text", "content", "prompt")
 _RESPONSE_FIELDS = ("response", "completion", "answer")
 
@@ -108,61 +107,22 @@ def _read_source(source: str) -> Iterator[Document]:
 
 
 def _read_file(path: Path) -> Iterator[Document]:
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    try:
-        if path.suffix in (".jsonl", ".ndjson"):
-            yield from _read_lines(path)
-        else:
-            yield from _read_text(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if path.suffix in (*LINES, ".parquet"):
+        for row in read_rows(path):
+            yield _document(row.value, row.where)
+    else:
+        yield from _read_text(path)
 
 
 def _read_text(path: Path) -> Iterator[Text]:
-    with path.open(encoding="utf-8", newline="") as file:
-        try:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
             while text := file.read(TEXT_PIECE):
                 yield Text(text + file.readline(), str(path))
-        except UnicodeDecodeError as error:
-            raise _not_utf8(str(path), error) from error
-
-
-def _read_lines(path: Path) -> Iterator[Document]:
-    with path.open("rb") as file:  # bytes, so that only a newline ends a line
-        for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
-            if line.strip():
-                try:
-                    yield _document(json.loads(line.decode()), where)
-                except UnicodeDecodeError as error:
-                    raise _not_utf8(where, error) from error
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{where} is not JSON: {error}") from error
-
-
-def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    return DataError(
-        f"{where} is not UTF-8 (it holds the byte {error.object[error.start]:#04x}). Convert it "
-        "first, for example with iconv."
-    )
-
-
-def _read_parquet(path: Path) -> Iterator[Document]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise DataError(f"reading {path} needs pyarrow: pip install pyarrow") from error
-    number = 0
-    try:
-        for part in ParquetFile(path).iter_batches(batch_size=_ROWS):
-            for row in part.to_pylist():
-                number += 1
-                yield _document(row, f"{path}, row {number}")
-    except ArrowException as error:
-        raise DataError(f"{path} is not a parquet file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise not_utf8(str(path), error) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _document(row: Any, where: str) -> Document:

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.bench.stream import stream
-from sglang_indexcache.client import Server
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.demo.findings import MIN_ROUNDS, Contender, Findings
 from sglang_indexcache.demo.material import Material, Question

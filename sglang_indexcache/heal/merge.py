@@ -1,4 +1,4 @@
-"""``indexcache train merge``: an adapter and its base as one standard checkpoint."""
+"""``indexcache heal merge``: an adapter and its base as one standard checkpoint."""
 
 from __future__ import annotations
 

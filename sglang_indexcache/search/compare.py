@@ -14,7 +14,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
-from sglang_indexcache.support.stats import half_width
+from sglang_indexcache.stats.student import half_width
 
 CONFIDENCE = 0.95
 

@@ -14,7 +14,7 @@ import numpy as np
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.support.stats import student_quantile
+from sglang_indexcache.stats.student import student_quantile
 
 CONFIDENCE = 0.95
 """One-sided confidence with which a contender must be worse than the leader to be dropped.

@@ -11,7 +11,7 @@ from sglang_indexcache.search.evaluators import Floats, standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.targets import Mark, Targets
-from sglang_indexcache.support.stats import half_width
+from sglang_indexcache.stats.student import half_width
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _refusing(output: str) -> Callable[..., Any]:
             success=False,
             message="this server has an adapter, which belongs to the weights that it was started "
             f"with. To update weights, start one without {ADAPTER.flag}, from a checkpoint that "
-            "indexcache train merge wrote.",
+            "indexcache heal merge wrote.",
         )
 
     return refuse

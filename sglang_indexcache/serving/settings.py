@@ -20,7 +20,7 @@ from sglang_indexcache.kernels.dispatch import NAMES
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 
 BACKEND_NAME = "indexcache"
 """What a user writes after --attention-backend."""
@@ -85,7 +85,7 @@ KERNELS = Option(
 )
 ADAPTER = Option(
     "indexcache_adapter",
-    "A folder that indexcache train heal wrote: its indexers take the place of the checkpoint's, "
+    "A folder that indexcache heal run wrote: its indexers take the place of the checkpoint's, "
     "and its pattern is the pattern. In live mode it is in effect from the start, and again after "
     "indexcache server set adapter; under every other pattern that is set, the checkpoint's own "
     "indexers are. Refused with another checkpoint than the one it was trained on.",

@@ -14,8 +14,8 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import _missing
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.library import Evaluated, Library, add_evaluated
+from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
-from sglang_indexcache.support.provenance import checkpoint_digest
 
 runner = CliRunner()
 
@@ -105,13 +105,14 @@ def test_show_unknown_name() -> None:
     assert "no pattern is called 'nope'" in fail("patterns", "show", "nope")
 
 
-def test_validate(tmp_path: Path) -> None:
+def test_show_checks_every_file(tmp_path: Path) -> None:
     shipped = [str(path) for path in sorted(Path("patterns").glob("*.yaml"))]
-    assert run("patterns", "validate", *shipped).count("layers keep") == len(shipped)
+    assert run("patterns", "show", *shipped).count("layers keep") == len(shipped)
     broken = tmp_path / "broken.yaml"
     broken.write_text("pattern: FSX")
-    output = fail("patterns", "validate", *shipped, str(broken))
+    output = fail("patterns", "show", *shipped, str(broken), "SFF")
     assert "name: Field required" in output
+    assert "starts with S" in output
     assert output.count("layers keep") == len(shipped)
 
 
@@ -159,8 +160,8 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("package", "group", "extra"),
     [
-        ("torch", "train", "train"),
-        ("torch", "kernels", "serve"),
+        ("torch", "heal", "heal"),
+        ("torch", "kernels", "kernels"),
         ("numpy", "search", "search"),
         ("sglang", "search", "serve"),
         ("httpx", None, "all"),

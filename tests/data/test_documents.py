@@ -98,7 +98,7 @@ def test_the_machines_own_text() -> None:
         ("chat.jsonl", b'{"messages": ["hello"]}', "messages that are not a list of objects with"),
         ("span.jsonl", b'{"text": "a", "answers": [[0, 2]]}', "one after its last .the text has 1"),
         ("squad.jsonl", b'{"text": "a", "answers": ["a"]}', "line 1: answers is a list of .start"),
-        ("broken.parquet", b"PAR1 not", "is not a parquet file"),
+        ("broken.parquet", b"PAR1 not", "cannot be read as parquet after row 0"),
     ],
 )
 def test_bad_data(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.client import Client, Server
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
@@ -121,10 +122,8 @@ def batch_logprobs(client: Client, prompts: list[list[int]], start: int = 0) -> 
     ]
 
 
-def greedy(client: Client, ids: list[int], count: int) -> list[int]:
+def greedy(client: Client, ids: list[int], count: int, **sampling: Any) -> list[int]:
     """``count`` greedy tokens."""
-    reply = client.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
-    )
+    greedily = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    reply = client.generate(input_ids=ids, sampling_params=greedily | sampling)
     return list(reply["output_ids"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from sglang_indexcache.evaluate.design import Design
 from sglang_indexcache.evaluate.evaluation import (
     CONTROL_LOOK,
     Answer,
@@ -16,6 +15,7 @@ from sglang_indexcache.evaluate.evaluation import (
     Planned,
     Role,
 )
+from sglang_indexcache.stats.power import Design
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536
 FACTS: dict[str, Any] = {
@@ -94,7 +94,7 @@ def _question(draw: random.Random, place: Planned, question: int, nats: bool) ->
                     place.length,
                     depth,
                     told and kept,
-                    nll=(0.1 + (2 * loss * depth) + 0.05 * draw.random()) if nats else None,
+                    logprobs=(-(0.1 + (2 * loss * depth) + 0.05 * draw.random()),) if nats else (),
                     kl=loss * draw.random() if nats and (arm != "full" or repeat) else None,
                     agreement=1 - loss if nats else None,
                     tokens=7,

@@ -1,18 +1,10 @@
-"""Fresh random inputs in every run; a failure prints the seed that made them."""
+"""All of these tests draw: ``make soak`` repeats them."""
 
 from __future__ import annotations
 
-import os
-import random
-
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def seed() -> int:
-    value = int(os.environ.get("TRAINING_TEST_SEED", random.randrange(2**31)))
-    print(f"TRAINING_TEST_SEED={value}")
-    torch.manual_seed(value)
-    random.seed(value)
-    return value
+def _draws(seed: int) -> None:
+    """The run's seed, which ``tests/conftest.py`` has given to the generators."""

@@ -1,18 +1,8 @@
-"""Fresh random inputs for every run, reproducible from the printed seed."""
-
-import os
-from random import randrange
+"""Random inputs from the run's seed."""
 
 import numpy as np
 import pytest
 import torch
-
-
-@pytest.fixture
-def seed() -> int:
-    chosen = int(os.environ.get("INDEXCACHE_TEST_SEED", randrange(2**31)))
-    print(f"INDEXCACHE_TEST_SEED={chosen}")
-    return chosen
 
 
 @pytest.fixture

@@ -87,9 +87,7 @@ def test_gate(kind: str, n: int, k: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2047, 2048, 2049, 8191, 8192, 8193, 131072, 131073, 300_001])
-def test_long_rows(kind: str, n: int, generator: object) -> None:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"{seed=}")
+def test_long_rows(kind: str, n: int, seed: int) -> None:
     row = make_row(kind, n, np.random.default_rng(seed))
     wanted = oracle(row, 2048)
     chosen, fullest, _ = cuda_host.gate(row, 2048, seed)
@@ -97,9 +95,7 @@ def test_long_rows(kind: str, n: int, generator: object) -> None:
     np.testing.assert_array_equal(chosen, wanted)
 
 
-def test_a_million_tokens() -> None:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"{seed=}")
+def test_a_million_tokens(seed: int) -> None:
     row = make_row("normal", 1 << 20, np.random.default_rng(seed))
     wanted = oracle(row, 2048)
     np.testing.assert_array_equal(cuda_host.gate(row, 2048, seed)[0], wanted)

@@ -58,8 +58,9 @@ def test_repeated_slots_count_as_often_as_they_occur(rows: int, k: int, seed: in
         np.testing.assert_array_equal(np.sort(own), np.sort(slots[row]))
 
 
-def test_the_union_does_not_depend_on_the_order_of_execution() -> None:
-    random = np.random.default_rng()
+def test_the_union_does_not_depend_on_the_order_of_execution(
+    random: np.random.Generator,
+) -> None:
     slots = neighbours(random, 3, 2048, pool=2600, chosen=10**7)
     first = pack(slots, 1)
     for seed in range(2, 6):
@@ -68,9 +69,9 @@ def test_the_union_does_not_depend_on_the_order_of_execution() -> None:
         np.testing.assert_array_equal(first[1], again[1])
 
 
-def test_disjoint_lists_fill_the_scratch() -> None:
+def test_disjoint_lists_fill_the_scratch(random: np.random.Generator) -> None:
     rows, k = cuda_host.constant("mla.max_packed_rows"), 2048
-    slots = np.random.default_rng().permutation(rows * k).astype(np.int32).reshape(rows, k)
+    slots = random.permutation(rows * k).astype(np.int32).reshape(rows, k)
     packed, masks = pack(slots, 1)
     np.testing.assert_array_equal(packed, slots.reshape(-1))
     np.testing.assert_array_equal(masks, np.repeat(1 << np.arange(rows), k))

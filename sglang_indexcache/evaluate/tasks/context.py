@@ -19,6 +19,8 @@ from sglang_indexcache.errors import QualityError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""
+QUESTIONS = 8
+"""Behind one generated context, if nothing else is asked for."""
 _BATCH = 512
 _TRIES = 12
 
@@ -73,9 +75,9 @@ class Question:
     Attributes:
         name: unique in the context.
         ids: its tokens, which follow the context's.
-        answer: the answer's tokens, which follow those; none where no answer is known.
+        answer: the answer's tokens, which follow those.
         text: the question.
-        answer_text: the answer; empty where none is known.
+        answer_text: the answer.
         depth: where in the context the first line lies that the answer follows from, 0 to 1; None
             where a user's file does not tell.
     """
@@ -98,7 +100,6 @@ class Context:
         length: tokens of the context with its longest question and that question's answer.
         ids: the context's tokens.
         questions: each asked behind the context alone, none behind another.
-        messages: the conversation that a user's file has; empty for what is generated.
     """
 
     name: str
@@ -106,7 +107,6 @@ class Context:
     length: int
     ids: list[int]
     questions: list[Question]
-    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
 from sglang_indexcache.serving.settings import Plan
 from tests.serving.cuda.test_backend import runner
 
+pytestmark = pytest.mark.usefixtures("seed")
+
 TOPK, HEADS, PAGES, CONTEXT = 96, 8, 24, 640
 SLOTS = PAGES * 64
 SELECT, ATTEND = (named("reference").load(op) for op in ("select", "sparse_mla"))

@@ -1,0 +1,130 @@
+"""``indexcache heal``: thin, and free of torch until a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglang_indexcache.cli.common import (
+    CONTEXTS,
+    OutputOption,
+    PatternOption,
+    SeedOption,
+    group,
+    writable,
+)
+from sglang_indexcache.heal import STEPS
+
+app = group("Train the indexers that a pattern keeps, on a frozen model.")
+
+
+@app.command("run")
+def run(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's folder; it is only read.")],
+    pattern: PatternOption,
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="What to train on: a .jsonl, .parquet or text file, a folder of them, or "
+            "'machine' for this machine's Python sources. Repeat it. One document in four is held "
+            "out."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            callback=writable,
+            help="The adapter's folder. Its log, state and figure go to a folder beside it, of "
+            "the same name with .run added.",
+        ),
+    ],
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Length of a row of packed documents: {CONTEXTS}. Four times the model's "
+            "index_topk if not given.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of each step.")] = 4,
+    micro_rows: Annotated[
+        int, typer.Option(min=1, help="Rows that run through a layer at a time: more take memory.")
+    ] = 1,
+    dense_steps: Annotated[
+        int, typer.Option(min=0, help="Steps in which layers attend to everything.")
+    ] = STEPS,
+    sparse_steps: Annotated[
+        int, typer.Option(min=0, help="Steps after those, in which layers attend as served.")
+    ] = 0,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-3,
+    held_out: Annotated[int, typer.Option(min=1, help="Rows that are only judged by.")] = 8,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 20,
+    patience: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="End a stage after so many evaluations without a lower held-out loss; 0: never.",
+        ),
+    ] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = 10,
+    dtype: Annotated[
+        str, typer.Option(help="What the frozen model computes in: bfloat16 or float32.")
+    ] = "bfloat16",
+    from_disk: Annotated[
+        bool,
+        typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
+    ] = False,
+    seed: SeedOption = 0,
+) -> None:
+    """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
+
+    The model itself only runs forward, in bfloat16 or from an FP8 checkpoint. What is written is
+    an adapter: a small folder of indexers, served over the unchanged checkpoint. A run that was
+    interrupted goes on with the same command.
+
+    Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
+    """
+    from sglang_indexcache.heal.heal import HealOptions, heal
+    from sglang_indexcache.support.lengths import parse_length
+
+    heal(
+        HealOptions(
+            checkpoint=checkpoint,
+            pattern=pattern,
+            data=tuple(data),
+            output=output,
+            length=None if context is None else parse_length(context),
+            rows=rows,
+            micro_rows=micro_rows,
+            dense_steps=dense_steps,
+            sparse_steps=sparse_steps,
+            lr=lr,
+            held_out=held_out,
+            evaluate_every=evaluate_every,
+            patience=patience,
+            save_every=save_every,
+            seed=seed,
+            dtype=dtype,
+            from_disk=from_disk,
+        )
+    )
+
+
+@app.command("merge")
+def merge_command(
+    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
+    model: Annotated[Path, typer.Option(help="The checkpoint that it was trained on.")],
+    output: OutputOption,
+) -> None:
+    """Write a standard checkpoint: the model with the adapter's indexers and pattern.
+
+    Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a
+    hard link to the model's where the disk allows it, so do not edit it in place.
+    """
+    from sglang_indexcache.heal.merge import merge
+
+    merge(adapter, model, output, typer.echo)
+    typer.echo(f"wrote {output}")

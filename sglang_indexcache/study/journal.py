@@ -1,0 +1,145 @@
+"""A journal: an append-only file of JSON lines, each on disk before it counts.
+
+The first line says what is being measured; a journal is only ever continued by whoever measures
+the same. A process that is killed in the middle of a line loses that line and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.study.identity import check_same, check_writable
+
+_FORMAT = 1
+_Entry = TypeVar("_Entry")
+
+
+class Journal:
+    """A journal file, locked while it is open.
+
+    Args:
+        path: of the file; made with its folder if it is not there.
+        identity: what is measured, JSON values.
+        kind: what one journal is of, for messages ("search").
+        error: what to raise.
+
+    Attributes:
+        entries: the lines that are there already, without the first.
+
+    Raises:
+        IndexCacheError: as ``error``: the file is another's (its identity differs), damaged before
+            its last line, or in use by another process; or its folder cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexCacheError]
+    ) -> None:
+        self.path, self._kind, self._error = path, kind, error
+        self._guard = threading.Lock()
+        check_writable(path.parent, error)
+        is_new = not path.exists()
+        self._file = path.open("a+b")
+        try:
+            self._lock()
+            self.entries: list[dict[str, Any]] = list(self._load(dict(identity)))
+        except BaseException:
+            self._file.close()
+            raise
+        if is_new:
+            _sync_folder(path.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others have the file."""
+        self._file.close()
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Add one line; on disk when this returns."""
+        with self._guard:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def parsed(self, parse: Callable[[dict[str, Any]], _Entry]) -> Iterator[_Entry]:
+        """Every entry as ``parse`` understands it.
+
+        Raises:
+            IndexCacheError: as the journal's: naming the line that lacks something.
+        """
+        for number, entry in enumerate(self.entries, start=2):
+            try:
+                yield parse(entry)
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._damaged(number) from error
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._error(
+                f"{self.path} is in use by another {self._kind}. Wait for it, or give another "
+                "--output."
+            ) from None
+
+    def _load(self, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._file.seek(0)
+        text = self._file.read()
+        whole, _, torn = text.rpartition(b"\n")
+        if torn:  # killed in the middle of a line: that entry never finished
+            self._file.truncate(len(whole) + 1 if whole else 0)
+        lines = whole.split(b"\n") if whole else []
+        if not lines:
+            self.write({"format": _FORMAT, "identity": identity})
+            return
+        self._check_header(self._read(lines[0], 1), identity)
+        for number, line in enumerate(lines[1:], start=2):
+            yield self._read(line, number)
+
+    def _read(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise self._damaged(number) from error
+        if not isinstance(entry, dict):
+            raise self._damaged(number)
+        return entry
+
+    def _damaged(self, number: int) -> IndexCacheError:
+        return self._error(
+            f"{self.path} is damaged at line {number}. Cut it there to keep what is before, or "
+            "give another --output."
+        )
+
+    def _check_header(self, header: Mapping[str, Any], identity: dict[str, Any]) -> None:
+        if header.get("format") != _FORMAT or "identity" not in header:
+            raise self._error(
+                f"{self.path} is not a journal of this version for this {self._kind}. Move it away."
+            )
+        check_same(header["identity"], identity, path=self.path, kind=self._kind, error=self._error)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable, not only its content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""What all commands do alike: output folders are tried first, and no error is a stack of frames."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sglang_indexcache.cli import app, common
+from sglang_indexcache.cli.common import Reporting, writable
+from sglang_indexcache.errors import OutputError
+from tests.cli.test_help import COMMANDS
+
+WITH_OUTPUT = [
+    name for name, command in COMMANDS.items() if any(p.name == "output" for p in command.params)
+]
+
+
+def unwritable(tmp_path: Path, kind: str) -> Path:
+    """A place where no folder can be made, also for root."""
+    file = tmp_path / "file"
+    file.write_text("")
+    return {"a file": file, "below a file": file / "sub", "no place": Path("/proc/nope")}[kind]
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "no place"])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, kind: str) -> None:
+    folder = unwritable(tmp_path, kind)
+    with pytest.raises(OutputError, match=f"cannot write to the folder {folder}"):
+        writable(folder)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(common, "NamedTemporaryFile", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        writable(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert writable(tmp_path / "new" / "folder") == tmp_path / "new" / "folder"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "kept").write_text("")
+    writable(tmp_path / "old")
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["kept"]
+    assert writable(None) is None
+
+
+@pytest.mark.parametrize("name", WITH_OUTPUT)
+def test_every_command_tries_its_output_first(name: str, tmp_path: Path) -> None:
+    """Whatever else is given: nothing here names a model, a pattern or a server that exists."""
+    folder = unwritable(tmp_path, "below a file")
+    arguments = [*name.split(), "--output", str(folder)]
+    for parameter in COMMANDS[name].params:
+        if parameter.required and parameter.name != "output":
+            flag = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
+            arguments += [*flag, "nothing"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1, done.output
+    assert "cannot write to the folder" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "rows.txt"), "rows.txt: No"),
+        (OSError("a sentence of its own"), "a sentence of its own"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, said: str) -> None:
+    failing = typer.Typer(cls=Reporting, pretty_exceptions_enable=False)
+
+    @failing.callback()
+    def group() -> None:
+        """A group with one command."""
+
+    @failing.command("fail")
+    def fail() -> None:
+        raise error
+
+    done = CliRunner().invoke(failing, ["fail"])
+    assert done.exit_code == 1
+    assert done.output.startswith(f"indexcache: error: {said}")
+    assert done.output.count("\n") == 1

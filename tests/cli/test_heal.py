@@ -1,0 +1,29 @@
+"""``indexcache heal`` as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_indexcache.adapter import Adapter
+from sglang_indexcache.cli import app
+from tests.heal.checkpoints import checkpoint
+
+
+@pytest.fixture
+def runner() -> CliRunner:
+    return CliRunner()
+
+
+def test_heal(runner: CliRunner, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "base")
+    heal = ["heal", "run", str(tmp_path / "base"), "--data", "machine", "-o"]
+    heal += [str(tmp_path / "adapter"), "--dense-steps", "1", "--held-out", "1"]
+    done = runner.invoke(app, [*heal, "--pattern", "FSSF", "--context", "24", "--rows", "1"])
+    assert done.exit_code == 0, done.output
+    assert str(Adapter.read(tmp_path / "adapter").pattern) == "FSSF"
+    refused = runner.invoke(app, [*heal, "--pattern", "FSS"])
+    assert refused.exit_code == 1
+    assert refused.output.startswith("indexcache: error: ")

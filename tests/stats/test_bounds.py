@@ -1,0 +1,129 @@
+"""Bounds against scipy, against enumeration, and where nothing or little differs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.stats import norm, ttest_1samp
+
+from sglang_indexcache.stats.bounds import Estimate, capital
+from sglang_indexcache.stats.pairs import Differences, Flips
+
+Z = float(norm.ppf(0.95))
+
+
+def differences(
+    values: list[float], cells: list[int] | None = None, questions: list[int] | None = None
+) -> Differences:
+    cells, questions = cells or [0] * len(values), questions or [8] * len(values)
+    names = tuple((f"t{cell}", 1) for cell in sorted(set(cells)))
+    flips = Flips(0, 0, len(values))
+    return Differences(np.array(values, float), np.array(cells), names, flips, np.array(questions))
+
+
+def test_symmetric_values_in_one_cell_have_students_interval() -> None:
+    half = np.random.default_rng(0).normal(size=20)
+    values = [*(0.3 + half), *(0.3 - half)]  # no skewness to correct
+    estimate = Estimate(differences(values), bounded=False)
+    expected = ttest_1samp(values, 0).confidence_interval(0.9)
+    assert (estimate.lower(Z), estimate.upper(Z)) == pytest.approx(tuple(expected))
+
+
+def test_cells_count_the_same_and_only_vary_within() -> None:
+    rare, often = [0.2, 0.4], [-0.1, 0.0, 0.1, 0.2] * 5
+    estimate = Estimate(differences(rare + often, [0] * 2 + [1] * 20), bounded=False)
+    assert estimate.mean == pytest.approx((np.mean(rare) + np.mean(often)) / 2)
+    parts = [np.var(part, ddof=1) / len(part) for part in (rare, often)]
+    assert estimate.error == pytest.approx(np.sqrt(sum(parts)) / 2)
+
+
+def test_skewness_moves_the_bounds_towards_the_rare_losses() -> None:
+    values = [0.0] * 400 + [-1 / 8] * 30
+    estimate = Estimate(differences(values))
+    assert not estimate.exact
+    below, above = estimate.mean - estimate.lower(Z), estimate.upper(Z) - estimate.mean
+    assert below > 1.1 * above > 0
+
+
+def test_hall_transformation_is_inverted() -> None:
+    values = np.array([0.0] * 300 + [-1 / 8] * 40)
+    estimate = Estimate(differences(list(values)))
+    count, error = len(values), estimate.error
+    skew = ((values - values.mean()) ** 3).sum() / count**3 / error**3
+    t = (estimate.mean - estimate.lower(Z)) / error
+    moved = t + skew * t**2 / 3 + skew**2 * t**3 / 27 + skew / 6
+    from scipy.stats import t as student
+
+    assert moved == pytest.approx(student.ppf(0.95, 40 - 1))  # those that differ
+
+
+def test_nats_differ_in_every_context_and_keep_their_degrees_of_freedom() -> None:
+    values = [*np.random.default_rng(4).normal(size=50)]
+    known = [Estimate(differences(values), bounded=bounded)._freedom for bounded in (False, True)]
+    assert known[0] == pytest.approx(49)
+    assert known[1] < 49
+
+
+def test_nothing_differs_is_the_binomial_bound_but_for_the_two_stakes() -> None:
+    contexts = 500
+    estimate = Estimate(differences([0.0] * contexts))
+    assert estimate.error == 0
+    assert estimate.exact
+    loss = -estimate.lower(Z)
+    binomial = 1 - 0.05 ** (1 / contexts)  # "3/n", with contexts for n
+    assert binomial < loss < 1 - 0.025 ** (1 / contexts)
+    assert estimate.upper(Z) == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("null", [-0.3, -0.05, 0.0])
+def test_the_bet_is_won_too_often_by_no_distribution(null: float) -> None:
+    # Every distribution of three contexts over a grid with the mean of the null, enumerated.
+    support, alpha = (-1.0, -0.25, 0.0, 1.0), 0.2
+    for low, middle in itertools.product(np.linspace(0, 1, 9), repeat=2):
+        # P(-1), P(-1/4) given; the rest so that the mean is the null.
+        gain = null + low + middle / 4
+        rest = 1 - low - middle - gain
+        if gain < 0 or rest < 0:
+            continue
+        chances = dict(zip(support, (low, middle, rest, gain), strict=True))
+        won = sum(
+            np.prod([chances[value] for value in values])
+            for values in itertools.product(support, repeat=3)
+            if capital(np.array(values), 1.0, null) >= 1 / alpha
+        )
+        assert won <= alpha + 1e-12
+
+
+def test_few_that_differ_are_bounded_by_the_bet_and_many_are_not() -> None:
+    assert Estimate(differences([0.0] * 100 + [-1 / 8] * 15)).exact
+    assert not Estimate(differences([0.0] * 100 + [-1 / 8] * 40)).exact
+    # One context that lost everything outweighs forty: the error rests on it alone.
+    assert Estimate(differences([0.0] * 100 + [-1 / 8] * 40 + [-1.0])).exact
+
+
+def test_a_small_cell_that_lost_nothing_is_not_hidden_by_what_others_differ() -> None:
+    many, few = [0.0] * 226 + [-1 / 8, 1 / 8] * 15, [0.0] * 8
+    alone = Estimate(differences(many))
+    both = Estimate(differences(many + few, [0] * 256 + [1] * 8, [8] * 256 + [1] * 8))
+    assert alone.differing == pytest.approx(30)
+    assert not alone.exact
+    assert both.exact
+    # Rows of which none was lost say no more than the rule of three does, whatever is beside them.
+    assert both.lower(Z) < (0.05 ** (1 / 8) - 1) / 2
+    alike = Estimate(differences(many * 2, [0] * 256 + [1] * 256))
+    assert alike.differing == pytest.approx(60)
+
+
+def test_finer_scores_count_by_what_they_differ_by() -> None:
+    values = [0.0] * 100 + [-0.02, 0.02] * 40
+    assert Estimate(differences(values, questions=[1] * 180)).differing == pytest.approx(80)
+
+
+def test_unbounded_outcomes_without_an_error_have_no_bounds() -> None:
+    nothing = Estimate(differences([0.0] * 9), bounded=False)
+    single = Estimate(differences([0.1, 0.2, 0.3], [0, 0, 1]), bounded=False)
+    for estimate in (nothing, single):
+        assert estimate.lower(Z) == -np.inf
+        assert estimate.upper(Z) == np.inf

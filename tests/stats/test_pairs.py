@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.stats.pairs import Outcome, paired
+
+
+def table(arms: dict[str, list[list[float]]], length: int = 4096) -> list[Outcome]:
+    """One task; a list a context."""
+    return [
+        Outcome(f"c{number}", f"q{place}", "needles", length, arm, value)
+        for arm, contexts in arms.items()
+        for number, values in enumerate(contexts)
+        for place, value in enumerate(values)
+    ]
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_pairs_are_those_of_a_loop(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = table(
+        {arm: [[draw.randrange(2) for _ in range(4)] for _ in range(5)] for arm in ("full", "p")}
+    )
+    kept = [row for row in rows if draw.random() < 0.8]
+    keys = [{(r.context, r.question): r.value for r in kept if r.arm == a} for a in ("full", "p")]
+    expected = defaultdict(list)
+    for key in keys[0].keys() & keys[1].keys():
+        expected[key[0]].append(keys[1][key] - keys[0][key])
+    found = paired(kept, "p", "full")
+    means = sorted(float(np.mean(values)) for values in expected.values())
+    assert sorted(found.values) == pytest.approx(means)
+    every = [value for values in expected.values() for value in values]
+    assert found.flips.pairs == len(every)
+    assert found.flips.lost == sum(value < 0 for value in every)
+    assert found.flips.won == sum(value > 0 for value in every)
+    assert found.missing == len(keys[0].keys() ^ keys[1].keys())
+
+
+def test_repeats_are_the_engines_own_noise() -> None:
+    rows = table({"full": [[1, 1, 0]]})
+    again = [Outcome("c0", "q1", "needles", 4096, "full", 0, repeat=1)]
+    noise = paired(rows + again, "full", "full", repeat=1)
+    assert (noise.flips.lost, noise.flips.won, noise.flips.pairs) == (1, 0, 1)
+    assert noise.flips.share == 1
+
+
+def test_only_the_named_cells_count() -> None:
+    rows = table({"full": [[1]], "p": [[0]]}) + [
+        Outcome("other", "q", "lookup", 4096, arm, 1) for arm in ("full", "p")
+    ]
+    assert paired(rows, "p", "full").names == (("lookup", 4096), ("needles", 4096))
+    assert paired(rows, "p", "full", cells=[("lookup", 4096)]).flips.lost == 0
+
+
+def test_a_question_twice_or_a_context_in_two_cells_is_refused() -> None:
+    rows = table({"full": [[1]], "p": [[0]]})
+    with pytest.raises(QualityError, match="twice"):
+        paired([*rows, rows[0]], "p", "full")
+    with pytest.raises(QualityError, match="two cells"):
+        paired([*rows, Outcome("c0", "q9", "needles", 9, "p", 1)], "p", "full")
+    with pytest.raises(QualityError, match="in common"):
+        paired(rows, "absent", "full")

@@ -1,0 +1,27 @@
+"""Pictures: one format, written whole."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.study.plots import make_figure, save_figure
+
+
+def test_axes_come_in_reading_order(tmp_path: Path) -> None:
+    figure, axes = make_figure(4, 3, rows=2, columns=3, sharex=True)
+    assert len(axes) == 6
+    for number, axis in enumerate(axes):
+        axis.set_title(str(number))
+    assert [axis.get_title() for axis in figure.axes] == [str(number) for number in range(6)]
+    path = tmp_path / "deep" / "figure.png"
+    save_figure(figure, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["figure.png"]
+
+
+def test_another_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    figure, _ = make_figure(2, 2)
+    with pytest.raises(SettingsError, match="written as PNG"):
+        save_figure(figure, tmp_path / "figure.svg")
+    assert not list(tmp_path.iterdir())
