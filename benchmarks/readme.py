@@ -129,6 +129,20 @@ def _quality_measures(folder: Path, path: str) -> str:
     return "\n".join(grid.to_markdown() for grid in grids)
 
 
+def _expect(folder: Path, path: str) -> str:
+    """What to expect by model, card and context."""
+    from benchmarks import expect
+
+    return expect.table(json.loads((folder / path).read_text()))
+
+
+def _expect_checks(folder: Path, path: str) -> str:
+    """How far that can be trusted."""
+    from benchmarks import expect
+
+    return expect.checks(json.loads((folder / path).read_text()))
+
+
 def _healing(folder: Path, path: str) -> str:
     """What healing gives back, beside serving untrained and training everything."""
     from benchmarks import heal_study
@@ -182,6 +196,8 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "kernel-forecast": (_forecast, "kernels/forecast.json"),
     "kernel-best-first": (_best_first, "kernels/forecast.json"),
     "kernel-composition": (_composition, "kernels/forecast.json"),
+    "expect": (_expect, "expect.json"),
+    "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
