@@ -119,8 +119,8 @@ def table_1() -> list[dict[str, Any]]:
     """What a skipped indexer saves: by the paper's Table 1, and by the rows of the same indexer.
 
     GLM-5's indexer has the heads and the width of the paper's 30B model's. With dp_attention each
-    H100 has prompts of its own, cut in eighths of the engine's chunk, unless it is raised: the paper
-    does not say, so both are compared.
+    H100 has prompts of its own, cut in eighths of the engine's chunk, unless it is raised: the
+    paper does not say, so both are compared.
     """
     layers = Forwards(Deployment("GLM-5-FP8", "h100", dp=8)).layers
     rows = []
@@ -312,7 +312,7 @@ def checks(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Gains at 1/4 against the context, prefill and decode, with the paper's as diamonds."""
-    figure, axes = make_figure(9.0, 3.8, columns=2)
+    figure, axes = make_figure(11.5, 3.6, columns=2)
     for axis, metric in zip(axes, SHOWN, strict=True):
         colors = cycle(("#1f5fa8", "#c0392b", "#2e8b57", "#8e6bb0", "#d98c21", "#555555"))
         for one in found["deployments"]:
@@ -335,7 +335,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.set_ylim(bottom=1.0)
         axis.grid(lw=0.3, alpha=0.5)
     axes[0].set_ylabel("speed-up at 1/4 over every indexer")
-    axes[0].legend(fontsize=7, frameon=False, loc="upper left")
+    axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     save_figure(figure, path)
 
 
