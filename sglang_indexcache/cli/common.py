@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from sglang_indexcache.errors import IndexCacheError, OutputError
+from sglang_indexcache.errors import IndexCacheError, OutputError, SettingsError
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
@@ -178,12 +179,27 @@ def connect(
     admin_api_key: str | None = None,
     timeout: float = 600.0,
 ) -> list[Client]:
-    """A client of each server. The keys go no further than these, so that nothing records them."""
+    """A client of each server. The keys go no further than these, so that nothing records them.
+
+    Raises:
+        SettingsError: a URL that is none.
+    """
     from sglang_indexcache.ask.client import Client
 
-    return [
-        Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls or ()
-    ]
+    urls = [_checked(url) for url in urls or ()]
+
+    return [Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls]
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    where = parts.path.rstrip("/").removesuffix("/v1")
+    meant = f"{parts.scheme}://{parts.netloc}{where}"
+    if not parts.hostname or parts.scheme not in ("http", "https"):
+        raise SettingsError(f"--url wants the address of a server, http://HOST:PORT, got {url!r}")
+    if meant != url.rstrip("/"):
+        raise SettingsError(f"--url {url} is not the base URL of a server. Did you mean {meant}?")
+    return url
 
 
 def group(help: str) -> typer.Typer:

@@ -76,7 +76,7 @@ def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the-key" not in text
 
 
-@pytest.mark.parametrize("value", ["uniform:1/4", "glm-5-1of4"])
+@pytest.mark.parametrize("value", ["uniform:1/4", "glm-5-1of4", "full < 32K <= 1/4"])
 def test_what_is_no_file_is_the_servers_to_resolve(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

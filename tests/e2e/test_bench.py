@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench import latency
 from sglang_indexcache.bench.latency import Settings, Target
 from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
 
