@@ -243,22 +243,14 @@ def label(one: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What to expect, in Markdown: gains at 1/2 and 1/4, the paper's below."""
-    rows: list[tuple[str, ...]] = []
-    for metric in SHOWN:
-        rows.append((f"{NAMES[metric]}, speed-up at 1/2 and at 1/4",))  # type: ignore[index]
-        for one in found["deployments"]:
-            if one["weights_fit"]:
-                cells = [
-                    [one["gains"][metric][ratio][str(n)] for ratio in RATIOS] for n in CONTEXTS
-                ]
-                rows.append((label(one), *map(_cell, cells)))
-        paper = [
-            " / ".join(f"{papers_gain(metric, ratio, n):.2f}x" for ratio in RATIOS)
-            for n in CONTEXTS
-        ]
-        rows.append(("measured by the paper: 30B, 8 x H100, dp 8", *paper))
-    header = ("", *map(format_length, CONTEXTS))
+    """What to expect at 1/4 by context, in Markdown: a column a deployment, the paper's last."""
+    shown = [one for one in found["deployments"] if one["weights_fit"]]
+    rows = []
+    for context in found["contexts"]:
+        cells = [_cell([one["gains"][m]["1/4"][str(context)] for m in SHOWN]) for one in shown]
+        paper = " / ".join(f"{papers_gain(metric, '1/4', context):.2f}x" for metric in SHOWN)
+        rows.append((format_length(context), *cells, paper))
+    header = ("", *map(label, shown), "paper, measured: 30B, 8 x H100, dp 8")
     return Grid("", header, tuple(rows)).to_markdown()
 
 

@@ -20,7 +20,6 @@ from sglang_indexcache.bench.results import LatencyResult, load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.serving.features import FEATURES
-from sglang_indexcache.support.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
@@ -43,25 +42,6 @@ _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->
 def _latency(folder: Path, path: str) -> str:
     result = load(LatencyResult, folder / path)
     return tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
-
-
-def _latency_longest(folder: Path, path: str) -> str:
-    """Only the longest context: a row a metric, a column a pattern."""
-    result = load(LatencyResult, folder / path)
-    longest = result.lengths[-1]
-    grid = tables.latency_grid(result.model_copy(update={"lengths": (longest,)}))
-    by_metric: dict[str, dict[str, str]] = {}
-    metric = ""
-    for name, *cells in grid.rows:
-        if cells:
-            by_metric[metric][name] = cells[0]
-        else:
-            metric = name
-            by_metric[metric] = {}
-    names = tuple(next(iter(by_metric.values())))
-    rows = tuple((metric, *cells.values()) for metric, cells in by_metric.items())
-    title = f"{grid.title}, {format_length(longest)} tokens"
-    return Grid(title, ("", *names), rows).to_markdown()
 
 
 def _features(_folder: Path, _path: str) -> str:
@@ -173,7 +153,6 @@ def _healing_memory(folder: Path, path: str) -> str:
 
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
-    "latency-cpu-longest": (_latency_longest, "latency/cpu/latency.json"),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),
