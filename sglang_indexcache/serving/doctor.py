@@ -117,8 +117,9 @@ def _choose_device(device: str | None) -> str:
     if device not in (None, *known):
         raise SettingsError(f"--device may be {', '.join(known)}, got {device!r}")
     if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
         return "the CPU reference platform"
-    here = torch.accelerator.is_available()
+    here = torch.cuda.is_available()
     if device not in CARDS and here:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]
