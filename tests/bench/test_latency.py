@@ -81,7 +81,7 @@ def test_the_servers_own_indexer_time_gives_the_share() -> None:
         ideal = result.speedup("1/2", metric, 256).ideal
         assert ideal == pytest.approx(1 / (1 - share / 2))
     # The share is of what the client saw, however long that was: the product is what was spent.
-    tokens, served = QUICK.new_tokens, FakeServer("")
+    tokens, served = QUICK.new_tokens, FakeServer("F")
     spent = {"prefill": 0.5 * served.prefill * 256, "decode": 0.5 * served.step * tokens}
     for sample in result.samples:
         if sample.length == 256 and sample.metric != "full":

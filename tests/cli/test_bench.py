@@ -92,9 +92,12 @@ def test_a_key_reaches_the_server_and_nothing_else(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--url", "u", "--url", "v"], "give one --url, or one for each of full, 1/2, 1/4"),
-        (["--url", "u", "--env", "A=1"], "no server flags or --env"),
-        (["--url", "u", "--", "--tp", "8"], "no server flags"),
+        (
+            ["--url", "http://u", "--url", "http://v"],
+            "give one --url, or one for each of full, 1/2, 1/4",
+        ),
+        (["--url", "http://u", "--env", "A=1"], "no server flags or --env"),
+        (["--url", "http://u", "--", "--tp", "8"], "no server flags"),
         (["--env", "A"], "--env wants NAME=VALUE"),
         (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
         (["--context", "1K", "--context", "1000"], "the same length was given twice"),
