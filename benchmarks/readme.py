@@ -35,7 +35,7 @@ PAGES = tuple(
         "docs/benchmarks.md",
         "docs/kernels.md",
         "docs/evaluate.md",
-        "docs/search.md",
+        "benchmarks/results/search/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )
@@ -212,7 +212,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
     "search-races": (search_tables.races, "search/races.json"),
-    "search-servers": (search_tables.servers, "search/servers.json"),
     "search-levels": (search_tables.levels, "search/objectives.json"),
     "search-searched": (search_tables.searched, "search/objectives.json"),
     "search-ranks": (search_tables.ranks, "search/objectives.json"),
