@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import search_tables
-from benchmarks.kernels import composition, forecast
 from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
 from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
@@ -100,19 +99,6 @@ def _stack(folder: Path, path: str) -> str:
 def _stack_check(folder: Path, path: str) -> str:
     check = load(StackCheck, folder / path)
     return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
-
-
-def _forecast(folder: Path, path: str) -> str:
-    return forecast.table(json.loads((folder / path).read_text())).to_markdown()
-
-
-def _best_first(folder: Path, path: str) -> str:
-    found = json.loads((folder / path).read_text())["best_pages_first"]
-    return forecast.best_first_table(found).to_markdown()
-
-
-def _composition(folder: Path, path: str) -> str:
-    return composition.table(json.loads((folder / path).read_text())["composition"]).to_markdown()
 
 
 def _quality_errors(folder: Path, path: str) -> str:
@@ -223,9 +209,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
-    "kernel-forecast": (_forecast, "kernels/forecast.json"),
-    "kernel-best-first": (_best_first, "kernels/forecast.json"),
-    "kernel-composition": (_composition, "kernels/forecast.json"),
     "plan-and-paper": (_plan, ""),
     "request-patterns": (_request_patterns, "request_patterns.json"),
 }

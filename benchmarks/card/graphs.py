@@ -24,7 +24,6 @@ from sglang_indexcache.kernels.grid.cases import (
     indexer_inputs,
     topk_inputs,
 )
-from sglang_indexcache.kernels.indexer.page_order import HotPages
 
 INDEXER = (
     IndexerCase("ragged", 32, ((1, 3000), (1, 0), (1, 700), (1, 65)), topk=512, decode=True),
@@ -91,22 +90,14 @@ def seeded(seed: int) -> torch.Generator:
 def select_job(
     select: Callable[..., Any], case: IndexerCase, as_slots: bool, device: torch.device
 ) -> Job:
-    """The fused indexer; the second batch has other pages and sees half as much.
-
-    In prefill once more, visiting the pages in the order that the first selection leaves.
-    """
+    """The fused indexer; the second batch has other pages and sees half as much."""
     first, second = (indexer_inputs(case, seeded(seed), device) for seed in (1, 2))
     second = dataclasses.replace(second, visible=second.visible // 2)
-    shape = (1 if case.decode else 2, len(first.visible), case.topk)
-    out = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+    out = (torch.empty(len(first.visible), case.topk, dtype=torch.int32, device=device),)
 
     def call(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
         batch = IndexerBatch(*inputs)
-        chosen = select(batch, case.topk, as_slots=as_slots, out=outputs[0])
-        if not case.decode:
-            order = HotPages.of(batch, as_slots=as_slots).order(chosen)
-            batch = dataclasses.replace(batch, page_order=order)
-            select(batch, case.topk, as_slots=as_slots, out=outputs[1])
+        select(batch, case.topk, as_slots=as_slots, out=outputs[0])
 
     name = f"select {case}{' as slots' * as_slots}"
     return Job(name, tensors(first), tensors(second), out, call)

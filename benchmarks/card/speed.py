@@ -9,7 +9,6 @@ from benchmarks.card.stage import Stage, stub_kernels
 from benchmarks.children import Clock
 from benchmarks.kernels.device_check import (
     add_rooflines,
-    compare_with_forecast,
     facts,
     faster,
     time_all,
@@ -43,6 +42,6 @@ def run(report: Report) -> None:
         evidence["anchors"] = warm(clock, tiny=report.dry)
         timed = time_all(clock, tiny=report.dry)
         add_rooflines(timed, facts()["name"], tiny=report.dry)
-        evidence |= timed | {"faster": faster(timed), "forecast": compare_with_forecast(timed)}
+        evidence |= timed | {"faster": faster(timed)}
         raced = [result for result in timed["results"] if result.get("times")]
         expect(raced, f"nothing was timed: {timed['ended_the_process']}")

@@ -5,7 +5,6 @@ time limit, and every step returns what it found.
 """
 
 import argparse
-import json
 import platform
 import shutil
 import sys
@@ -19,8 +18,6 @@ import torch
 
 from benchmarks.children import Clock, Finished, module, run
 from benchmarks.engine_kernels import TOPKS
-from benchmarks.kernels.forecast import RESULT
-from benchmarks.kernels.predictions import compare
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import tiny_workloads, workloads
 from sglang_indexcache import __version__
@@ -231,15 +228,6 @@ def add_rooflines(timed: dict[str, Any], name: str, tiny: bool) -> None:
         for times in result.get("times", {}).values():
             times["of_bound"] = seconds * 1e6 / times["median_us"]
             times["tflops"] = work.flops / times["median_us"] / 1e6
-
-
-def compare_with_forecast(timed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every prediction of the committed forecast, and beside it what was timed; None if it was not.
-
-    Raises:
-        OSError: the forecast is not there.
-    """
-    return compare(json.loads(RESULT.read_text())["predictions"], timed["results"])
 
 
 def faster(timed: dict[str, Any]) -> dict[str, dict[str, bool | None]]:

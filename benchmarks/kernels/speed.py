@@ -10,13 +10,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks import engine_kernels as anchors
-from benchmarks.kernels.predictions import IN_ORDER, LISTS_KEPT
 from benchmarks.kernels.timing import interleaved, summary
 from benchmarks.kernels.workloads import (
     Workload,
@@ -28,9 +26,10 @@ from benchmarks.kernels.workloads import (
 )
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OpName
-from sglang_indexcache.kernels.indexer.page_order import HotPages
 
 SECONDS_EACH = 1.5
+LISTS_KEPT = "cuda, lists kept"
+"""Ours in an S layer, which finds what its F layer derived from the same list."""
 OPS: dict[str, OpName] = {
     "select_prefill": "select",
     "select_decode": "select",
@@ -67,18 +66,6 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
 
         return make
 
-    def in_order() -> Callable[[], Any]:
-        """The last layer selected what this one does, the best that it can do.
-
-        Its order is made beforehand, and the one for the next layer in each call.
-        """
-        select = dispatch.named("cuda").check(op, machine).load(op)
-        hot_pages = HotPages.of(tensors)
-        given = replace(tensors, page_order=hot_pages.order(select(*arguments)))
-        return lambda: hot_pages.order(select(given, work.topk))
-
-    if work.agreeing:
-        others[IN_ORDER] = in_order
     if work.family == "mla_prefill":
         others[LISTS_KEPT] = maker(dispatch.named("cuda"), kept={})
     # The reference loops over rows; on a GPU timing it would only take the others' time.

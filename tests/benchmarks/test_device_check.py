@@ -159,18 +159,6 @@ def test_workloads_are_valid_input(work: workloads.Workload) -> None:
             assert indexer.keys.shape == (work.context, 128)
 
 
-def test_where_rows_agree_they_select_from_the_same_pages() -> None:
-    torch.manual_seed(1)
-    work = workloads.Workload("select_prefill", 16, 20_480, 32, topk=300, agreeing=True)
-    tensors = workloads.indexer_tensors(work, CPU)
-    keys = tensors.keys.float() * tensors.scales[:, None]
-    products = torch.einsum("thd,sd->ths", tensors.q.float(), keys).relu_()
-    logits = torch.einsum("th,ths->ts", tensors.weights, products)
-    pages = (logits.topk(work.topk, dim=1).indices // 64).flatten().bincount()
-    favoured = pages.sort(descending=True).values[: 2 * 20_480 // 64 // 16]
-    assert favoured.sum() > 0.8 * pages.sum()
-
-
 def test_gathered_keys_are_the_pages_keys() -> None:
     from sglang_indexcache.kernels.indexer.reference import request_keys
 
