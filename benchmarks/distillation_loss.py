@@ -27,8 +27,8 @@ import torch
 from sglang_indexcache.heal import losses
 from sglang_indexcache.heal.losses import AttentionInputs, IndexInputs, distillation_loss
 from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.provenance import machine
 
 RESULT = Path(__file__).parent / "results" / "distillation_loss.json"
 INDEX_HEADS, INDEX_WIDTH, HEADS, WIDTH, BLOCK, TOPK = 8, 128, 8, 64, 256, 128

@@ -29,8 +29,8 @@ from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.provenance import machine
 
 RESULT = Path(__file__).parent / "results" / "heal_memory.json"
 PATTERN, TOPK, BLOCK = Pattern("F"), 64, 256

@@ -40,9 +40,9 @@ from sglang_indexcache.heal.recipe import Recipe, load_recipe
 from sglang_indexcache.heal.scores import Scorer
 from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.stats.student import crossed_half_width
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.plots import make_figure, save_figure
-from sglang_indexcache.support.provenance import checkpoint_digest, machine
 
 RESULT = Path(__file__).parent / "results" / "heal"
 PATTERNS = {

@@ -44,10 +44,10 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks import Context, Tokenizer, make_context
 from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern
 from sglang_indexcache.stats.pairs import Floats
+from sglang_indexcache.study.journal import Journal
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import checkpoint_digest, machine, versions
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.journal import Journal
-from sglang_indexcache.support.plots import make_figure, save_figure
-from sglang_indexcache.support.provenance import checkpoint_digest, machine, versions
 from sglang_indexcache.support.text import machine_text
 
 RESULT = Path(__file__).parent / "results" / "quality" / "measures"

@@ -32,8 +32,8 @@ from sglang_indexcache.evaluate.tasks import QUESTIONS
 from sglang_indexcache.evaluate.verdict import SAME, Kind, Reading, read, repeats_itself, sees
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats
 from sglang_indexcache.stats.power import Design, spread, spread_over_cells
+from sglang_indexcache.study.provenance import machine, versions
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.provenance import machine, versions
 
 RESULT = Path(__file__).parent / "results" / "quality" / "statistics"
 CELLS = 6

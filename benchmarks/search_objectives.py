@@ -42,9 +42,9 @@ from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.targets import parse_targets
 from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.plots import make_figure, save_figure
-from sglang_indexcache.support.provenance import checkpoint_digest, machine
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "sglang_indexcache" / "demo" / "tiny-dsa"

@@ -30,9 +30,9 @@ from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.objective import Score
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.plots import make_figure, save_figure
-from sglang_indexcache.support.provenance import checkpoint_digest, machine
 
 RESULTS = Path(__file__).parent / "results" / "search" / "tiny-dsa"
 LAYERS, LENGTH = 12, 512

@@ -22,8 +22,8 @@ from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.targets import parse_targets
+from sglang_indexcache.study.provenance import versions
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.provenance import versions
 
 BATCHES, BATCH_TOKENS, SEED = 32, 8 * 200_000, 2000
 QUIET = 0.05

@@ -18,9 +18,9 @@ from typing import Any
 
 from sglang_indexcache.heal.data.retrieval import TASKS, chance
 from sglang_indexcache.heal.scores import Scorer
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.plots import make_figure, save_figure
-from sglang_indexcache.support.provenance import machine
 
 RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
 RETRIEVAL = tuple(TASKS)

@@ -28,8 +28,8 @@ from sglang_indexcache.heal.recipe import load_recipe
 from sglang_indexcache.heal.scores import evaluate_checkpoint
 from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.plots import make_figure, save_figure
 
 RESULT = Path(__file__).parent / "results" / "training_aware"
 RETRIEVAL = ("recall", "needles")

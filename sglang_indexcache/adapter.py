@@ -23,7 +23,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.models import BY_ARCHITECTURE, TRAINABLE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class Base(_Strict):
     Attributes:
         name: of its folder, to tell a person; the digest decides.
         architecture: HF architecture.
-        digest: ``support.provenance.checkpoint_digest``.
+        digest: ``study.provenance.checkpoint_digest``.
         shape: the config fields that an indexer's shapes follow from.
     """
 

@@ -414,7 +414,8 @@ def free_port() -> int:
     Raises:
         ServerError: none was found.
     """
-    for port in random.sample(_PORTS, 100):
+    # Not from the seeded generator: processes with one seed would all try the same ports at once.
+    for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

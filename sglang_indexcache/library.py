@@ -84,7 +84,7 @@ class Evaluated(_Strict):
 
     ``verdict`` is one of "no loss", "loss", "undecided", "cannot see" and "invalid"; ``margin``,
     ``difference`` and ``interval`` are shares of right answers (0.01 is one point), the last two
-    pattern minus all F; ``checkpoint`` is `support.provenance.checkpoint_digest` of the weights.
+    pattern minus all F; ``checkpoint`` is `study.provenance.checkpoint_digest` of the weights.
     """
 
     verdict: Literal["no loss", "loss", "undecided", "cannot see", "invalid"]

@@ -33,18 +33,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "models", "pattern"}, set()),
     "library": (BASE, SMALL),
     "stored": (BASE, SMALL | MODELS),
-    "adapter": (BASE | {"support.provenance"}, SMALL | MODELS),
+    "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
     "client": ({"errors"}, {"httpx"}),
     "hf": (BASE, SMALL),
-    "support": (BASE, TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"}),
+    "support": (
+        BASE | {"study.plots"},
+        TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"},
+    ),
+    "study": (BASE, TABLES | {"matplotlib"}),
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "stats", "support"},
+        BASE | {"client", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
-        BASE | {"adapter", "data", "stats", "stored", "support"},
+        BASE | {"adapter", "data", "stats", "stored", "study", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
@@ -60,7 +64,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"client", "support"},
+        BASE | {"client", "study", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }

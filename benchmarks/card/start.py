@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.card.claims import MissingError, Report, expect, need
 from benchmarks.card.engine import PATTERN, configuration, resolved
-from sglang_indexcache.support.provenance import package_version
+from sglang_indexcache.study.provenance import package_version
 
 EVERYWHERE = {
     "torch": "torch",

@@ -25,7 +25,7 @@ from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels.contract import OPS as ALL_OPS
 from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS
 from sglang_indexcache.kernels.grid.runner import GROUPS
-from sglang_indexcache.support.provenance import commit, package_version, said
+from sglang_indexcache.study.provenance import commit, package_version, said
 
 BUILD_SECONDS, CHECK_SECONDS, SANITIZER_SECONDS = 150, 120, 100
 MAX_RESTARTS = 6

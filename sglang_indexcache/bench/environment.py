@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.support.provenance import machine
+from sglang_indexcache.study.provenance import machine
 
 _STAT = Path("/proc/stat")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.plots import make_figure, save_figure
 
 _COLORS = ("#9a9a9a", "#6fa8d6", "#1f5fa8", "#123b6b")
 _PANELS: dict[Metric, str] = {

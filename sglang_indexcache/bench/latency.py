@@ -46,9 +46,9 @@ from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError
+from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.provenance import checkpoint_digest
 
 WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8

@@ -82,7 +82,7 @@ class Model(Strict):
     Attributes:
         name: of the checkpoint's folder.
         architecture: HF architecture.
-        digest: tells checkpoints apart (``support.provenance.checkpoint_digest``); empty if the
+        digest: tells checkpoints apart (``study.provenance.checkpoint_digest``); empty if the
             weights were not at hand.
         shape: config fields.
         note: in words, for example that the weights are random.

@@ -84,8 +84,8 @@ def latency_command(
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.results import METRICS, configurations
     from sglang_indexcache.bench.servers import TIMEOUT, open_servers
+    from sglang_indexcache.study.plots import check_installed
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.support.plots import check_installed
 
     target = latency.read_target(model, note)
     served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
@@ -145,8 +145,8 @@ def replay_command(
     from sglang_indexcache.bench.results import configurations
     from sglang_indexcache.bench.servers import TIMEOUT, open_servers
     from sglang_indexcache.bench.traffic import Mix
+    from sglang_indexcache.study.plots import check_installed
     from sglang_indexcache.support.lengths import parse_length
-    from sglang_indexcache.support.plots import check_installed
 
     target = latency.read_target(model, note)
     served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)

@@ -351,7 +351,7 @@ def compare_command(
     from sglang_indexcache.evaluate.logs import read_log
     from sglang_indexcache.evaluate.logs.compare import compare_logs
     from sglang_indexcache.evaluate.report import write_report
-    from sglang_indexcache.support.provenance import commit
+    from sglang_indexcache.study.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
     places = {role: _named(place, role) for role, place in given.items() if place}

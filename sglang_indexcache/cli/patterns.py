@@ -14,7 +14,7 @@ from rich.table import Table
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import group, out, writable
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 
 if TYPE_CHECKING:
     from sglang_indexcache.library import Entry

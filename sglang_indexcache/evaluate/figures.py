@@ -11,8 +11,8 @@ import numpy as np
 from sglang_indexcache.evaluate.evaluation import Evaluation, Role
 from sglang_indexcache.evaluate.summary import DEPTHS, NOISE, ONE_LOOK, Difference, Level, Summary
 from sglang_indexcache.evaluate.verdict import Kind, points
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.plots import make_figure, save_figure
 
 _COLOURS = ("#1f5fa8", "#c9711a", "#2c8a4b", "#8d5fb0", "#b5476d", "#4a9aa5")
 _REFERENCE, _BAD, _NOISE, _MARGIN = "#333333", "#9a9a9a", "#d5d5d5", "#c0392b"

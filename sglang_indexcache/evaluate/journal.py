@@ -25,7 +25,7 @@ from sglang_indexcache.evaluate.evaluation import (
 )
 from sglang_indexcache.evaluate.plan import Plan
 from sglang_indexcache.evaluate.scoring import Said, answer
-from sglang_indexcache.support import journal
+from sglang_indexcache.study import journal
 
 NAME = "journal.jsonl"
 
@@ -165,9 +165,6 @@ class EvaluationJournal(journal.Journal):
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> EvaluationJournal:
-        return self
 
     def append(self, record: Record) -> None:
         """One arm's answers behind one context; on disk when this returns."""

@@ -36,10 +36,9 @@ from sglang_indexcache.evaluate.scoring import score
 from sglang_indexcache.evaluate.verdict import points
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.interrupts import sigterm_interrupts
+from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
+from sglang_indexcache.study.running import progress_at_most, sigterm_interrupts
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.progress import progress_at_most
-from sglang_indexcache.support.provenance import checkpoint_digest, commit, versions
 from sglang_indexcache.support.words import counted
 
 CONTROL = "first-layer-only"

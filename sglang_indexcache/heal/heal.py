@@ -43,7 +43,7 @@ from sglang_indexcache.heal.run_folder import Position
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.provenance import checkpoint_digest, versions
+from sglang_indexcache.study.provenance import checkpoint_digest, versions
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHOWN_EVERY = 10

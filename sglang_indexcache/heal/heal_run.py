@@ -14,8 +14,8 @@ from rich.console import Console
 from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.run_folder import METRICS, Position, RunLog, read_metrics
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import replacing, write_json
-from sglang_indexcache.support.plots import make_figure, save_figure
 
 OPTIONS, STATE, FIGURE = "options.json", "state.pt", "curves.png"
 Tensors = dict[str, torch.Tensor]

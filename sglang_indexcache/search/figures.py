@@ -14,7 +14,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.compare import Comparison
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.run import Found, Search
-from sglang_indexcache.support.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import make_figure, save_figure
 
 _LABEL = 46
 """Characters of an axis label's line, in the height of a figure."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.support import journal
+from sglang_indexcache.study import journal
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,6 @@ class Journal(journal.Journal):
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Journal:
-        return self
 
     def append(self, record: Record) -> None:
         """Write one finished evaluation; on disk when this returns."""

@@ -18,8 +18,8 @@ from sglang_indexcache.search.ledger import Step
 from sglang_indexcache.search.run import Found, HeldOut, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Mark
+from sglang_indexcache.study.provenance import versions
 from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.provenance import versions
 
 _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL = "partial"

@@ -17,8 +17,7 @@ from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.sources import Setup
 from sglang_indexcache.search.targets import Targets
-from sglang_indexcache.support.interrupts import sigterm_interrupts
-from sglang_indexcache.support.progress import progress_at_most
+from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 
 
 def run_search(
@@ -46,15 +45,17 @@ def run_search(
         SearchError: the folder's journal is another search's, or an evaluation that failed.
     """
     console = console or Console()
-    with sigterm_interrupts(), Journal(output / "journal.jsonl", setup.identity) as journal:
+    with (
+        resumable(console, output, "what was found"),
+        Journal(output / "journal.jsonl", setup.identity) as journal,
+    ):
         ledger = Ledger(setup.evaluator, journal, setup.held_out)
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
         total = search.expected_tokens
         for notice in setup.notices:
             console.print(notice, highlight=False)
-        if journal.records:
-            console.print(f"resuming: {len(journal.records)} evaluations in {journal.path}")
+        resuming(console, len(journal.records), "evaluations", journal.path)
         console.print(_budget(search), highlight=False)
         try:
             with progress_at_most(console) as progress:
@@ -70,7 +71,6 @@ def run_search(
                     folder.update(event)
         except KeyboardInterrupt:
             folder.finish()
-            console.print(f"interrupted: partial results are in {output}; the same command goes on")
             raise
     folder.finish()
     _show_result(search, setup.objective, console)

@@ -23,7 +23,7 @@ from sglang_indexcache.search.evaluators.pool import ONE_CALL, Engine, Manners, 
 from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.objective import Score
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 
 DEFAULT_CONTEXT = 8
 """The default context, in multiples of what a query selects (``index_topk``)."""

@@ -20,7 +20,7 @@ from sglang_indexcache.kernels.dispatch import NAMES
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 
 BACKEND_NAME = "indexcache"
 """What a user writes after --attention-backend."""

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import make_figure, save_figure
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _PER_LINE = 60

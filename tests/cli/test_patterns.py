@@ -14,8 +14,8 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import _missing
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.library import Evaluated, Library, add_evaluated
+from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
-from sglang_indexcache.support.provenance import checkpoint_digest
 
 runner = CliRunner()
 

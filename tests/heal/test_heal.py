@@ -20,7 +20,7 @@ from sglang_indexcache.errors import (
 )
 from sglang_indexcache.heal.heal import HealOptions, HealResult, heal
 from sglang_indexcache.heal.run_folder import read_metrics
-from sglang_indexcache.support.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest
 from tests.cli.test_search import TINY
 from tests.heal.checkpoints import checkpoint, quantise
 

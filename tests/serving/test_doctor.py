@@ -24,8 +24,8 @@ from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import doctor
 from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
-from sglang_indexcache.support.provenance import checkpoint_digest
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],

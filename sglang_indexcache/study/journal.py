@@ -1,7 +1,7 @@
-"""A journal: one JSON object a line, append-only, on disk before it counts.
+"""A journal: an append-only file of JSON lines, each on disk before it counts.
 
 The first line says what is being measured; a journal is only ever continued by whoever measures
-the same. What is killed in the middle of a line loses that line and nothing else.
+the same. A process that is killed in the middle of a line loses that line and nothing else.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.study.identity import check_same, check_writable
 
 _FORMAT = 1
-_SHORT = 100
 _Entry = TypeVar("_Entry")
 
 
@@ -36,7 +36,7 @@ class Journal:
 
     Raises:
         IndexCacheError: as ``error``: the file is another's (its identity differs), damaged before
-            its last line, or in use by another process.
+            its last line, or in use by another process; or its folder cannot be written.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Journal:
     ) -> None:
         self.path, self._kind, self._error = path, kind, error
         self._guard = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path.parent, error)
         is_new = not path.exists()
         self._file = path.open("a+b")
         try:
@@ -55,6 +55,9 @@ class Journal:
             raise
         if is_new:
             _sync_folder(path.parent)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
@@ -130,25 +133,7 @@ class Journal:
             raise self._error(
                 f"{self.path} is not a journal of this version for this {self._kind}. Move it away."
             )
-        if different := list(_different(header["identity"], identity)):
-            raise self._error(
-                f"{self.path} belongs to another {self._kind}; different: {'; '.join(different)}. "
-                "Give another --output, or move the journal away."
-            )
-
-
-def _different(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
-    """What differs, by name; long values are not written out."""
-    for name in sorted({*then, *now}):
-        old, new = then.get(name), now.get(name)
-        if old == new:
-            continue
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _different(old, new, f"{of}{name} ")
-        elif max(len(repr(old)), len(repr(new))) > _SHORT:
-            yield f"{of}{name}"
-        else:
-            yield f"{of}{name} ({old!r} then, {new!r} now)"
+        check_same(header["identity"], identity, path=self.path, kind=self._kind, error=self._error)
 
 
 def _sync_folder(folder: Path) -> None:

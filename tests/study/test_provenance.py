@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from sglang_indexcache.errors import CheckpointError
-from sglang_indexcache.support import provenance
-from sglang_indexcache.support.provenance import checkpoint_digest, commit, machine, said
+from sglang_indexcache.study import provenance
+from sglang_indexcache.study.provenance import checkpoint_digest, commit, machine, said
 
 
 def test_a_digest_needs_a_checkpoint_and_says_so(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_command_that_fails_says_nothing() -> None:
 def test_provenance_needs_no_package() -> None:
     """The device check uses it where only torch is installed."""
     code = (
-        "import sys; import sglang_indexcache.support.provenance; "
+        "import sys; import sglang_indexcache.study.provenance; "
         "print({name.partition('.')[0] for name in sys.modules} & {'pydantic', 'torch', 'numpy'})"
     )
     assert said([sys.executable, "-c", code]) == ["set()"]

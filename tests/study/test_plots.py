@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.support.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import make_figure, save_figure
 
 
 def test_axes_come_in_reading_order(tmp_path: Path) -> None:

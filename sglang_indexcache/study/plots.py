@@ -1,4 +1,4 @@
-"""Figures: one set-up of matplotlib, and one way to write them."""
+"""Figures: matplotlib is set up and pictures are written in one way everywhere."""
 
 from __future__ import annotations
 

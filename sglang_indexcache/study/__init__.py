@@ -1,0 +1,1 @@
+"""What every run of hours needs: identity, resume, interruption, cost, provenance and figures."""

@@ -1,0 +1,73 @@
+"""What a long run costs, told before it begins: tokens, hours, and where the rate comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+
+ASKS_ABOVE_HOURS = 1.0
+"""A run that is known to take longer asks its user first."""
+_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast tokens are computed.
+
+    Attributes:
+        tokens_per_second: of everything that works at the same time, taken to be always busy.
+        source: where the figure comes from, for a reader: "given by --rate", "measured at 16Ki".
+    """
+
+    tokens_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The bill of a run.
+
+    Attributes:
+        tokens: that are computed at most.
+        rate: how fast; None while nobody knows.
+    """
+
+    tokens: int
+    rate: Rate | None = None
+
+    @property
+    def hours(self) -> float | None:
+        """Wall-clock hours at most; None without a rate."""
+        return None if self.rate is None else self.tokens / self.rate.tokens_per_second / _SECONDS
+
+    def in_words(self) -> str:
+        """Tokens, hours and the rate's source in one sentence."""
+        return f"{self.tokens:,} tokens at most, {self.hours_in_words()}"
+
+    def hours_in_words(self) -> str:
+        """Hours and where the rate comes from; without one, how to get it."""
+        if self.rate is None or self.hours is None:
+            return "hours not known yet: give --rate, the tokens computed in a second"
+        speed = f"{self.rate.tokens_per_second:,.0f} tokens a second"
+        return f"{self.hours:.2g} hours at {speed} ({self.rate.source})"
+
+
+def print_plan(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Write what a run will do: a name and a sentence in each row, the names in one column."""
+    known = list(rows)
+    width = max((len(name) for name, _ in known), default=0) + 2
+    for name, text in known:
+        console.print(f"{name:<{width}}{text}", highlight=False, soft_wrap=True, markup=False)
+
+
+def confirm(cost: Cost, agree: Callable[[str], None]) -> None:
+    """Ask before a run that is known to take long.
+
+    Args:
+        cost: of the run.
+        agree: is given the question, and raises if the answer is no.
+    """
+    if cost.hours is not None and cost.hours > ASKS_ABOVE_HOURS:
+        agree(f"This takes {cost.hours_in_words()}. Continue?")

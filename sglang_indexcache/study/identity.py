@@ -1,0 +1,102 @@
+"""Which run a folder belongs to. A run is only ever continued with what it was begun with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.support.files import write_json
+
+_SHORT = 100
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
+    """What differs between two identities, by name; long values are not written out."""
+    for name in sorted({*then, *now}):
+        old, new = then.get(name), now.get(name)
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{of}{name} ")
+        elif max(len(repr(old)), len(repr(new))) > _SHORT:
+            yield f"{of}{name}"
+        else:
+            yield f"{of}{name} ({old!r} then, {new!r} now)"
+
+
+def check_same(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    path: Path,
+    kind: str,
+    error: type[IndexCacheError],
+) -> None:
+    """Refuse to continue another run.
+
+    Args:
+        then: what the run was begun with.
+        now: what is asked for.
+        path: of the file that holds ``then``.
+        kind: what a run is called in messages, such as "search".
+        error: what to raise.
+
+    Raises:
+        IndexCacheError: as ``error``: the two differ.
+    """
+    if different := list(differences(then, now)):
+        raise error(
+            f"{path} belongs to another {kind}; different: {'; '.join(different)}. "
+            "Give the same options to continue it, or another --output."
+        )
+
+
+def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexCacheError]) -> bool:
+    """Make the JSON file at ``path`` say what is run beside it, or find that it says the same.
+
+    Args:
+        path: of the file; made with its folder if it is not there.
+        identity: what the run was begun with, JSON values.
+        kind: what a run is called in messages.
+        error: what to raise.
+
+    Returns:
+        Whether the run was begun before.
+
+    Raises:
+        IndexCacheError: as ``error``: the file belongs to another run, or is damaged, or the
+            folder cannot be written.
+    """
+    check_writable(path.parent, error)
+    if not path.exists():
+        write_json(path, dict(identity))
+        return False
+    try:
+        then = json.loads(path.read_text())
+    except ValueError as damaged:
+        raise error(f"{path} is damaged. Give another --output.") from damaged
+    if not isinstance(then, dict):
+        raise error(f"{path} is damaged. Give another --output.")
+    check_same(then, json.loads(json.dumps(identity)), path=path, kind=kind, error=error)
+    return True
+
+
+def check_writable(folder: Path, error: type[IndexCacheError]) -> None:
+    """Make ``folder`` and a file in it, before anything is measured for it.
+
+    Raises:
+        IndexCacheError: as ``error``: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as trial:
+            trial.write(b"a trial")
+    except OSError as cause:
+        raise error(
+            f"nothing can be written to {folder} ({cause.strerror or cause}). Give another "
+            "--output, or make room there."
+        ) from cause

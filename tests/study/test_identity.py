@@ -1,0 +1,46 @@
+"""A run's folder belongs to that run, and is known to be writable before anything is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.study.identity import check_writable, claim, differences
+
+
+def test_differences_are_named_down_to_the_value_that_differs() -> None:
+    then = {"model": "a", "plan": {"seed": 0, "rows": list(range(99)), "task": "x"}}
+    now = {"model": "a", "plan": {"seed": 1, "rows": list(range(98)), "task": "x"}, "dp": 2}
+    assert list(differences(then, now)) == [
+        "dp (None then, 2 now)",
+        "plan rows",  # too long to be written out
+        "plan seed (0 then, 1 now)",
+    ]
+    assert list(differences(then, then)) == []
+
+
+def test_a_folder_is_claimed_once_and_continued_with_the_same_options_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "options.json"
+    options = {"steps": 3, "rates": (1e-3, 1e-4)}  # tuples become lists in JSON, and stay the same
+    assert not claim(path, options, "heal", SearchError)
+    assert claim(path, options, "heal", SearchError)
+    with pytest.raises(SearchError, match=r"another heal; different: steps \(3 then, 4 now\)"):
+        claim(path, options | {"steps": 4}, "heal", SearchError)
+    path.write_text("[]")
+    with pytest.raises(SearchError, match="damaged"):
+        claim(path, options, "heal", SearchError)
+    path.write_text("{")
+    with pytest.raises(SearchError, match="damaged"):
+        claim(path, options, "heal", SearchError)
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SearchError, match=r"nothing can be written to .*another --output"):
+        check_writable(tmp_path / "file" / below, SearchError)
+
+
+def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "folder", SearchError)
+    assert not list((tmp_path / "new" / "folder").iterdir())
