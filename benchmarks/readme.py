@@ -32,7 +32,6 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
-        "docs/kernels.md",
         "docs/evaluate.md",
         "docs/search.md",
         "docs/serving.md",
