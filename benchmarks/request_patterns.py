@@ -172,8 +172,9 @@ def row_code_seconds(requests: int) -> float:
         batch.rids = RequestIds(admitted)  # type: ignore[arg-type]
         buffer.begin(patterns_of_rows(batch, active))
         for layer in active.plan.layer_ids:
-            buffer.is_full(layer)
-            buffer.resolve(layer, selected)
+            if buffer.is_full(layer):
+                buffer.select(layer, selected)
+            buffer.read(layer, requests)
         seconds.append(time.thread_time() - begun)
     return median(seconds)
 

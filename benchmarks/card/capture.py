@@ -165,7 +165,7 @@ def mixed_forward(stage: Stage) -> torch.Tensor:
     batch = SimpleNamespace(tbo_parent_token_range=None, forward_mode=ForwardMode.DECODE)
     hidden = stage.hidden.clone()
     for number in stage.layers:
-        used = stage.whole.index_buffer.resolve(number, select(hidden, stage.keys[number]))
+        used = stage.whole.index_buffer.select(number, select(hidden, stage.keys[number]))
         layer = SimpleNamespace(layer_id=number)
         hidden = hidden + stage.whole.forward_decode(
             hidden, None, None, layer, batch, topk_indices=used

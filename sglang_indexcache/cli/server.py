@@ -27,6 +27,14 @@ def doctor_command(
     context: typer.Context,
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. "
+            "The default is this machine's GPU, and h200 without one.",
+        ),
+    ] = None,
 ) -> None:
     """Say what a server started with these flags would do, without loading weights.
 
@@ -44,7 +52,7 @@ def doctor_command(
     else:
         from sglang_indexcache.serving.doctor import examine
 
-        fine = examine(context.args, out)
+        fine = examine(context.args, out, device)
     if not fine:
         raise typer.Exit(1)
 

@@ -10,8 +10,10 @@ what those selected and what the others keep; what a layer was given is never wr
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.rows import RowPatterns
 
@@ -19,9 +21,11 @@ from sglang_indexcache.serving.rows import RowPatterns
 class IndexBuffer:
     """The one conditional branch of IndexCache (paper, figure "Side-by-side comparison", b).
 
-    Layers are the model's layer numbers. Every forward begins with :meth:`begin`; then each
-    attention layer asks :meth:`resolve` which indices to attend to. Which rows a forward has, and
-    which pattern each obeys, is known from its begin to its end.
+    Layers are the model's layer numbers. Every forward begins with :meth:`begin`. What an indexer
+    selects comes in by :meth:`select`, what an earlier pipeline stage selected by :meth:`adopt`; an
+    attention layer then asks :meth:`read`. Who writes and who reads is decided by the layer and the
+    forward, never by which tensor somebody holds: SGLang pads the rows of a batch for its
+    collectives, and hands attention a slice without the padding.
 
     SGLang begins a captured forward once and then runs its layers three times, twice to warm up
     and once to record. So the layers of a pass can rely on what the same pass wrote before them,
@@ -42,7 +46,6 @@ class IndexBuffer:
         self._first_layer = first_layer
         self._rows: RowPatterns | None = None
         self._sources: tuple[int | None, ...] = ()
-        self._written: int | None = None
         self._indices: torch.Tensor | None = None
 
     def begin(self, rows: RowPatterns | None = None) -> None:
@@ -53,7 +56,6 @@ class IndexBuffer:
         """
         self._rows = rows or RowPatterns.one(self._active.pattern)
         self._sources = (None,) * len(self._rows.patterns)
-        self._written = None
         self._indices = None
         self.writes += 1
 
@@ -69,36 +71,65 @@ class IndexBuffer:
         position = self._active.position(layer)
         return any(pattern.is_full(position) for pattern in self.rows.patterns)
 
-    def resolve(self, layer: int, selected: torch.Tensor | None) -> torch.Tensor:
-        """The indices that ``layer`` attends to.
-
-        In live mode an indexer asks first and attention again, with what the indexer was told:
-        the second time nothing is done.
+    def select(self, layer: int, selected: torch.Tensor | None) -> torch.Tensor:
+        """Take what the indexer of ``layer`` selected, which is F for some row.
 
         Args:
             layer: the model's layer number.
-            selected: ``[T, k]``. Where the layer is F for some row, what its indexer selected. For
-                an S layer what the engine carried to it, what its own indexer handed on in live
-                mode, or None.
+            selected: ``[T, k]``, of as many rows as the forward has or of fewer.
 
         Returns:
             ``[T, k]``: ``selected`` in the rows for which the layer is F, in the others what they
             had before.
 
         Raises:
-            StaleIndexError: an F layer without indices, or a row for which the layer is S and
-                whose F layer has not written in this forward.
+            StaleIndexError: nothing was selected, or a row for which the layer is S and whose F
+                layer has not written in this forward.
         """
-        if self.is_full(layer):
-            if selected is None:
-                raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
-            self._take(layer, selected)
-        elif selected is not None and self._comes_from_earlier_stage(layer):
-            self.adopt(layer, selected)
-        return self.shared(layer)
+        if selected is None:
+            raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
+        position, patterns = self._active.position(layer), self.rows.patterns
+        if not all(pattern.is_full(position) for pattern in patterns):
+            self._check(layer, but=position)
+            selected = self._merged(position, selected)
+        self._indices = selected
+        self.writes += 1  # the next pass of a capture may select into the same tensor
+        self._sources = tuple(
+            position if pattern.is_full(position) else source
+            for pattern, source in zip(patterns, self._sources, strict=True)
+        )
+        return selected
+
+    def _merged(self, position: int, selected: torch.Tensor) -> torch.Tensor:
+        """``selected`` in the rows that are F at ``position``, in the others what they had."""
+        masks, kept, count = self.rows.masks, self._indices, selected.shape[0]
+        assert masks is not None, "several patterns"
+        assert kept is not None, "the rows that are not F here have some"
+        if min(masks.shape[1], kept.shape[0]) < count:
+            raise StaleIndexError(
+                f"position {position} selected for {count} rows, of a forward that had "
+                f"{min(masks.shape[1], kept.shape[0])} before"
+            )
+        return torch.where(masks[position, :count, None], selected, kept[:count])
+
+    def read(self, layer: int, rows: int) -> torch.Tensor:
+        """The indices that the attention of ``layer`` takes.
+
+        Args:
+            layer: the model's layer number.
+            rows: how many attention has. Behind them may be rows that pad the forward.
+
+        Returns:
+            ``[rows, k]``, or fewer where fewer were selected.
+
+        Raises:
+            StaleIndexError: as :meth:`shared`.
+        """
+        indices = self.shared(layer)
+        return indices if indices.shape[0] <= rows else indices[:rows]
 
     def shared(self, layer: int) -> torch.Tensor:
-        """The indices that ``layer`` shares with the layers before it.
+        """``[T, k]``: what ``layer`` uses, in all rows of the forward.
 
         Raises:
             StaleIndexError: unless for every row exactly its F layer's were written, adopted or
@@ -108,43 +139,38 @@ class IndexBuffer:
         assert self._indices is not None, "some layer wrote them"
         return self._indices
 
-    def adopt(self, layer: int, indices: torch.Tensor) -> None:
-        """Take over what an earlier pipeline stage selected for ``layer``."""
-        self._sources, self._indices = self._sources_of(layer), indices
-        self.writes += 1
+    def adopt(self, layer: int, carried: torch.Tensor | None) -> None:
+        """Take over what an earlier pipeline stage selected, if that is what ``layer`` shares.
 
-    def inherit(self, layer: int, whole: IndexBuffer, rows: tuple[int, int], before: int) -> None:
+        Args:
+            layer: S for all rows; the model's layer number.
+            carried: ``[T, k]``, what SGLang hands to its attention. It does so between stages for
+                one pattern only.
+        """
+        if carried is not None and self._shares_from_before(layer, self._first_layer):
+            self._sources, self._indices = self._sources_of(layer), carried
+            self.writes += 1
+
+    def inherit(
+        self, layer: int, whole: IndexBuffer, rows: tuple[int, int], count: int, before: int
+    ) -> None:
         """Take over what the whole batch selected of which this is a part, if ``layer`` needs it.
 
         Args:
             layer: the layer that is about to ask.
             whole: the whole batch's buffer.
             rows: this part's in the whole batch, from and to below.
+            count: of this part's rows, those that pad it too.
             before: the first layer that runs on parts.
         """
         # Later passes of a captured forward find the buffer full; they inherit anew.
         is_due = self._indices is None or len(self.rows.patterns) == 1
         if is_due and whole._indices is not None and self._shares_from_before(layer, before):
-            self._sources, self._indices = whole._sources, whole._indices[slice(*rows)]
+            part = whole._indices[slice(*rows)]
+            if part.shape[0] < count:
+                part = pad(part, (0, 0, 0, count - part.shape[0]), value=PADDING)
+            self._sources, self._indices = whole._sources, part
             self.writes += 1
-
-    def _take(self, layer: int, selected: torch.Tensor) -> None:
-        """Let the rows for which ``layer`` is F have ``selected``."""
-        position = self._active.position(layer)
-        self.writes += 1  # the next pass of a capture may select into the same tensor
-        if self._written == position and selected is self._indices:
-            return
-        patterns = self.rows.patterns
-        if not all(pattern.is_full(position) for pattern in patterns):
-            self._check(layer, but=position)
-            assert self._indices is not None, "the rows that are not F here have some"
-            mine = self.rows.full_rows(position)[:, None]
-            selected = torch.where(mine, selected, self._indices)
-        self._indices, self._written = selected, position
-        self._sources = tuple(
-            position if pattern.is_full(position) else source
-            for pattern, source in zip(patterns, self._sources, strict=True)
-        )
 
     def _check(self, layer: int, but: int | None = None) -> None:
         """That each pattern's rows hold what its F layer before ``layer`` wrote.
@@ -165,10 +191,6 @@ class IndexBuffer:
         """For each pattern the position whose indices ``layer`` uses."""
         position = self._active.position(layer)
         return tuple(pattern.source_of(position) for pattern in self.rows.patterns)
-
-    def _comes_from_earlier_stage(self, layer: int) -> bool:
-        """Whether SGLang hands in what ``layer`` shares; it does so for one pattern only."""
-        return self._shares_from_before(layer, self._first_layer)
 
     def _shares_from_before(self, layer: int, limit: int) -> bool:
         """Whether some row's indices for ``layer`` are of one below ``limit``, as it is not."""

@@ -23,7 +23,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of,
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
-from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
+from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
 from sglang_indexcache.serving import (
@@ -62,6 +62,9 @@ _FROM_COMMAND_LINE = "_indexcache_from_command_line"
 ONLY_EXAMINED = "_indexcache_only_examined"
 """Attribute of ServerArgs: nothing will be served. Bad input is raised to the caller even if it
 came by command line, and what only a server needs is not loaded."""
+
+FOUND = "_indexcache_found"
+"""Attribute of ServerArgs that are only examined: a list for problems that would end a start."""
 
 
 def register() -> None:
@@ -218,16 +221,31 @@ def _resolve(server_args: Any) -> None:
     engine_version.check()
     hooks.check()
     cfg = resolving_view(server_args)
-    overrides = json.loads(cfg.json_model_override_args)
+    overrides = _overrides(cfg)
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
-    check_config(config, cfg.model_path)
-    trained = chosen_adapter(request)
-    plan = make_plan(request, checkpoint, overrides, Library.default(), trained, cfg.model_path)
-    refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
-    platform_cpu.check_plan(server_args, plan)
-    if trained is not None:
-        adapter.check(trained, Path(cfg.model_path))
+    found = Findings()
+    plan: Plan | None = None
+    with found:
+        check_config(config, cfg.model_path)
+    with found:
+        trained = chosen_adapter(request)
+        plan = make_plan(request, checkpoint, overrides, Library.default(), trained, cfg.model_path)
+    if plan is None:
+        found.report()
+    assert plan is not None, "making one raises, or it is there"
+    with found:
+        num_layers = checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers)
+        refusals.check(cfg, plan, num_layers)
+    with found:
+        platform_cpu.check_plan(server_args, plan)
+    with found:
+        if trained is not None:
+            adapter.check(trained, Path(cfg.model_path))
+    if (gathered := getattr(server_args, FOUND, None)) is None:
+        found.report()
+    else:  # SGLang's own checks, which come next, may find more
+        gathered += found.each
     _declare(server_args, plan, overrides, config)
     if not _only_examined(server_args):  # it takes SGLang's tokenizer manager
         requests.install_in_front()
@@ -349,10 +367,27 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     )
 
 
+def _overrides(cfg: Any) -> dict[str, Any]:
+    """What the user changes in the model's config.
+
+    Raises:
+        SettingsError: that is no JSON object.
+    """
+    try:
+        overrides = json.loads(cfg.json_model_override_args)
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"--json-model-override-args is not JSON ({error}): {cfg.json_model_override_args!r}"
+        ) from error
+    if not isinstance(overrides, dict):
+        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
+    return overrides
+
+
 def _warn_about_ignored_overrides(server_args: Any) -> None:
     """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
     cfg = resolving_view(server_args)
-    overrides = json.loads(cfg.json_model_override_args)
+    overrides = _overrides(cfg)
     asked = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
     if not asked or overrides.get("indexer_types") is not None:
         return

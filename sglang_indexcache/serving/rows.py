@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowPatterns:
     """The patterns in a forward, of equal length.
 
     Attributes:
         patterns: the different ones, at least one.
-        rows: ``[T]`` int64: for each row its place in ``patterns``. None where all rows obey the
-            only one.
+        masks: ``[layers, T]`` bool, on the device of the forward: which rows are F at each pattern
+            position. None where all rows obey the only pattern.
     """
 
     patterns: tuple[Pattern, ...]
-    rows: torch.Tensor | None = None
+    masks: torch.Tensor | None = None
 
     @classmethod
     def one(cls, pattern: Pattern) -> RowPatterns:
@@ -42,34 +43,55 @@ class RowPatterns:
     ) -> RowPatterns:
         """Requests one after the other.
 
+        What each request is goes to the device in one copy that nothing waits for, and is spread
+        over the rows there: while the forward before still runs, this one can be prepared.
+
         Args:
             patterns: of each request.
-            lengths: the rows of each request. Rows behind the last go with the first pattern.
+            lengths: the rows of each request. Rows behind the last pad the batch; nobody reads what
+                they attend to, so they are F everywhere.
             like: ``[T, ...]``, on the device of the forward.
+
+        Raises:
+            StaleIndexError: the requests have more rows than there are.
         """
         different = tuple(dict.fromkeys(patterns))
         if len(different) == 1:
             return cls(different)
-        places = torch.tensor([different.index(pattern) for pattern in patterns])
-        counts = torch.tensor(lengths[: len(patterns)])
-        rows = torch.zeros(like.shape[0], dtype=torch.int64)
-        rows[: int(counts.sum())] = places.repeat_interleave(counts)
-        return cls(different, rows.to(like.device))
+        count, device = like.shape[0], like.device
+        lengths = [*lengths[: len(patterns)]]
+        lengths.append(count - sum(lengths))
+        if lengths[-1] < 0:
+            raise StaleIndexError(
+                f"requests have {sum(lengths[:-1])} rows, and their forward has {count}"
+            )
+        columns = [*map(full_layers, patterns), torch.ones(len(different[0]), dtype=torch.bool)]
+        host = torch.cat([torch.tensor([lengths]), torch.stack(columns, dim=1).long()])
+        table = to_device(host, device)
+        requests = torch.arange(len(lengths), device=device)
+        owners = requests.repeat_interleave(table[0], output_size=count)
+        return cls(different, table[1:].bool()[:, owners])
 
-    def cut(self, start: int, stop: int) -> RowPatterns:
-        """Rows ``start`` to ``stop``, as a batch of their own."""
-        return RowPatterns(self.patterns, None if self.rows is None else self.rows[start:stop])
+    def cut(self, start: int, stop: int, count: int) -> RowPatterns:
+        """Rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
+        if self.masks is None:
+            return self
+        part = self.masks[:, start:stop]
+        return RowPatterns(self.patterns, pad(part, (0, count - part.shape[1]), value=True))
 
-    def full_rows(self, position: int) -> torch.Tensor:
-        """``[T]`` bool: the rows whose pattern is F at ``position``; for several patterns only."""
-        return self._full_rows[position]
 
-    @cached_property
-    def _full_rows(self) -> torch.Tensor:
-        """``[layers, T]`` bool, made in one step for all layers of a forward."""
-        assert self.rows is not None, "one pattern needs no mask"
-        full = [[p.is_full(layer) for p in self.patterns] for layer in range(len(self.patterns[0]))]
-        return torch.tensor(full, device=self.rows.device)[:, self.rows]
+@lru_cache(maxsize=256)
+def full_layers(pattern: Pattern) -> torch.Tensor:
+    """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
+    return torch.tensor([pattern.is_full(position) for position in range(len(pattern))])
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``host`` on ``device``, copied without a wait for what the device does meanwhile.
+
+    Only from pinned memory can a GPU copy by itself.
+    """
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class RequestIds(list[str]):
@@ -99,8 +121,8 @@ def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
 def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
     """Which pattern each row of ``batch`` obeys.
 
-    Rows that pad it come last, and go with the first request. Without requests (an idle rank, a
-    warm-up) the server's pattern decides which indexers run, as in static mode.
+    Rows that pad it come last. Without requests (an idle rank, a warm-up) the server's pattern
+    decides which indexers run, as in static mode.
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.

@@ -121,10 +121,8 @@ def batch_logprobs(client: Client, prompts: list[list[int]], start: int = 0) -> 
     ]
 
 
-def greedy(client: Client, ids: list[int], count: int) -> list[int]:
+def greedy(client: Client, ids: list[int], count: int, **sampling: Any) -> list[int]:
     """``count`` greedy tokens."""
-    reply = client.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
-    )
+    greedily = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    reply = client.generate(input_ids=ids, sampling_params=greedily | sampling)
     return list(reply["output_ids"])

@@ -23,6 +23,7 @@ from tests.e2e.test_lifecycle import group_members
 from tests.oracle import Oracle
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+FOUR_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 PATTERN = Pattern("FFSSFS")
 SMALL_POOL = ("--dtype", "float32", "--max-total-tokens", "8192")
 
@@ -118,6 +119,49 @@ def test_dp_attention_static(glm: Path, serve: Serve, oracle: Oracle) -> None:
     with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
         check(client, oracle, PATTERN, (1, 300, 66, 129))
         assert [state["index_k_bytes_per_token"] for state in client.states()] == [3 * 512] * 2
+
+
+class TestAttentionInParallel:
+    """Two ranks of data-parallel attention of two tensor-parallel ranks each.
+
+    SGLang pads every prefill to an even number of rows, which all odd lengths here need.
+    """
+
+    LENGTHS = (301, 67, 129, 1, 93, 215, 33, 151)
+    ARGUMENTS = ("--tp", "4", "--dp", "2", "--enable-dp-attention", "--chunked-prefill-size", "256")
+
+    @pytest.mark.parametrize(
+        ("mode", "texts"),
+        [("static", [str(PATTERN)]), ("live", ["FFSSFS", "FSSSFS", "FFFFFF", "FSFSSS"])],
+    )
+    def test_agrees_with_the_oracle(
+        self, glm: Path, serve: Serve, oracle: Oracle, mode: str, texts: list[str]
+    ) -> None:
+        """Alone and all at once, each request under its own pattern."""
+        named = [texts[number % len(texts)] for number in range(len(self.LENGTHS))]
+        prompts = [
+            decided_prompt(oracle, length, Pattern(text), seed=800)
+            for length, text in zip(self.LENGTHS, named, strict=True)
+        ]
+        truth = [
+            oracle.greedy(ids, 12, Pattern(text)) for ids, text in zip(prompts, named, strict=True)
+        ]
+        pattern = ["--indexcache-pattern", texts[0], "--indexcache-mode", mode]
+        with serve(glm, *SMALL_POOL, *self.ARGUMENTS, *pattern, **FOUR_RANKS) as client:
+
+            def ask(ids: list[int], text: str) -> list[int]:
+                return greedy(client, ids, 12, custom_params={"indexcache_pattern": text})
+
+            alone = list(map(ask, prompts, named))
+            client.flush_cache()
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                together = list(pool.map(ask, prompts, named))
+            states = client.states()
+        assert together == alone
+        for tokens, (wanted, gap) in zip(together, truth, strict=True):
+            assert gap < 1e-6 or tokens == wanted
+        assert all(state["mixed_forwards"] > 0 for state in states) == (mode == "live")
+        assert len(states) == 2
 
 
 def test_tensor_parallel(glm: Path, serve: Serve, oracle: Oracle) -> None:

@@ -18,13 +18,24 @@ def active(text: str, layer_ids: tuple[int, ...] | None = None) -> ActivePattern
     return ActivePattern(plan(text, mode="live", layer_ids=layer_ids or tuple(range(len(text)))))
 
 
+def resolve(
+    buffer: IndexBuffer, layer: int, given: torch.Tensor | None, rows: int = 100
+) -> torch.Tensor:
+    """A layer's turn in static mode: SGLang brings what it carries, attention has ``rows`` rows."""
+    if buffer.is_full(layer):
+        buffer.select(layer, given)
+    else:
+        buffer.adopt(layer, given)
+    return buffer.read(layer, rows)
+
+
 def forward(buffer: IndexBuffer, pattern: Pattern) -> list[torch.Tensor]:
     """One forward of a model whose layer i selects a tensor of its own."""
     buffer.begin()
     used = []
     for layer in range(len(pattern)):
         selected = torch.tensor([layer]) if buffer.is_full(layer) else None
-        used.append(buffer.resolve(layer, selected))
+        used.append(resolve(buffer, layer, selected))
     return used
 
 
@@ -47,9 +58,9 @@ def test_holds_a_reference_and_no_copy() -> None:
     buffer = IndexBuffer(active("FSS"))
     buffer.begin()
     selected = torch.tensor([1, 2])
-    assert buffer.resolve(0, selected) is selected
-    assert buffer.resolve(1, None) is selected
-    assert buffer.resolve(2, selected) is selected
+    assert resolve(buffer, 0, selected) is selected
+    assert resolve(buffer, 1, None) is selected
+    assert resolve(buffer, 2, selected) is selected
 
 
 def test_begin_forgets() -> None:
@@ -57,27 +68,27 @@ def test_begin_forgets() -> None:
     forward(buffer, Pattern("FS"))
     buffer.begin()
     with pytest.raises(StaleIndexError, match=r"layer 1 shares .* holds nothing"):
-        buffer.resolve(1, None)
+        resolve(buffer, 1, None)
 
 
 def test_skipped_full_layer_is_noticed() -> None:
     buffer = IndexBuffer(active("FSFS"))
     buffer.begin()
-    buffer.resolve(0, torch.tensor([0]))
+    resolve(buffer, 0, torch.tensor([0]))
     with pytest.raises(StaleIndexError, match="position 2, but the buffer holds those of"):
-        buffer.resolve(3, None)
+        resolve(buffer, 3, None)
 
 
 def test_full_layer_must_select() -> None:
     buffer = IndexBuffer(active("FF"))
     buffer.begin()
     with pytest.raises(StaleIndexError, match="its indexer selected nothing"):
-        buffer.resolve(0, None)
+        resolve(buffer, 0, None)
 
 
 def test_nothing_before_the_first_forward() -> None:
     with pytest.raises(StaleIndexError, match="no forward has begun"):
-        IndexBuffer(active("FS")).resolve(0, torch.tensor([0]))
+        resolve(IndexBuffer(active("FS")), 0, torch.tensor([0]))
 
 
 def test_switch_does_not_reach_a_forward_in_progress() -> None:
@@ -85,9 +96,9 @@ def test_switch_does_not_reach_a_forward_in_progress() -> None:
     buffer = IndexBuffer(state)
     buffer.begin()
     selected = torch.tensor([0])
-    buffer.resolve(0, selected)
+    resolve(buffer, 0, selected)
     state.replace(Policy.of(Pattern("FFFF")), "test")
-    assert buffer.resolve(1, None) is selected
+    assert resolve(buffer, 1, None) is selected
     buffer.begin()
     assert buffer.is_full(1)
 
@@ -98,17 +109,17 @@ def test_pipeline_stage_adopts_what_the_engine_carried_in_every_pass() -> None:
     buffer.begin()
     for number in range(3):
         carried, own = torch.tensor([number]), torch.tensor([number + 10])
-        assert buffer.resolve(1, carried) is carried
-        assert buffer.resolve(2, None) is carried
-        assert buffer.resolve(3, own) is own
-        assert buffer.resolve(4, None) is own
+        assert resolve(buffer, 1, carried) is carried
+        assert resolve(buffer, 2, None) is carried
+        assert resolve(buffer, 3, own) is own
+        assert resolve(buffer, 4, None) is own
 
 
 def test_what_the_engine_carries_within_a_stage_is_not_adopted() -> None:
     buffer = IndexBuffer(active("FS"))
     buffer.begin()
     with pytest.raises(StaleIndexError, match="holds nothing"):
-        buffer.resolve(1, torch.tensor([7]))
+        resolve(buffer, 1, torch.tensor([7]))
 
 
 def test_two_sub_batches_do_not_meet() -> None:
@@ -117,18 +128,18 @@ def test_two_sub_batches_do_not_meet() -> None:
     first.begin()
     second.begin()
     a, b = torch.tensor([1]), torch.tensor([2])
-    first.resolve(0, a)
-    second.resolve(0, b)
-    assert first.resolve(1, None) is a
-    assert second.resolve(1, None) is b
+    resolve(first, 0, a)
+    resolve(second, 0, b)
+    assert resolve(first, 1, None) is a
+    assert resolve(second, 1, None) is b
 
 
 def test_hybrid_model_counts_only_its_dsa_layers() -> None:
     buffer = IndexBuffer(active("FSF", layer_ids=(3, 7, 11)))
     buffer.begin()
     selected = torch.tensor([1])
-    buffer.resolve(3, selected)
-    assert buffer.resolve(7, None) is selected
+    resolve(buffer, 3, selected)
+    assert resolve(buffer, 7, None) is selected
     assert buffer.is_full(11)
 
 
@@ -167,9 +178,9 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
             selected = selections(layer, count) if runs else None
             if selected is not None:
                 given_out.append((selected, selected.clone()))
-            used = buffer.resolve(layer, selected)
+            used = resolve(buffer, layer, selected)
             if is_live:
-                assert buffer.resolve(layer, used) is used
+                assert buffer.read(layer, count) is used
             for row, pattern in enumerate(owners):
                 assert used[row].tolist() == [pattern.source_of(layer), row]
             if selected is not None and all(pattern.is_full(layer) for pattern in patterns):
@@ -198,9 +209,9 @@ def test_an_indexer_that_did_not_run_is_noticed_for_each_pattern(
         selected = selections(layer, count) if layer in full else None
         if reads_it:
             with pytest.raises(StaleIndexError, match=f"indices of pattern position {missing}"):
-                buffer.resolve(layer, selected)
+                resolve(buffer, layer, selected)
             return
-        buffer.resolve(layer, selected)
+        resolve(buffer, layer, selected)
 
 
 def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
@@ -208,14 +219,57 @@ def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
     whole, part = IndexBuffer(state), IndexBuffer(state)
     patterns = [Pattern("FSFS"), Pattern("FFSS")]
     whole.begin(RowPatterns.of(patterns, [2, 3], torch.empty(5)))
-    part.begin(whole.rows.cut(1, 4))
-    whole.resolve(0, selections(0, 5))
-    whole.resolve(1, selections(1, 5))
-    part.inherit(2, whole, (1, 4), before=2)
-    used = part.resolve(2, selections(2, 3))
+    part.begin(whole.rows.cut(1, 4, 3))
+    resolve(whole, 0, selections(0, 5))
+    resolve(whole, 1, selections(1, 5))
+    part.inherit(2, whole, (1, 4), 3, before=2)
+    used = resolve(part, 2, selections(2, 3))
     assert used.tolist() == [[2, 0], [1, 2], [1, 3]]
-    part.inherit(3, whole, (1, 4), before=2)  # has its own by now
-    assert part.resolve(3, None) is used
+    part.inherit(3, whole, (1, 4), 3, before=2)  # has its own by now
+    assert resolve(part, 3, None) is used
+
+
+def test_attention_reads_the_rows_that_it_has() -> None:
+    """SGLang pads a forward's rows and hands attention those in front."""
+    buffer = IndexBuffer(active("FSFS"))
+    buffer.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [2, 1], torch.empty(8)))
+    for layer in range(3):
+        if buffer.is_full(layer):
+            buffer.select(layer, selections(layer, 8))
+        assert buffer.read(layer, 3).shape == (3, 2)
+    assert buffer.read(3, 3).tolist() == [[2, 0], [2, 1], [1, 2]]
+    assert buffer.shared(3).shape == (8, 2)
+
+
+def test_an_indexer_may_leave_the_padding_out() -> None:
+    buffer = IndexBuffer(active("FSFS"))
+    buffer.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [2, 1], torch.empty(8)))
+    for layer, rows in enumerate([8, 5, 3]):
+        buffer.select(layer, selections(layer, rows))
+    assert buffer.read(3, 8).tolist() == [[2, 0], [2, 1], [1, 2]]
+    buffer.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [2, 1], torch.empty(8)))
+    buffer.select(0, selections(0, 3))
+    with pytest.raises(StaleIndexError, match="selected for 4 rows, of a forward that had 3"):
+        buffer.select(1, selections(1, 4))
+
+
+def test_the_rows_that_pad_a_part_select_nothing_of_the_other() -> None:
+    """The halves of an overlap are padded each by itself, behind their own rows."""
+    state = active("FSFS")
+    for patterns in (["FSFS"], ["FSFS", "FFSS"]):
+        whole, part = IndexBuffer(state), IndexBuffer(state)
+        named = [Pattern(patterns[row % len(patterns)]) for row in range(6)]
+        whole.begin(RowPatterns.of(named, [1] * 6, torch.empty(6)))
+        part.begin(whole.rows.cut(0, 3, 4))
+        for layer in range(2):
+            if whole.is_full(layer):
+                whole.select(layer, selections(layer, 6))
+        part.inherit(1, whole, (0, 3), 4, before=1)
+        if part.is_full(1):
+            part.select(1, selections(1, 4))
+        used = [[row % len(patterns), row] for row in range(3)]
+        assert part.shared(1)[:3].tolist() == part.read(1, 3).tolist() == used
+        assert part.shared(1)[3].tolist() == ([1, 3] if part.is_full(1) else [-1, -1])
 
 
 def test_a_part_that_inherits_nothing_is_noticed() -> None:
@@ -223,7 +277,7 @@ def test_a_part_that_inherits_nothing_is_noticed() -> None:
     part = IndexBuffer(state)
     part.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [1, 1], torch.empty(2)))
     with pytest.raises(StaleIndexError, match="holds nothing"):
-        part.resolve(2, selections(2, 2))
+        resolve(part, 2, selections(2, 2))
 
 
 def test_a_part_inherits_anew_in_each_forward() -> None:
@@ -232,11 +286,11 @@ def test_a_part_inherits_anew_in_each_forward() -> None:
     patterns = [Pattern("FSFS"), Pattern("FFSS")]
     for number in (100, 200):
         whole.begin(RowPatterns.of(patterns, [1, 1], torch.empty(2)))
-        part.begin(whole.rows.cut(0, 2))
-        whole.resolve(0, number + selections(0, 2))
-        whole.resolve(1, number + selections(1, 2))
-        part.inherit(2, whole, (0, 2), before=2)
-        used = part.resolve(2, number + selections(2, 2))
+        part.begin(whole.rows.cut(0, 2, 2))
+        resolve(whole, 0, number + selections(0, 2))
+        resolve(whole, 1, number + selections(1, 2))
+        part.inherit(2, whole, (0, 2), 2, before=2)
+        used = resolve(part, 2, number + selections(2, 2))
         assert used.tolist() == [[number + 2, number], [number + 1, number + 1]]
 
 
@@ -245,15 +299,15 @@ def test_a_part_of_one_pattern_inherits_in_every_pass() -> None:
     state = active("FSFS")
     whole, part = IndexBuffer(state), IndexBuffer(state)
     whole.begin()
-    part.begin(whole.rows.cut(1, 3))
+    part.begin(whole.rows.cut(1, 3, 2))
     for number in (100, 200, 300):
-        whole.resolve(0, number + selections(0, 3))
-        part.inherit(1, whole, (1, 3), before=1)
-        assert part.resolve(1, None).tolist() == [[number, number + 1], [number, number + 2]]
+        resolve(whole, 0, number + selections(0, 3))
+        part.inherit(1, whole, (1, 3), 2, before=1)
+        assert resolve(part, 1, None).tolist() == [[number, number + 1], [number, number + 2]]
         own = number + selections(2, 2)
-        part.resolve(2, own)
-        part.inherit(3, whole, (1, 3), before=1)  # its F layer is its own
-        assert part.resolve(3, None) is own
+        resolve(part, 2, own)
+        part.inherit(3, whole, (1, 3), 2, before=1)  # its F layer is its own
+        assert resolve(part, 3, None) is own
 
 
 @pytest.mark.parametrize(("ran", "held"), [([], "nothing"), ([0], "those of position 0")])
@@ -265,22 +319,22 @@ def test_what_the_whole_batch_did_not_select_is_noticed_in_its_parts(
     whole.begin()
     part.begin()
     for layer in ran:
-        whole.resolve(layer, selections(layer, 1))
-    part.inherit(2, whole, (0, 1), before=2)
+        resolve(whole, layer, selections(layer, 1))
+    part.inherit(2, whole, (0, 1), 1, before=2)
     with pytest.raises(StaleIndexError, match=f"position 1, but the buffer holds {held}"):
-        part.resolve(2, None)
+        resolve(part, 2, None)
 
 
 def test_two_layers_may_select_into_the_same_tensor() -> None:
     buffer, same = IndexBuffer(active("FFS")), torch.tensor([1])
     buffer.begin()
     for layer, selected in enumerate([same, same, None]):
-        assert buffer.resolve(layer, selected) is same
+        assert resolve(buffer, layer, selected) is same
 
 
 def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
     buffer = IndexBuffer(active("FFS", layer_ids=(3, 7, 11)), first_layer=5)
     buffer.begin()
     own, carried = torch.tensor([1]), torch.tensor([2])
-    buffer.resolve(7, own)
-    assert buffer.resolve(11, carried) is own
+    resolve(buffer, 7, own)
+    assert resolve(buffer, 11, carried) is own

@@ -43,7 +43,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
-        self._slots_of: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._slots_of: tuple[tuple[int, int], torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
@@ -97,13 +97,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         assert k_rope is not None, "the DSA path passes split keys"
         if save_kv_cache:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        indices = self.index_buffer.resolve(layer.layer_id, topk_indices)
-        if topk_indices is not None and topk_indices is not indices:
-            raise StaleIndexError(
-                f"SGLang carried other indices to layer {layer.layer_id} than its F layer selected"
-            )
-        if not self.index_buffer.is_full(layer.layer_id):
-            self.active.count_reuse(layer.layer_id)
+        indices = self._indices(layer.layer_id, topk_indices, q.shape[0])
         latent = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         heads = layer.tp_q_head_num
         queries = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope], dim=-1)
@@ -116,10 +110,24 @@ class CpuIndexCacheBackend(AttentionBackend):
         )
         return output.flatten(1).to(q.dtype)
 
+    def _indices(self, layer: int, carried: torch.Tensor | None, rows: int) -> torch.Tensor:
+        """``[rows, k]``: what ``layer`` attends to; its indexer, if it has one, has written it."""
+        if not self.index_buffer.is_full(layer):
+            self.active.count_reuse(layer)
+            self.index_buffer.adopt(layer, carried)
+        indices = self.index_buffer.read(layer, rows)
+        # SGLang cuts padding off before attention, so it hands on another view of the same memory.
+        if carried is not None and _layout(carried) != _layout(indices):
+            raise StaleIndexError(
+                f"SGLang carried other indices to layer {layer} than its F layer selected"
+            )
+        return indices
+
     def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:
         """Pool slots of ``indices``, translated once for a whole group of layers."""
-        if self._slots_of is None or self._slots_of[0] is not indices:
-            self._slots_of = (indices, self.batch.physical_slots(indices))
+        group = (self.index_buffer.writes, indices.shape[0])
+        if self._slots_of is None or self._slots_of[0] != group:
+            self._slots_of = (group, self.batch.physical_slots(indices))
         return self._slots_of[1]
 
     def support_triton(self) -> bool:
@@ -131,3 +139,8 @@ class CpuIndexCacheBackend(AttentionBackend):
         return 1
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
+
+def _layout(indices: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor lies in memory, and how."""
+    return indices.data_ptr(), indices.shape, indices.stride(), indices.dtype

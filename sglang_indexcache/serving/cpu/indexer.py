@@ -83,7 +83,7 @@ def _store_and_select(
     backend.active.count_selection(layer_id)
     if max(backend.batch.key_lens, default=0) <= indexer.index_topk:
         everything = every_visible(backend.batch, x.shape[0], indexer.index_topk, x.device)
-        return backend.index_buffer.resolve(layer_id, everything)
+        return backend.index_buffer.select(layer_id, everything)
     queries, scales = _queries(indexer, q_lora, positions, backend)
     selected = select_topk(
         queries,
@@ -92,7 +92,7 @@ def _store_and_select(
         backend.batch,
         indexer.index_topk,
     )
-    return backend.index_buffer.resolve(layer_id, selected)
+    return backend.index_buffer.select(layer_id, selected)
 
 
 def _nothing(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The CUDA backend: SGLang's DSA backend, plus the index buffer.
 
 Metadata, CUDA graphs, MTP, context parallelism, disaggregation and HiCache are SGLang's own, and so
-are the kernels unless ``--indexcache-kernels`` asks for ours. What is added is one call per
-attention layer, :meth:`IndexBuffer.resolve`. It matters where SGLang carries no indices itself:
+are the kernels unless ``--indexcache-kernels`` asks for ours. What is added is one question per
+attention layer, :meth:`IndexBuffer.read`. It matters where SGLang carries no indices itself:
 between the sub-batches of two-batch overlap, across layers without DSA, and in live mode.
 """
 
@@ -121,7 +121,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     ) -> torch.Tensor:
         """Prefill. Short prompts may take dense attention, which selects nothing."""
         if not self.use_mha:
-            topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices)
+            topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
         self._attention = self.kernels.attention(forward_batch.forward_mode)
         return super().forward_extend(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
@@ -139,7 +139,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Decode."""
-        topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices)
+        topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
         self._attention = self.kernels.attention(forward_batch.forward_mode)
         return super().forward_decode(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
@@ -177,28 +177,34 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"], sinks, kept)
 
     def _indices(
-        self, layer: int, forward_batch: ForwardBatch, selected: torch.Tensor | None
+        self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
     ) -> torch.Tensor:
-        if selected is None:
+        """What attention takes, of which SGLang brings ``carried`` and asks for ``rows`` rows."""
+        ours = self.index_buffer
+        if carried is None:
             self.inherit(layer, forward_batch)
-        if self.index_buffer.is_full(layer):
-            self.active.count_selection(layer)
-        else:
+        if not ours.is_full(layer):
             self.active.count_reuse(layer)
-        return self.index_buffer.resolve(layer, selected)
+            ours.adopt(layer, carried)
+        else:
+            self.active.count_selection(layer)
+            if self.active.plan.mode == "static":  # in live mode _indexer_forward has written
+                ours.select(layer, carried)
+        return ours.read(layer, rows)
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""
         if (rows := forward_batch.tbo_parent_token_range) is not None:
             whole = self._of_whole_batch().index_buffer
-            self.index_buffer.inherit(layer, whole, rows, self.first_overlapped_layer)
+            count = _rows_of_part(forward_batch)
+            self.index_buffer.inherit(layer, whole, rows, count, self.first_overlapped_layer)
 
     def _begin(self, forward_batch: ForwardBatch) -> None:
         whole = self._of_whole_batch()
         # The view of a batch that is replayed as a graph lacks the field, and has one pattern.
         part = getattr(forward_batch, "tbo_parent_token_range", None)
         if part is not None and self.active.plan.mode == "live":
-            rows = whole.index_buffer.rows.cut(*part)
+            rows = whole.index_buffer.rows.cut(part[0], part[1], _rows_of_part(forward_batch))
         else:
             rows = patterns_of_rows(forward_batch, self.active)
         if whole is self:
@@ -211,6 +217,12 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             getattr(self._runner.attn_backend, "primary", self)
         )
         return backend
+
+
+def _rows_of_part(forward_batch: ForwardBatch) -> int:
+    """SGLang pads the halves of an overlap for attention's tensor parallelism, each by itself."""
+    start, stop = forward_batch.tbo_parent_token_range
+    return forward_batch.tbo_padded_len or stop - start
 
 
 def _more_graphs(runner: ModelRunner, active: ActivePattern) -> GraphVariants:
@@ -284,7 +296,7 @@ def _indexer_forward(
         if selected is None or backend.active.plan.mode == "static":
             return selected
         backend.inherit(layer_id, forward_batch)
-        used = ours.resolve(layer_id, selected)
+        used = ours.select(layer_id, selected)
         return used if used is selected else maybe_capture_indexer_topk(layer_id, used)
     from sglang.kernels.ops.quantization.act_quant_triton import act_quant
 

@@ -18,7 +18,6 @@ a pattern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +26,12 @@ from sglang.srt.layers.attention.graph_variants import DSA_DENSE, DSA_SPARSE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.hooks import around
-from sglang_indexcache.serving.rows import RowPatterns, patterns_of_requests
+from sglang_indexcache.serving.rows import (
+    RowPatterns,
+    full_layers,
+    patterns_of_requests,
+    to_device,
+)
 from sglang_indexcache.serving.settings import SHORT
 
 if TYPE_CHECKING:
@@ -102,7 +106,10 @@ class GraphVariants:
             if self._masks is None:
                 shape = (len(self._fewest), count)
                 self._masks = torch.ones(shape, dtype=torch.bool, device=device)
-            return _MaskedRows(self._fewest, self._masks[:, :count])
+            # To the index buffer a mix of two extremes: each layer is F for some row, while another
+            # still shares what the last layer left that is F for all.
+            extremes = (Pattern.full(len(self._fewest)), self._fewest)
+            return RowPatterns(extremes, self._masks[:, :count])
         return RowPatterns.one(self._declared.get(label, self._active.plan.pattern))
 
     def _is_short(self, forward_batch: ForwardBatch) -> bool:
@@ -116,31 +123,8 @@ class GraphVariants:
         """Rows behind the requests pad the batch, and nobody reads what they attend to."""
         if self._masks is None or not patterns:
             return
-        masks = torch.stack([_full_layers(pattern) for pattern in patterns], dim=1)
-        self._masks[:, : len(patterns)].copy_(masks.to(self._masks.device, non_blocking=True))
-
-
-class _MaskedRows(RowPatterns):
-    """Rows of a graph that may each obey any pattern at a replay.
-
-    To the index buffer they are a mix of two extremes: each layer is F for some row, while another
-    row still shares what the last layer left that is F for all.
-    """
-
-    def __init__(self, fewest: Pattern, masks: torch.Tensor) -> None:
-        super().__init__((Pattern.full(len(fewest)), fewest))
-        object.__setattr__(self, "_masks", masks)
-
-    def full_rows(self, position: int) -> torch.Tensor:
-        """``[T]`` bool: a view of the buffer, which a replay reads as it is then."""
-        masks: torch.Tensor = self.__dict__["_masks"]
-        return masks[position]
-
-
-@lru_cache(maxsize=256)
-def _full_layers(pattern: Pattern) -> torch.Tensor:
-    """``[layers]`` bool."""
-    return torch.tensor([pattern.is_full(position) for position in range(len(pattern))])
+        masks = torch.stack([full_layers(pattern) for pattern in patterns], dim=1)
+        self._masks[:, : len(patterns)].copy_(to_device(masks, self._masks.device))
 
 
 def install(variants: GraphVariants) -> None:

@@ -74,7 +74,7 @@ def overlapped(
 
 def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
     extend = {"forward_mode": ForwardMode.EXTEND, "rids": None}
-    return SimpleNamespace(tbo_parent_token_range=rows, **extend | fields)
+    return SimpleNamespace(tbo_parent_token_range=rows, tbo_padded_len=None, **extend | fields)
 
 
 def mixed_batch(patterns: list[str], lengths: list[int]) -> Any:
@@ -88,6 +88,10 @@ def mixed_batch(patterns: list[str], lengths: list[int]) -> Any:
         extend_seq_lens_cpu=lengths,
         positions=torch.empty(sum(lengths)),
     )
+
+
+Q = torch.empty(100, 1)
+"""Queries, of as many rows as any test has."""
 
 
 def layer(number: int) -> Any:
@@ -104,7 +108,7 @@ def test_shared_layers_get_indices_that_sglang_did_not_carry(
     selected = {0: torch.tensor([[1]]), 3: torch.tensor([[2]])}
     for number in range(4):
         assert (
-            attend(1, 2, 3, layer(number), batch(), topk_indices=selected.get(number)) == "output"
+            attend(Q, 2, 3, layer(number), batch(), topk_indices=selected.get(number)) == "output"
         )
     assert [indices for _, indices in seen] == [
         selected[0], selected[0], selected[0], selected[3]
@@ -120,7 +124,7 @@ def test_what_sglang_carries_is_used_as_it_is(
     served.init_forward_metadata(batch())
     carried = torch.tensor([[1]])
     for number in range(2):
-        served.forward_extend(1, 2, 3, layer(number), batch(), topk_indices=carried)
+        served.forward_extend(Q, 2, 3, layer(number), batch(), topk_indices=carried)
     assert seen[1][1] is carried
 
 
@@ -131,17 +135,17 @@ def test_dense_attention_of_short_prompts_selects_nothing(
     served.use_mha = True
     served.init_forward_metadata(batch())
     for number in range(2):
-        served.forward_extend(1, 2, 3, layer(number), batch())
+        served.forward_extend(Q, 2, 3, layer(number), batch())
     assert seen == [(0, None), (1, None)]
 
 
 def test_each_forward_starts_empty(seen: list[tuple[int, torch.Tensor | None]]) -> None:
     served = backend("FS")
     served.init_forward_metadata(batch())
-    served.forward_decode(1, 2, 3, layer(0), batch(), topk_indices=torch.tensor([[1]]))
+    served.forward_decode(Q, 2, 3, layer(0), batch(), topk_indices=torch.tensor([[1]]))
     served.init_forward_metadata_out_graph(batch())
     with pytest.raises(StaleIndexError):
-        served.forward_decode(1, 2, 3, layer(1), batch())
+        served.forward_decode(Q, 2, 3, layer(1), batch())
     assert len(seen) == 1
 
 
@@ -153,17 +157,17 @@ def test_sub_batches_split_what_the_whole_batch_selected(
     for each in (whole, *parts):
         each.init_forward_metadata(batch())
     selected = torch.arange(10).view(5, 2)
-    whole.forward_extend(1, 2, 3, layer(0), batch(), topk_indices=selected)
+    whole.forward_extend(Q, 2, 3, layer(0), batch(), topk_indices=selected)
     ranges = [(0, 2), (2, 5)]
     for number in (1, 2):
         for part, rows in zip(parts, ranges, strict=True):
-            part.forward_extend(1, 2, 3, layer(number), batch(rows))
+            part.forward_extend(Q, 2, 3, layer(number), batch(rows))
             assert seen[-1][1] is not None
             assert torch.equal(seen[-1][1], selected[slice(*rows)])
     assert whole.active.counters.forwards == 1
     own = [torch.tensor([[8]]), torch.tensor([[9]])]
     for part, rows, indices in zip(parts, ranges, own, strict=True):
-        part.forward_extend(1, 2, 3, layer(3), batch(rows), topk_indices=indices)
+        part.forward_extend(Q, 2, 3, layer(3), batch(rows), topk_indices=indices)
         assert seen[-1][1] is indices
 
 
@@ -179,8 +183,8 @@ def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
     _, (part, _) = overlapped("FFS")
     part.init_forward_metadata(batch())
     mine = torch.tensor([[4]])
-    part.forward_extend(1, 2, 3, layer(1), batch((0, 1)), topk_indices=mine)
-    part.forward_extend(1, 2, 3, layer(2), batch((0, 1)))
+    part.forward_extend(Q, 2, 3, layer(1), batch((0, 1)), topk_indices=mine)
+    part.forward_extend(Q, 2, 3, layer(2), batch((0, 1)))
     assert seen[-1][1] is mine
 
 
@@ -243,7 +247,7 @@ def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> 
 def test_live_shared_layer_stores_its_key_and_selects_nothing(live: IndexCacheBackend) -> None:
     indexer = FakeIndexer()
     assert run_live(indexer, 0) is SELECTED
-    live.forward_extend(1, 2, 3, layer(0), batch(), topk_indices=SELECTED)
+    live.forward_extend(Q, 2, 3, layer(0), batch(), topk_indices=SELECTED)
     assert run_live(indexer, 1) is SELECTED
     assert indexer.keys_only == 1
     assert live.active.counters.key_writes == [0, 1]
@@ -280,7 +284,7 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
         used = backend_cuda._indexer_forward(
             lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
         )  # type: ignore[arg-type]
-        live.forward_extend(1, 2, 3, layer(number), mixed, topk_indices=used)
+        live.forward_extend(Q, 2, 3, layer(number), mixed, topk_indices=used)
         assert seen[-1][1] is used
     assert indexer.keys_only == 0  # some row wanted each of them
     assert used.tolist() == [[0, 0], [0, 0], [1, 1]]
@@ -296,12 +300,12 @@ def test_live_parts_of_a_mixed_batch_know_their_rows(
     whole.init_forward_metadata(mixed)
     for part, rows in zip(parts, ranges, strict=True):
         part.init_forward_metadata(batch(rows))
-        assert part.index_buffer.rows.rows is not None
-    assert parts[1].index_buffer.rows.rows.tolist() == [0, 1, 1]
-    whole.forward_extend(1, 2, 3, layer(0), mixed, topk_indices=torch.zeros(4, 1))
+    assert parts[1].index_buffer.rows.masks is not None
+    assert parts[1].index_buffer.rows.masks[1].tolist() == [False, True, True]
+    whole.index_buffer.select(0, torch.zeros(4, 1))
     part, rows = parts[1], ranges[1]
     part.inherit(1, batch(rows))
-    used = part.index_buffer.resolve(1, torch.ones(3, 1))
+    used = part.index_buffer.select(1, torch.ones(3, 1))
     assert used.flatten().tolist() == [0, 1, 1]
 
 

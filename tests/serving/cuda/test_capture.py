@@ -100,7 +100,8 @@ class Model:
         if self.pattern.is_full(layer):
             previous = self.selected(layer, part.rows)
         said = SimpleNamespace(layer_id=layer, notes=(self.attended, part.rows))
-        backend.forward_decode(None, None, None, said, part, topk_indices=previous)
+        q = self.batch[part.rows]
+        backend.forward_decode(q, None, None, said, part, topk_indices=previous)
         return previous
 
     def expected(self) -> torch.Tensor:
@@ -115,6 +116,7 @@ def batch(rows: slice, of_whole: tuple[int, int] | None) -> Any:
     return SimpleNamespace(
         rows=rows,
         tbo_parent_token_range=of_whole,
+        tbo_padded_len=None,
         forward_mode=ForwardMode.DECODE,
         batch_size=rows.stop - rows.start,
     )
@@ -187,7 +189,7 @@ def test_adopting_only_into_an_empty_buffer_would_be_noticed(
     """Once the buffer did, and every pass but the first read what the first had left."""
     replay_stage(Pattern("FSSFS"), 2, 5)
 
-    def adopt(self: IndexBuffer, layer: int, indices: torch.Tensor) -> None:
+    def adopt(self: IndexBuffer, layer: int, indices: torch.Tensor | None) -> None:
         if self._indices is None:
             original(self, layer, indices)
 

@@ -157,7 +157,7 @@ class Model:
                     self._select, self, None, None, None, batch(), number
                 )  # type: ignore[arg-type]
             said = SimpleNamespace(layer_id=number, attended=self.attended)
-            self.backend.forward_decode(None, None, None, said, batch(), topk_indices=carried)
+            self.backend.forward_decode(self.batch, None, None, said, batch(), topk_indices=carried)
         return self.attended
 
     def _select(self, *call: Any) -> torch.Tensor:

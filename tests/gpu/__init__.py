@@ -1,1 +1,0 @@
-"""What only a card can show: ``benchmarks/device_check.sh``, or ``pytest -m gpu``."""

@@ -1,0 +1,333 @@
+"""Rows that SGLang pads for its collectives: its own RadixAttention around our real backends.
+
+Under dp_attention with tensor parallelism inside attention, or an all-to-all backend, a prefill's
+rows are padded to a multiple. Indexers see all of them, attention those in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.kernels.indexer.cpu import HostBatch
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cpu import backend as backend_cpu
+from sglang_indexcache.serving.cpu import indexer as indexer_cpu
+from sglang_indexcache.serving.cuda import backend as backend_cuda
+from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.rows import RequestIds, patterns_of_rows
+from tests.serving.cuda.test_backend import runner
+from tests.serving.plans import plan
+
+LAYERS, WIDTH, ROPE, REACH = 6, 4, 2, 100
+MODES = {
+    "static": ("static", ["FSSFSS"]),
+    "live, one pattern": ("live", ["FSSFSS"]),
+    "live, mixed": ("live", ["FSSFSS", "FFSSSF"]),
+}
+
+
+@dataclass
+class Forward:
+    """A prefill of one request a pattern, its rows ``real`` of ``padded``.
+
+    Attributes:
+        seen: what each layer's attention was given, ``[real]``.
+    """
+
+    mode: str
+    patterns: list[Pattern]
+    real: int
+    padded: int
+    seen: dict[int, list[int]]
+
+    @property
+    def lengths(self) -> list[int]:
+        first = self.real // len(self.patterns)
+        return [self.real] if len(self.patterns) == 1 else [first, self.real - first]
+
+    @property
+    def owners(self) -> list[Pattern]:
+        """The pattern of each real row."""
+        pairs = zip(self.patterns, self.lengths, strict=True)
+        return [pattern for pattern, length in pairs for _ in range(length)]
+
+    def active(self) -> ActivePattern:
+        return ActivePattern(plan(str(self.patterns[0]), mode=self.mode))
+
+    def batch(self, rows: slice, padded: int, **fields: Any) -> Any:
+        named = [SimpleNamespace(rid=str(p), indexcache_pattern=p) for p in self.patterns]
+        known: dict[str, Any] = {
+            "rids": RequestIds(named),  # type: ignore[arg-type]
+            "forward_mode": ForwardMode.EXTEND,
+            "positions": torch.arange(padded),
+            "out_cache_loc": torch.arange(padded),
+            "extend_seq_lens_cpu": self.lengths,
+            "global_num_token_non_padded_cpu": rows.stop - rows.start,
+            "rows": rows,
+            "_attn_output": None,
+            "mha_return_lse": False,
+            "tbo_parent_token_range": None,
+            "tbo_padded_len": None,
+        }
+        return SimpleNamespace(**known | fields)
+
+    def has_indexer(self, layer: int) -> bool:
+        return self.mode == "live" or self.patterns[0].is_full(layer)
+
+    def expected(self) -> dict[int, list[int]]:
+        """What every row must attend to: what its own F layer selected for it."""
+        return {
+            layer: [p.source_of(layer) * 10 + row for row, p in enumerate(self.owners)]
+            for layer in range(LAYERS)
+        }
+
+
+def selection(layer: int, rows: slice, padded: int) -> torch.Tensor:
+    """``[padded, 1]`` int32: what tells the layer and the row of the whole batch."""
+    return (layer * 10 + torch.arange(rows.start, rows.start + padded, dtype=torch.int32))[:, None]
+
+
+def radix_attention(layer: int) -> RadixAttention:
+    return RadixAttention(1, WIDTH + ROPE, 1.0, 1, layer_id=layer, v_head_dim=WIDTH)
+
+
+def attend(layer: int, batch: Any, padded: int, carried: torch.Tensor | None) -> None:
+    """As a model's layer calls it, with all rows of the forward."""
+    radix_attention(layer)(
+        torch.zeros(padded, 1, WIDTH),
+        torch.zeros(padded, 1, WIDTH),
+        torch.zeros(padded, 1, WIDTH),
+        batch,
+        q_rope=torch.zeros(padded, 1, ROPE),
+        k_rope=torch.zeros(padded, 1, ROPE),
+        topk_indices=carried,
+    )
+
+
+# -- the CUDA backend --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's kernels, of which attention notes what it reads."""
+
+    def note(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *_: Any, **kw: Any) -> Any:
+        indices = kw["topk_indices"]
+        assert len(indices) == len(q) == batch.rows.stop - batch.rows.start
+        self.seen.setdefault(layer.layer_id, []).extend(indices.flatten().tolist())
+        return torch.zeros(len(q), WIDTH)
+
+    nothing = lambda self, *_, **__: None  # noqa: E731
+    for name in ("__init__", "init_forward_metadata"):
+        monkeypatch.setattr(DeepseekSparseAttnBackend, name, nothing)
+    monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_extend", note)
+
+
+def cuda_backends(forward: Forward) -> list[Any]:
+    """One for whole batches, two for the halves of an overlap, as SGLang makes them."""
+    stand_in, active = runner(first_k_dense_replace=1), forward.active()
+    made = [backend_cuda.IndexCacheBackend(stand_in, active) for _ in range(3)]
+    for backend in made:
+        backend.use_mha = False
+        backend.use_mha = False
+        backend.seen = forward.seen  # type: ignore[attr-defined]
+        backend.get_indexer_metadata = lambda *_: None  # type: ignore[method-assign, assignment]
+    stand_in.attn_backend = SimpleNamespace(primary=made[0], children=made[1:])
+    return made
+
+
+@contextmanager
+def within(backend: Any) -> Iterator[None]:
+    with forward_context(ForwardContext(attn_backend=backend)):
+        yield
+
+
+def cuda_layer(
+    forward: Forward, backend: Any, layer: int, batch: Any, padded: int, carried: Any
+) -> Any:
+    """Its indexer, if it has one, then its attention; returns what SGLang carries on."""
+    keys_only = SimpleNamespace(_forward_cuda_k_only=lambda *_, **__: None)
+    select = lambda *_: selection(layer, batch.rows, padded)  # noqa: E731
+    with within(backend):
+        if forward.has_indexer(layer):
+            carried = backend_cuda._indexer_forward(
+                select, keys_only, torch.zeros(padded), None, None, batch, layer
+            )  # type: ignore[arg-type]
+        attend(layer, batch, padded, carried)
+    return carried
+
+
+def on_cuda(forward: Forward) -> None:
+    backend, *_ = cuda_backends(forward)
+    batch = forward.batch(slice(0, forward.real), forward.padded)
+    backend.init_forward_metadata(batch)
+    carried = None
+    for layer in range(LAYERS):
+        carried = cuda_layer(forward, backend, layer, batch, forward.padded, carried)
+
+
+def in_halves(forward: Forward) -> None:
+    """Layer 0 sees the whole batch; SGLang cuts, pads the halves, and carries nothing on."""
+    whole, *parts = cuda_backends(forward)
+    batch = forward.batch(slice(0, forward.real), forward.padded)
+    whole.init_forward_metadata(batch)
+    half = forward.real // 2
+    halves = [slice(0, half), slice(half, forward.real)]
+    cut = [
+        forward.batch(
+            rows,
+            _even(rows.stop - rows.start),
+            tbo_parent_token_range=(rows.start, rows.stop),
+            tbo_padded_len=_even(rows.stop - rows.start),
+        )
+        for rows in halves
+    ]
+    for part, child in zip(parts, cut, strict=True):
+        part.init_forward_metadata(child)
+    cuda_layer(forward, whole, 0, batch, forward.padded, None)
+    for layer in range(1, LAYERS):
+        for part, child in zip(parts, cut, strict=True):
+            cuda_layer(forward, part, layer, child, child.tbo_padded_len, None)
+
+
+def _even(rows: int) -> int:
+    return rows + rows % 2
+
+
+# -- the CPU backend ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores and the product, not what decides over rows and indices."""
+    monkeypatch.setattr(indexer_cpu, "_keys", lambda *_: None)
+    monkeypatch.setattr(indexer_cpu, "_queries", lambda *_: (None, 1.0))
+    monkeypatch.setattr(indexer_cpu, "_head_gates", lambda *_: 1.0)
+
+
+def on_cpu(forward: Forward) -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    backend = backend_cpu.CpuIndexCacheBackend.__new__(backend_cpu.CpuIndexCacheBackend)
+    batch = forward.batch(slice(0, forward.real), forward.padded)
+    keys = torch.zeros(REACH, 1, WIDTH + ROPE)
+    slots = torch.arange(REACH).repeat(len(forward.patterns), 1)
+    vars(backend).update(
+        active=(active := forward.active()),
+        index_buffer=IndexBuffer(active),
+        index_keys=SimpleNamespace(store=lambda *_: None),
+        token_to_kv_pool=SimpleNamespace(
+            set_mla_kv_buffer=lambda *_: None, get_key_buffer=lambda _: keys
+        ),
+        batch=HostBatch(tuple(forward.lengths), (REACH,) * len(forward.patterns), slots),
+        prefill_attention_backend_str="dsa",
+        decode_attention_backend_str="dsa",
+        _slots_of=None,
+    )
+    backend.index_buffer.begin(patterns_of_rows(batch, active))
+    carried = None
+    for layer in range(LAYERS):
+
+        def note(q: Any, _latent: Any, chosen: Any, *_: Any, layer: int = layer) -> Any:
+            assert len(q) == len(chosen) == forward.real
+            forward.seen[layer] = chosen.flatten().tolist()
+            return torch.zeros(len(q), 1, WIDTH), None
+
+        monkeypatch.setattr(backend_cpu, "sparse_mla", note)
+        monkeypatch.setattr(
+            indexer_cpu, "select_topk", lambda *_, n=layer: selection(n, batch.rows, forward.padded)
+        )
+        with within(backend):
+            if forward.has_indexer(layer):
+                x = torch.zeros(forward.padded, 1)
+                one = SimpleNamespace(index_topk=1)
+                carried = indexer_cpu.indexer_forward(one, x, x, x, batch, layer)  # type: ignore[arg-type]
+            attend(layer, batch, forward.padded, carried)
+    monkeypatch.undo()
+
+
+# -- every mode on each ------------------------------------------------------------------------
+
+KINDS: dict[str, Callable[[Forward], None]] = {
+    "CUDA": on_cuda,
+    "overlap": in_halves,
+    "CPU": on_cpu,
+}
+
+
+def run(kind: str, mode: str, real: int, padded: int) -> None:
+    served, texts = MODES[mode]
+    forward = Forward(served, [Pattern(text) for text in texts], real, padded, {})
+    KINDS[kind](forward)
+    assert forward.seen == forward.expected()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("real", "padded"), [(6, 6), (6, 8), (5, 8)])
+def test_each_row_reads_its_own_f_layers_selection(
+    stubs: None, torch_stubs: None, kind: str, mode: str, real: int, padded: int
+) -> None:
+    run(kind, mode, real, padded)
+
+
+@pytest.mark.parametrize("kind", ["CUDA", "overlap", "CPU"])
+def test_writing_what_attention_brings_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, stubs: None, torch_stubs: None, kind: str
+) -> None:
+    """Once attention wrote again, unless it brought the very tensor that was written last."""
+
+    def read(self: IndexBuffer, layer: int, rows: int) -> torch.Tensor:
+        found = original(self, layer, rows)
+        if self.is_full(layer) and found is not self._indices:
+            return self.select(layer, found)
+        return found
+
+    original = IndexBuffer.read
+    monkeypatch.setattr(IndexBuffer, "read", read)
+    with pytest.raises((AssertionError, StaleIndexError)):
+        run(kind, "live, mixed", 5, 8)
+
+
+@pytest.mark.parametrize("kind", ["CUDA", "overlap", "CPU"])
+@pytest.mark.parametrize("mode", ["live, one pattern", "live, mixed"])
+def test_leaving_the_padding_on_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, stubs: None, torch_stubs: None, kind: str, mode: str
+) -> None:
+    monkeypatch.setattr(IndexBuffer, "read", lambda self, layer, rows: self.shared(layer))
+    with pytest.raises((AssertionError, StaleIndexError)):
+        run(kind, mode, 5, 8)
+
+
+def test_parts_without_their_padded_length_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, stubs: None
+) -> None:
+    start_to_stop = lambda batch: -int.__sub__(*batch.tbo_parent_token_range)  # noqa: E731
+    monkeypatch.setattr(backend_cuda, "_rows_of_part", start_to_stop)
+    with pytest.raises(StaleIndexError, match="selected for 4 rows"):
+        run("overlap", "live, mixed", 6, 8)
+
+
+def test_on_a_cpu_what_sglang_carries_is_what_the_f_layer_selected(
+    monkeypatch: pytest.MonkeyPatch, torch_stubs: None
+) -> None:
+    original = backend_cpu.CpuIndexCacheBackend._indices
+
+    def elsewhere(self: Any, layer: int, carried: torch.Tensor, rows: int) -> torch.Tensor:
+        return original(self, layer, carried.clone() if layer == 4 else carried, rows)
+
+    monkeypatch.setattr(backend_cpu.CpuIndexCacheBackend, "_indices", elsewhere)
+    with pytest.raises(StaleIndexError, match="carried other indices to layer 4"):
+        run("CPU", "static", 5, 8)
