@@ -14,9 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import search_tables
-from benchmarks.stack import tables as stack_tables
 from sglang_indexcache.bench import plan, replay, tables
-from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
 from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
 from sglang_indexcache.bench.roofline import GPUS
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
@@ -89,15 +87,6 @@ def _memory(folder: Path, path: str) -> str:
 
 def _replay(folder: Path, path: str) -> str:
     return replay.to_markdown(load(replay.ReplayResult, folder / path))
-
-
-def _stack(folder: Path, path: str) -> str:
-    return stack_tables.report(load(LayerStackResult, folder / path))
-
-
-def _stack_check(folder: Path, path: str) -> str:
-    check = load(StackCheck, folder / path)
-    return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
 
 
 def _quality_errors(folder: Path, path: str) -> str:
@@ -192,8 +181,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
     "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
     "replay-cpu": (_replay, "replay/cpu/replay.json"),
-    "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
-    "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
     "search-races": (search_tables.races, "search/races.json"),

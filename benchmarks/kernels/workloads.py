@@ -92,30 +92,28 @@ class Workload:
 
 
 CONTEXTS = (10_240, 61_440, 122_880, 204_800)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def workloads() -> Iterator[Workload]:
     """Everything that is timed, the shapes that matter most first."""
-    order = (122_880, 204_800, 61_440, 10_240)
-    for context in order:
+    for context in (122_880, 204_800, 61_440, 10_240):
         for heads in (32, 64):
             yield Workload("select_prefill", 8192, context, heads)
-        for heads in (20, 64, 128):
-            yield Workload("mla_prefill", 4096, context, heads)
-        for batch in (1, 8, 64):
+    for heads in (8, 16, 32, 64, 128):
+        yield Workload("mla_prefill", 4096, 122_880, heads)
+    for batch in BATCHES:
+        for context in (122_880, 204_800):
             yield Workload("select_decode", batch, context, 32)
+        for heads in (8, 16):
             for fp8 in (False, True):
-                yield Workload("mla_decode", batch, context, 20, fp8=fp8)
-        yield Workload("topk", 2048, context, 0)
-    for batch in (7, 15, 16):  # how many clusters of 16 and of 8 blocks fit
-        yield Workload("mla_decode", batch, 122_880, 20)
-    for rows in (1, 8, 15, 16, 64):  # a cluster a row, and how many run at once
+                yield Workload("mla_decode", batch, 122_880, heads, fp8=fp8)
+    for rows in (1, 8, 64):
         yield Workload("topk", rows, 204_800, 0)
-    for context in order:
-        for batch in (1, 8, 64):
-            yield Workload("select_decode", batch, context, 64)
-            for heads in (64, 128):
-                yield Workload("mla_decode", batch, context, heads, fp8=True)
+    for batch in (1, 8, 64):
+        yield Workload("select_decode", batch, 122_880, 64)
+        for heads in (64, 128):
+            yield Workload("mla_decode", batch, 122_880, heads, fp8=True)
 
 
 def tiny_workloads() -> Iterator[Workload]:

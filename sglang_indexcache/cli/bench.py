@@ -193,10 +193,7 @@ def plan_command(
     gpu: Annotated[str, typer.Option(help="GPU of the roofline: h100, h200 or b200.")] = "h100",
     rates: Annotated[
         Path | None,
-        typer.Option(
-            help="Take measured rates instead, from the latency.json of bench latency or the "
-            "stack.json of python -m benchmarks.stack."
-        ),
+        typer.Option(help="Take measured rates instead, from the latency.json of bench latency."),
     ] = None,
     kv: Annotated[str, typer.Option(help="Layout of the latent KV cache: fp8 or bf16.")] = "fp8",
     cache_tokens: Annotated[

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.stack.measure import run
-from benchmarks.stack.ops import CpuOps
-from sglang_indexcache.bench.plan import RooflineRates, memory, plan_grid, predict, read_rates
-from sglang_indexcache.bench.results import amdahl, paper_speedup, save
+from sglang_indexcache.bench.plan import RooflineRates, memory, predict, read_rates
+from sglang_indexcache.bench.results import paper_speedup, save
 from sglang_indexcache.bench.roofline import GPUS, busy_experts, prefill_layer, sum_selected
 from sglang_indexcache.bench.shapes import PRESETS, ModelShape, checkpoint_of
 from sglang_indexcache.cli import app
@@ -20,7 +18,6 @@ from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from tests.bench.test_tables import result as latency_result
-from tests.benchmarks.test_stack import TINY
 
 FLASH = PRESETS["30b"]
 FOUR_DOZEN = FLASH.model_copy(update={"layers": 48})  # the made-up servers' layers
@@ -99,27 +96,6 @@ def test_memory_is_that_of_the_layouts() -> None:
     assert found.index_k_full == 47 * 132
     assert found.index_k == 12 * 132
     assert found.tokens_gained == pytest.approx((47 * 788) / (47 * 656 + 12 * 132) - 1)
-
-
-def test_measured_rates(tmp_path: Path) -> None:
-    result = run(TINY, CpuOps(), (128,), layers=2, chunk=64, repeats=1, requests=(1, 2))
-    save(result, tmp_path / "stack.json")
-    rates = read_rates(tmp_path / "stack.json", TINY)
-    assert "measured on cpu" in rates.source
-    row = result.rows[0]
-    share = rates.indexer_share("prefill", 128, 1)
-    assert amdahl(share, 1.0) == pytest.approx(row.full_total / row.shared_total)
-    assert rates.indexer_share("decode", 64, 1) is None
-    assert rates.indexer_share("decode", 128, 3) is None
-    half = ("half", Pattern.uniform(TINY.layers, 2))
-    grid = plan_grid(TINY, rates, [half], [128], cache_tokens=128 * 3)
-    assert [row[1] == "not measured" for row in grid.rows if len(row) > 1] == [False, False, True]
-    with pytest.raises(BenchError, match="nothing was measured at 64"):
-        plan_grid(TINY, rates, [half], [64], cache_tokens=64)
-    with pytest.raises(BenchError, match="another shape"):
-        read_rates(tmp_path / "stack.json", FLASH)
-    with pytest.raises(BenchError, match="cannot read"):
-        read_rates(tmp_path / "missing.json", FLASH)
 
 
 def test_rates_of_servers_that_told_no_share(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""The machine that a benchmark or a GPU test runs on, and whether what was packed fits it."""
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.card.pack import MANIFEST
+from sglang_indexcache import __version__
+from sglang_indexcache.study.provenance import commit, package_version, said
+
+PACKAGES = {
+    "triton": ("triton",),
+    "tvm_ffi": ("apache-tvm-ffi",),
+    "deep_gemm": ("deep_gemm", "sgl-deep-gemm"),
+    "flash_mla": ("flash_mla", "sgl-flash-mla"),
+    "flashinfer": ("flashinfer-python",),
+    "sgl_kernel": ("sglang-kernel",),
+    "sglang": ("sglang",),
+}
+"""Who installs what is timed."""
+CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+
+
+def facts() -> dict[str, Any]:
+    """Card, driver, versions, commit."""
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit() or "unknown",
+        "version": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "name": "CPU",
+        "capability": None,
+    }
+    for name, packages in PACKAGES.items():
+        found[name] = package_version(*packages)
+    found["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
+    if torch.cuda.is_available():
+        found["driver, max SM clock, power limit"] = _asked(
+            "driver_version,clocks.max.sm,power.limit"
+        )
+        properties = torch.cuda.get_device_properties(0)
+        found["name"] = properties.name
+        found["capability"] = [properties.major, properties.minor]
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_bytes"] = properties.total_memory
+    return found
+
+
+def clocks() -> str | None:
+    """What the card runs at now: SM and memory clock, power, temperature; or None."""
+    return _asked(CLOCKS)
+
+
+def _asked(query: str) -> str | None:
+    return next(iter(said(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])), None)
+
+
+def packed() -> dict[str, Any] | None:
+    """The manifest of the unpacked archive (``benchmarks.card.pack``), if one is on the path."""
+    places = (Path(place) / MANIFEST for place in sys.path)
+    found = next((place for place in places if place.exists()), None)
+    return json.loads(found.read_text()) if found else None
+
+
+def preflight(here: dict[str, Any], archive: dict[str, Any] | None = None) -> str:
+    """One line: is this the machine that the archive was packed for, and what else cannot work.
+
+    Args:
+        here: of :func:`facts`.
+        archive: its manifest; by default the one on the path.
+    """
+    archive = archive or packed()
+    if archive is None:
+        return "no archive is unpacked: what needs a package that is not installed here is skipped"
+    version = {
+        "python": ".".join(here["python"].split(".")[:2]),
+        "torch": here["torch"].split("+")[0],
+    }
+    wrong = [f"{name} {archive[name]}" for name in version if archive[name] != version[name]]
+    if not wrong:
+        return "this is the machine that the archive was packed for"
+    found = ", ".join(f"{name} {version[name]}" for name in version)
+    return (
+        f"the archive is for {' and '.join(wrong)}, here is {found}: its compiled packages will "
+        "not load, so only what needs torch and Triton alone can run; pack it for this machine"
+    )
