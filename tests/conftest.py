@@ -43,7 +43,6 @@ NEEDS = {
     "triton": (
         "kernels/test_triton.py",
         "kernels/test_triton_compiles.py",
-        "training/test_losses_triton.py",
     ),
 }
 

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "library": (BASE, SMALL),
     "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
-    "client": ({"errors"}, {"httpx"}),
+    "ask": (BASE, SMALL | {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (
         BASE | {"study.plots"},
@@ -44,7 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "stats", "study", "support"},
+        BASE | {"ask", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
@@ -52,19 +52,19 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
-        {"errors", "heal.packing", "heal.losses_triton"},
-        {"torch", "triton"},
+        {"errors", "heal.packing"},
+        {"torch"},
     ),
     "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
-        BASE | {"ask", "client", "data", "stats", "study", "support"},
+        BASE | {"ask", "data", "stats", "study", "support"},
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"client", "study", "support"},
+        BASE | {"ask", "study", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }

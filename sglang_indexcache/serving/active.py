@@ -7,10 +7,11 @@ can be replaced for the requests to come.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from sglang_indexcache import __version__
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
@@ -115,34 +116,45 @@ class ActivePattern:
         self.switches += 1
         self.counters = Counters.for_layers(len(self.pattern))
 
-    def report(self) -> dict[str, Any]:
-        """State for ``/server_info``: plain numbers and strings."""
-        pattern = self.pattern
-        return {
-            "version": __version__,
-            "pattern": str(pattern),
-            "policy": str(self.policy),
-            "source": self.source,
-            "mode": self.plan.mode,
-            "architecture": self.plan.architecture,
-            "num_layers": len(pattern),
-            "full_layers": len(pattern.full_layers),
-            "shared_layers": len(pattern.shared_layers),
-            "retention": float(pattern.retention),
-            "checkpoint_pattern": str(self.plan.own),
-            "adapter": self.plan.adapter,
-            "adapter_digest": self.plan.adapter_digest,
-            "adapter_in_effect": self.adapted,
-            "switches": self.switches,
-            "last_rejection": self.last_rejection,
-            "forwards": self.counters.forwards,
-            "mixed_forwards": self.counters.mixed_forwards,
-            "indexer_selections": list(self.counters.selections),
-            "index_reuses": list(self.counters.reuses),
-            "index_key_writes": list(self.counters.key_writes),
-            "graph_replays": dict(self.counters.graphs),
-            "indexer_seconds": dict(self.counters.indexer_seconds),
-        }
+    def report(
+        self,
+        *,
+        requests: Mapping[str, int] | None = None,
+        index_k_bytes_per_token: int = 0,
+        indexer_weight_bytes: Mapping[str, int] | None = None,
+    ) -> RankState:
+        """What ``/server_info`` says of this rank.
+
+        Args:
+            requests: unfinished ones by pattern.
+            index_k_bytes_per_token: as allocated.
+            indexer_weight_bytes: by layer number.
+        """
+        counters = self.counters
+        return RankState(
+            version=__version__,
+            pattern=str(self.pattern),
+            policy=str(self.policy),
+            source=self.source,
+            mode=self.plan.mode,
+            architecture=self.plan.architecture,
+            checkpoint_pattern=str(self.plan.own),
+            adapter=self.plan.adapter,
+            adapter_digest=self.plan.adapter_digest,
+            adapter_in_effect=self.adapted,
+            switches=self.switches,
+            last_rejection=self.last_rejection,
+            requests=dict(requests or {}),
+            forwards=counters.forwards,
+            mixed_forwards=counters.mixed_forwards,
+            indexer_selections=list(counters.selections),
+            index_reuses=list(counters.reuses),
+            index_key_writes=list(counters.key_writes),
+            graph_replays=dict(counters.graphs),
+            indexer_seconds=dict(counters.indexer_seconds),
+            index_k_bytes_per_token=index_k_bytes_per_token,
+            indexer_weight_bytes=dict(indexer_weight_bytes or {}),
+        )
 
 
 _active: ActivePattern | None = None

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.stream import StreamedAnswer
 from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.latency import Settings, Target, read_target, run
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.stream import Answer, steady_window
+from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.bench.fake_server import Behaviour, fake_server
@@ -132,10 +133,10 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
 
     def known(
         _: object, prompts: list[list[int]], count: int, _clock: object, _pattern: object
-    ) -> list[Answer]:
+    ) -> list[StreamedAnswer]:
         for behaviour in behaviours.values():
             behaviour.count()
-        return [Answer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
+        return [StreamedAnswer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
 
     behaviours = {name: Behaviour(b.pattern, dp=2) for name, b in good().items()}
     monkeypatch.setattr(latency, "stream", known)
@@ -192,19 +193,19 @@ def test_a_server_with_another_pattern() -> None:
 
 @pytest.mark.parametrize("really", ["F" * 8, "F" + "S" * 7])
 def test_a_server_that_ignores_the_pattern_it_reports(really: str) -> None:
-    with pytest.raises(BenchError, match="was not effective on rank 0"):
+    with pytest.raises(ServerError, match="ignores the pattern: asked for"):
         measure(good(really=really))
 
 
 def test_a_full_cache_that_never_decodes_all_at_once() -> None:
-    first, second = Answer([(0.1, 1), (0.5, 5)]), Answer([(0.6, 1), (1.0, 5)])
+    first, second = StreamedAnswer([(0.1, 1), (0.5, 5)]), StreamedAnswer([(0.6, 1), (1.0, 5)])
     with pytest.raises(BenchError, match="never decoded all at once"):
         steady_window([first, second])
 
 
 def test_a_steady_window_counts_only_what_lies_inside() -> None:
-    first = Answer([(0.0, 1), (1.0, 2), (3.0, 4)])
-    second = Answer([(2.0, 1), (3.0, 2), (4.0, 3)])
+    first = StreamedAnswer([(0.0, 1), (1.0, 2), (3.0, 4)])
+    second = StreamedAnswer([(2.0, 1), (3.0, 2), (4.0, 3)])
     window = steady_window([first, second])
     assert (window.start, window.end) == (2.0, 3.0)
     assert window.tokens == pytest.approx(1 + 1)
@@ -233,7 +234,7 @@ def test_one_live_server_stands_for_all() -> None:
 
 
 def test_a_live_server_that_does_not_hear_names() -> None:
-    with pytest.raises(BenchError, match="asked for pattern FSSSFSSS and answered under FFFFFFFF"):
+    with pytest.raises(ServerError, match="asked for pattern FSSSFSSS and answered under FFFFFFFF"):
         measure_live(Behaviour("F" * 8, mode="live", fault="deaf to names"))
 
 
@@ -242,7 +243,7 @@ def test_a_live_server_that_names_what_it_does_not_do() -> None:
         def count(self, name: str | None = None) -> None:
             super().count("F" * 8)
 
-    with pytest.raises(BenchError, match="pattern FSSSFSSS was not effective on rank 0"):
+    with pytest.raises(ServerError, match="asked for FSSSFSSS, its layers 1, 2"):
         measure_live(Liar("F" * 8, mode="live"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from tests.e2e.conftest import Serve
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n" * 8
@@ -33,8 +33,8 @@ def openai(client: Client) -> OpenAI:
 
 def test_upstream_override_really_skips(client: Client) -> None:
     [state] = client.states()
-    assert state["pattern"] == "FSSFSS"
-    assert "index_topk_freq" in state["source"]
+    assert state.pattern == "FSSFSS"
+    assert "index_topk_freq" in state.source
 
 
 def test_chat(openai: OpenAI) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
@@ -154,7 +154,7 @@ def test_fp8_index_keys(served_fp8: tuple[Client, Oracle]) -> None:
     """
     client, oracle = served_fp8
     pattern = Pattern("FFSSFS")
-    assert client.states()[0]["index_k_bytes_per_token"] == 3 * (128 + 4)
+    assert client.states()[0].index_k_bytes_per_token == 3 * (128 + 4)
     unquantised = Oracle(oracle.folder, torch.float32)
     ids = decided_prompt(oracle, 200, pattern)
     answer = logprobs(client, ids)

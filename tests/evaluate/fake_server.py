@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
+from tests.fakes import state
 
 LAYERS = 12
 TOPK = 64
@@ -63,31 +64,23 @@ class Fake:
         fault: what is wrong with it; see :meth:`generate` and :class:`Handler`.
         after: calls of ``/generate`` that are still in order.
         mode: of the plugin.
-        in_requests: whether it takes patterns from requests.
         spread: share of answers that a pattern of S alone gets wrong besides.
         noise: share of answers that are wrong by chance, anew on each call.
         info: of ``/server_info`` besides.
-        known: right answers by prompt, for when it answers by itself.
-        told: likewise by the last message of a conversation.
-        models: of the chat completions.
     """
 
     fault: str = ""
     after: int = 0
     mode: str = "live"
-    in_requests: bool = False
     pattern: str = "F" * LAYERS
     spread: float = 0.9
     level: float = 0.95
     noise: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
-    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)
-    models: tuple[str, ...] = ("m",)
 
     def __post_init__(self) -> None:
         self.guard = threading.Lock()
-        self.calls = self.switches = self.flushes = self.forwards = 0
+        self.calls = self.forwards = 0
         self.selections, self.reuses = [0] * LAYERS, [0] * LAYERS
         self.cache: dict[str, list[tuple[int, ...]]] = {}
         self.chance = random.Random(5)
@@ -98,47 +91,28 @@ class Fake:
         return bool(self.fault) and self.calls > self.after
 
     def server_info(self) -> dict[str, Any]:
-        state = {
-            "version": "0.1.0",
-            "pattern": self.pattern,
-            "mode": self.mode,
-            "architecture": "GlmMoeDsaForCausalLM",
-            "checkpoint_pattern": "F" * LAYERS,
-            "switches": self.switches,
-            "last_rejection": "",
-            "forwards": self.forwards,
-            "indexer_selections": list(self.selections),
-            "index_reuses": list(self.reuses),
-        }
-        if self.in_requests:
-            state["policy"] = self.pattern
+        said = state(
+            self.pattern,
+            self.mode,
+            forwards=self.forwards,
+            indexer_selections=list(self.selections),
+            index_reuses=list(self.reuses),
+        )
         own = {"dtype": "bfloat16", "model_path": "m", "max_req_input_len": 8186}
-        return {**own, **self.info, "internal_states": [{"indexcache": state}]}
-
-    def switch(self, pattern: str) -> None:
-        self.switches += pattern != self.pattern
-        if self.fault != "deaf to switches":
-            self.pattern = pattern
-        self.flush()
-
-    def flush(self) -> None:
-        self.flushes += 1
-        if self.fault != "one cache":
-            self.cache.clear()
+        return {**own, **self.info, "internal_states": [{"indexcache": said.to_json()}]}
 
     def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls += 1
         self.asked.append(body)
-        if self.faulty and self.fault == "somebody":
-            self.switch("F" + "FS" * 5 + "F")
         if self.faulty and self.fault == "restart":
-            self.fault, self.switches, self.pattern = "", 0, "F" * LAYERS
+            self.fault, self.forwards = "", 0
+            self.selections, self.reuses = [0] * LAYERS, [0] * LAYERS
             self.cache.clear()
         replies = []
         for place, ids in enumerate(body["input_ids"]):
             parameters = body["sampling_params"][place]
             pattern = parameters.get("custom_params", {}).get("indexcache_pattern", self.pattern)
-            replies.append(self._reply(body, place, ids, pattern, parameters))
+            replies.append(self._reply(body, place, ids, pattern))
         return replies
 
     def _reply(
@@ -147,7 +121,6 @@ class Fake:
         place: int,
         ids: list[int],
         pattern: str,
-        parameters: dict[str, Any],
     ) -> dict[str, Any]:
         self.forwards += 1
         if not (self.faulty and self.fault == "idle layers"):
@@ -156,54 +129,15 @@ class Fake:
         key = "" if self.faulty and self.fault == "one cache" else body["extra_key"][place]
         start = body["logprob_start_len"][place] if "logprob_start_len" in body else len(ids)
         cached = min(self._cached(key, ids), start) // PAGE * PAGE
-        told = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
-        info: dict[str, Any] = {"prompt_tokens": told, "cached_tokens": cached}
-        if self.in_requests:
-            info["indexcache_pattern"] = [pattern]
-        if self.faulty and self.fault == "ignores requests":
-            info["indexcache_pattern"] = [self.pattern]
+        read = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
+        info: dict[str, Any] = {"prompt_tokens": read, "cached_tokens": cached}
+        told = self.pattern if self.faulty and self.fault == "ignores requests" else pattern
+        if not (self.faulty and self.fault == "names no pattern"):
+            info["indexcache_pattern"] = [told]
         if "logprob_start_len" in body:
             shown = "F" * LAYERS if self.faulty and self.fault == "ignores" else pattern
             self._score(info, ids, start, shown)
-        said: list[int] = []
-        if parameters["max_new_tokens"]:
-            said = self._said(info, ids, pattern, parameters["max_new_tokens"])
-        return {"meta_info": info, "text": f" token{said[:1]}", "output_ids": said}
-
-    def _said(self, info: dict[str, Any], ids: list[int], pattern: str, most: int) -> list[int]:
-        """The right answer, or one more than its first token, and then the line's end."""
-        info["finish_reason"] = {"type": "length" if self.fault == "rambles" else "stop"}
-        answer = self.known.get(tuple(ids), [len(ids), 6, 8])
-        right = self._is_right([*ids, *answer], pattern)
-        return [*answer, 5][:most] if right else [answer[0] + 1, 5][:most]
-
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A completion; the engine has one pattern, and does not say which."""
-        self.calls += 1
-        self.asked.append(body)
-        assert body["model"] in self.models
-        texts = [message["content"] for message in body["messages"]]
-        ids = Words()(texts, add_special_tokens=False)["input_ids"]
-        every = [i for part in ids for i in part]
-        right = self._is_right(every, self.pattern)
-        said = self.told.get(texts[-1], "?") if right else "I do not know."
-        counted = len(every) + 4 * len(texts)
-        if self.faulty and self.fault == "truncates":
-            counted = min(counted, 100)
-        if self.faulty and self.fault == "another tokenizer":
-            counted *= 2
-        reply: dict[str, Any] = {
-            "choices": [
-                {
-                    "message": {"role": "assistant", "content": said},
-                    "finish_reason": "length" if self.fault == "rambles" else "stop",
-                }
-            ],
-            "usage": {"prompt_tokens": counted},
-        }
-        if self.faulty and self.fault == "no usage":
-            del reply["usage"]
-        return reply
+        return {"meta_info": info, "text": "", "output_ids": []}
 
     def _cached(self, key: str, ids: list[int]) -> int:
         kept = self.cache.setdefault(key, [])
@@ -261,9 +195,6 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer({})
             elif self.fake.fault == "stranger":
                 self._answer({}, 404)
-            elif self.path == "/v1/models":
-                about = {"owned_by": "fake", "max_model_len": 8192}
-                self._answer({"data": [{"id": model, **about} for model in self.fake.models]})
             else:
                 self._answer(self.fake.server_info())
 
@@ -271,18 +202,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         fake = self.fake
         with fake.guard:
-            if self.path == "/set_internal_state":
-                fake.switch(next(iter(body["server_args"])).partition("=")[2])
-                self._answer([True])
-            elif self.path.startswith("/flush_cache"):
-                fake.flush()
-                self._answer({})
-            elif fake.faulty and fake.fault == "stops":
+            if fake.faulty and fake.fault == "stops":
                 self._answer({}, 503)
-            elif fake.faulty and fake.fault == "half an answer":
-                self._answer({"choices": []}, cut=4)
-            elif self.path == "/v1/chat/completions" and fake.fault != "garbage":
-                self._answer(fake.chat(body))
             elif fake.fault == "one context" and len(body["input_ids"][0]) % 4 == 0:
                 self._answer({"error": "too hard"}, 500)
             elif fake.faulty and fake.fault == "garbage":
@@ -294,8 +215,8 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(fake.generate(body))
 
-    def _answer(self, data: Any, status: int = 200, cut: int | None = None) -> None:
-        text = json.dumps(data).encode()[:cut]
+    def _answer(self, data: Any, status: int = 200) -> None:
+        text = json.dumps(data).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

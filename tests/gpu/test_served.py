@@ -18,9 +18,11 @@ from typing import Any, Protocol, TypeAlias
 
 import pytest
 
-from sglang_indexcache.client import Client, Server
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
+from sglang_indexcache.ask.protocol import RankState, check_answered_under, named
 from sglang_indexcache.errors import ServerError
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern
+from sglang_indexcache.pattern import Pattern
 
 pytestmark = [pytest.mark.sglang, pytest.mark.limit(420)]
 PATTERN, FULL = Pattern("FSSFSS"), Pattern("FFFFFF")
@@ -53,7 +55,7 @@ class Asked(Protocol):
 
     def generate(self, **body: Any) -> Any: ...
 
-    def states(self) -> list[dict[str, Any]]: ...
+    def states(self) -> list[RankState]: ...
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ def answer(client: Asked, request: Request) -> list[int]:
     """Greedy tokens; an answer must say the pattern that was asked for."""
     sampling: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
     if request.pattern is not None:
-        sampling["custom_params"] = {PATTERN_OF_REQUEST: str(request.pattern)}
+        sampling |= named(str(request.pattern))
     reply = client.generate(input_ids=list(request.ids), sampling_params=sampling)
     if request.pattern is not None:
-        assert reply["meta_info"].get(PATTERN_OF_REQUEST) == [str(request.pattern)]
+        check_answered_under(reply["meta_info"], str(request.pattern), "the server")
     assert len(reply["output_ids"]) == TOKENS
     return list(reply["output_ids"])
 
@@ -92,14 +94,14 @@ def compare_with_stock(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str,
         same = sum(a == b for a, b in zip(wanted[number], found[number], strict=True))
         assert same == TOKENS, f"prompt {number}: {same} of {TOKENS} tokens are stock's"
     (state, *_) = ours.states()
-    assert state["pattern"] == str(PATTERN)
-    assert state["index_k_bytes_per_token"] == INDEX_K_BYTES * len(PATTERN.full_layers)
+    assert state.pattern == str(PATTERN)
+    assert state.index_k_bytes_per_token == INDEX_K_BYTES * len(PATTERN.full_layers)
     return {"prompts compared": len(stable), "left out": len(wanted) - len(stable)}
 
 
-def ran_where_full(state: dict[str, Any], pattern: Pattern) -> None:
+def ran_where_full(state: RankState, pattern: Pattern) -> None:
     """Indexers ran on F layers, and nowhere else; replays of graphs are not counted."""
-    ran = [position for position, count in enumerate(state["indexer_selections"]) if count]
+    ran = [position for position, count in enumerate(state.indexer_selections) if count]
     assert ran == list(pattern.full_layers)
 
 

@@ -13,6 +13,7 @@ import torch
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.serving import active, live
 from sglang_indexcache.serving.in_process import InProcessEngine
+from tests.fakes import state
 from tests.serving.plans import plan
 
 PLAN = plan("FFFF", mode="live")
@@ -167,10 +168,10 @@ def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None
 
 def test_an_engine_in_this_process_that_cannot_say_what_it_does() -> None:
     engine = InProcessEngine.__new__(InProcessEngine)
-    internal = [{"indexcache": {"pattern": "FF"}}]
+    internal: list[dict[str, object]] = [{"indexcache": state("FF").to_json()}]
     info = {"internal_states": internal}
     engine._engine = SimpleNamespace(get_server_info=lambda: info)
-    assert engine.states() == [{"pattern": "FF"}]
+    assert engine.states() == [state("FF")]
     internal.append({"indexcache": {"error": "KeyError: 'x'"}})
     with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
         engine.states()

@@ -1,0 +1,195 @@
+"""Retrieval tasks whose answers lie anywhere in the context, so that selection matters.
+
+Every name and value is one token, a word that the tokenizer knows with its leading space. Names
+and values are drawn anew for each document: nothing but the context says which value is right.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from transformers import PreTrainedTokenizerBase
+
+from sglang_indexcache.data.machine import Tokens, window
+from sglang_indexcache.errors import DataError
+
+MIN_WORDS = 64
+ANSWERS = 4
+"""Questions at the end of a document of filler text."""
+
+RECALL_SHARE = (0.4, 0.75)
+"""How much of a recall document its list may fill."""
+
+TOKENS_A_PAIR = 3
+"""Name, value and comma in that list."""
+
+
+@dataclass
+class TaskDocument:
+    """A token sequence and what may be learned from it.
+
+    Attributes:
+        ids: the tokens.
+        learn: whether token i can be predicted from the context before it; random names cannot.
+        answer: whether token i is the answer of a retrieval question.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    learn: list[bool] = field(default_factory=list)
+    answer: list[bool] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add(self, ids: list[int], learn: bool = False, answer: bool = False) -> None:
+        """Append tokens that share their flags."""
+        self.ids += ids
+        self.learn += [learn] * len(ids)
+        self.answer += [answer] * len(ids)
+
+    def cut(self, length: int) -> TaskDocument:
+        """The first ``length`` tokens."""
+        return TaskDocument(self.ids[:length], self.learn[:length], self.answer[:length])
+
+
+class TaskWords:
+    """The single-token vocabulary of the tasks.
+
+    Attributes:
+        names: tokens that are asked for.
+        values: tokens that are answered; disjoint from the names.
+
+    Raises:
+        DataError: if the tokenizer has fewer than :data:`MIN_WORDS` such words.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        pieces = tokenizer.get_vocab()
+        # A byte-level BPE writes the leading space as U+0120.
+        words = sorted(i for piece, i in pieces.items() if re.fullmatch("\u0120[A-Za-z]+", piece))
+        if len(words) < MIN_WORDS:
+            raise DataError(
+                f"the tokenizer has {len(words)} one-token words and retrieval needs {MIN_WORDS}. "
+                "Use a larger vocabulary."
+            )
+        self.names, self.values = words[0::2], words[1::2]
+        pieces_of = [",", "\n?", "\n#", " is", "\nlet", " =", "\n"]
+        encoded = tokenizer(pieces_of, add_special_tokens=False)["input_ids"]
+        self.comma, self.ask, self.note, self.be, self.let, self.equals, self.end = encoded
+
+    def draw(self, count: int, draw: random.Random) -> list[tuple[int, int]]:
+        """``count`` distinct names, each with a random value."""
+        return [(name, draw.choice(self.values)) for name in draw.sample(self.names, count)]
+
+
+def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
+    """Associative recall: a list of name-value pairs, then names that ask for their values."""
+    del text
+    room = length - len(words.ask)
+    share = draw.uniform(*RECALL_SHARE)
+    pairs = words.draw(max(1, min(int(share * room / TOKENS_A_PAIR), len(words.names))), draw)
+    document = TaskDocument()
+    for name, value in pairs:
+        document.add([name, value, *words.comma])
+    document.add(words.ask)
+    while len(document) + 2 <= length:
+        name, value = draw.choice(pairs)
+        document.add([name])
+        document.add([value], learn=True, answer=True)
+        document.add(words.comma)
+    return document.cut(length)
+
+
+def needles(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
+    """Notes hidden in source text; at the end some of them are asked for."""
+    return _hidden(words, text, length, draw, hops=1)
+
+
+def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
+    """Variable tracking: a value is assigned along a chain of names hidden in source text."""
+    return _hidden(words, text, length, draw, hops=2)
+
+
+def _hidden(
+    words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int
+) -> TaskDocument:
+    chains = [words.draw(hops, draw) for _ in range(facts_in(length))]
+    names = draw.sample(words.names, hops * len(chains))
+    facts: list[list[tuple[list[int], bool]]] = []
+    questions: list[tuple[int, int]] = []
+    for number, chain in enumerate(chains):
+        own = names[number * hops : (number + 1) * hops]
+        value = chain[0][1]
+        lines = [(_fact(words, hops, own[0], value), False)]
+        for previous, name in pairwise(own):
+            lines.append((_fact(words, hops, name, previous), False))
+        facts.append(lines)
+        questions.append((own[-1], value))
+    asked = [draw.choice(questions) for _ in range(ANSWERS)]
+    tail = TaskDocument()
+    for name, value in asked:
+        tail.add([*words.ask, name, *words.be])
+        tail.add([value], learn=True, answer=True)
+    return _scattered(facts, tail, text, length, draw)
+
+
+def facts_in(length: int) -> int:
+    """Facts that a document of filler text with so many tokens hides."""
+    return max(1, min(12, length // 40))
+
+
+def _fact(words: TaskWords, hops: int, name: int, value: int) -> list[int]:
+    if hops == 1:
+        return [*words.note, name, *words.be, value, *words.end]
+    return [*words.let, name, *words.equals, value, *words.end]
+
+
+def _scattered(
+    facts: list[list[tuple[list[int], bool]]],
+    tail: TaskDocument,
+    text: Tokens,
+    length: int,
+    draw: random.Random,
+) -> TaskDocument:
+    """The facts in random places of a text, each chain in its order, then the questions."""
+    used = len(tail) + sum(len(ids) for chain in facts for ids, _ in chain)
+    filler = window(text, max(length - used, 1), draw)
+    places = sorted(
+        (place, number, order)
+        for number, chain in enumerate(facts)
+        for order, place in enumerate(sorted(draw.randrange(len(filler)) for _ in chain))
+    )
+    document, at = TaskDocument(), 0
+    for place, number, order in places:
+        document.add(filler[at:place], learn=True)
+        document.add(facts[number][order][0])
+        at = place
+    document.add(filler[at:], learn=True)
+    document.add(tail.ids)
+    document.learn[-len(tail) :], document.answer[-len(tail) :] = tail.learn, tail.answer
+    return document.cut(length)
+
+
+Task = Callable[[TaskWords, Tokens, int, random.Random], TaskDocument]
+TASKS: dict[str, Task] = {"recall": recall, "needles": needles, "tracking": tracking}
+
+
+def chance(task: str, length: int, names: int | None = None) -> float:
+    """The accuracy of answering with any of the document's values, the least that means anything.
+
+    Args:
+        task: of :data:`TASKS`.
+        length: tokens of a document.
+        names: that the vocabulary has; a recall list holds no more pairs. None for enough.
+    """
+    if task != "recall":
+        return 1 / facts_in(length)
+    low, high = RECALL_SHARE  # the mean of 1/pairs over the shares that are drawn
+    full = high if names is None else min(max(names * TOKENS_A_PAIR / length, low), high)
+    total = math.log(full / low) * TOKENS_A_PAIR / length
+    return (total + (high - full) / (names or 1)) / (high - low)

@@ -1,0 +1,165 @@
+"""A user's files as packed rows of one length, the same ones every time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_indexcache.data.documents import read_documents
+from sglang_indexcache.data.marking import Marker, is_held_out
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.packing import PADDING
+
+Piece = NDArray[np.int32]
+"""``[length]`` token ids of a document, or of a window of a longer one."""
+
+PackedRow = tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """``B`` rows of ``T`` tokens.
+
+    Attributes:
+        ids: ``[B, T]`` int64.
+        documents: ``[B, T]`` int64, the document of each token within its row;
+            :data:`~sglang_indexcache.heal.packing.PADDING` fills a row up.
+        positions: ``[B, T]`` int64, counted from 0 in each document.
+    """
+
+    ids: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], length: int, padding: int) -> PackedBatch:
+        """Pad rows to ``length`` tokens with the token id ``padding``."""
+        shape = (len(rows), length)
+        batch = cls(
+            ids=torch.full(shape, padding),
+            documents=torch.full(shape, PADDING),
+            positions=torch.zeros(shape, dtype=torch.int64),
+        )
+        for number, row in enumerate(rows):
+            at = 0
+            for document, piece in enumerate(row):
+                here = (number, slice(at, at + len(piece)))
+                batch.ids[here] = torch.from_numpy(piece).long()
+                batch.documents[here] = document
+                batch.positions[here] = torch.arange(len(piece))
+                at += len(piece)
+        return batch
+
+
+@dataclass
+class _Packer:
+    """Puts pieces into rows in their order; a piece that does not fit any more starts a new one."""
+
+    length: int
+    wanted: int
+    rows: list[PackedRow] = field(default_factory=list)
+    begun: list[Piece] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= self.wanted
+
+    def add(self, piece: Piece) -> None:
+        if sum(map(len, self.begun)) + len(piece) > self.length:
+            self.close()
+        self.begun.append(piece)
+
+    def close(self) -> None:
+        if self.begun and not self.full:
+            self.rows.append(tuple(self.begun))
+        self.begun = []
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows to train on, and others to judge by.
+
+    Attributes:
+        train: packed rows.
+        held_out: packed rows of documents that are not trained on.
+        seed: of the order in which rows are drawn.
+    """
+
+    train: tuple[PackedRow, ...]
+    held_out: tuple[PackedRow, ...]
+    seed: int = 0
+
+    @classmethod
+    def read(
+        cls,
+        sources: Sequence[str],
+        marker: Marker,
+        length: int,
+        train: int,
+        held_out: int,
+        seed: int = 0,
+    ) -> FileRows:
+        """Read, tokenise, split and pack; reads no further than needed.
+
+        A document of more than ``length`` tokens is cut into windows. Whether a document is held
+        out, with all its windows, its own tokens say.
+
+        Args:
+            sources: as for :func:`~sglang_indexcache.data.documents.read_documents`.
+            marker: gives the tokens.
+            length: tokens of a row, at most.
+            train: rows to train on, at most.
+            held_out: rows to hold out, at most.
+            seed: see the attribute.
+
+        Raises:
+            DataError: nothing to read, or a row that nobody understands.
+            TrainingError: not one row to train on, or to hold out where some are wanted.
+        """
+        parts = {False: _Packer(length, train), True: _Packer(length, held_out)}
+        for held_back, piece in _pieces(sources, marker, length):
+            parts[held_back].add(piece)
+            if all(part.full for part in parts.values()):
+                break
+        for part in parts.values():
+            part.close()
+        found = cls(tuple(parts[False].rows), tuple(parts[True].rows), seed)
+        if not found.train or (held_out and not found.held_out):
+            raise TrainingError(
+                f"{', '.join(sources)} gives {len(found.train)} rows of {length} tokens to train "
+                f"on and {len(found.held_out)} to hold out (one document in four is held out, "
+                "whole, so it takes several). Give more documents, or split a long text into some."
+            )
+        return found
+
+    def drawn(self, number: int) -> PackedRow:
+        """The training row of this number: every row once, in an order of its own, then again."""
+        epoch, place = divmod(number, len(self.train))
+        order = list(range(len(self.train)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return self.train[order[place]]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all tokens: equal if the data is."""
+        content = hashlib.sha256()
+        for row in (*self.train, *self.held_out):
+            content.update(b"\n" + b" ".join(piece.tobytes() for piece in row))
+        return content.hexdigest()
+
+
+def _pieces(sources: Sequence[str], marker: Marker, length: int) -> Iterator[tuple[bool, Piece]]:
+    """Whether it is held out, and a document or one of its windows."""
+    for source in sources:
+        for document in read_documents(source):
+            marked = marker.marked(document)
+            held_back = is_held_out(marked.ids)
+            ids = np.asarray(marked.ids, dtype=np.int32)
+            for start in range(0, len(ids), length):
+                yield held_back, ids[start : start + length]

@@ -1,0 +1,116 @@
+"""The tasks, solved by reading their text: every answer must follow from the context."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+
+import pytest
+
+from sglang_indexcache.data.machine import MachineText
+from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords, chance
+from sglang_indexcache.errors import DataError
+from tests.heal.tokenizers import tokenizer
+
+
+@pytest.fixture(scope="module")
+def words() -> TaskWords:
+    return TaskWords(tokenizer())
+
+
+@pytest.fixture(scope="module")
+def text() -> MachineText:
+    return MachineText.read(tokenizer(), 500_000)
+
+
+def solve(task: str, before: str) -> str:
+    """The answer to the last question in ``before``, from the facts in it alone."""
+    if task == "recall":
+        facts, asked = before.split("\n?")
+        table = dict(pair.split(" ")[1:] for pair in facts.split(",") if pair)
+        return table[asked.split(" ")[-1]]
+    name = re.findall(r"\n\? ([A-Za-z]+) is", before)[-1]
+    if task == "needles":
+        return re.findall(rf"\n# {name} is ([A-Za-z]+)\n", before)[-1]
+    return follow(before, name)
+
+
+def follow(before: str, name: str) -> str:
+    while found := re.findall(rf"\nlet {name} = ([A-Za-z]+)\n", before):
+        name = found[-1]
+    return name
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [64, 200])
+def test_every_answer_follows_from_the_context(
+    task: str, length: int, words: TaskWords, text: MachineText, seed: int
+) -> None:
+    draw = random.Random(seed)
+    for _ in range(10):
+        document = TASKS[task](words, text.train, length, draw)
+        assert len(document) == len(document.learn) == len(document.answer) <= length
+        assert any(document.answer)
+        for at, is_answer in enumerate(document.answer):
+            if is_answer:
+                expected = tokenizer().decode([document.ids[at]]).strip()
+                before = decode_apart(document.ids[:at])
+                assert solve(task, before) == expected
+
+
+def decode_apart(ids: list[int]) -> str:
+    return "".join(tokenizer().decode([i]) for i in ids)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_only_the_predictable_is_learned(task: str, words: TaskWords, text: MachineText) -> None:
+    document = TASKS[task](words, text.train, 200, random.Random(1))
+    random_names = set(words.names)
+    for token, learn, answer in zip(document.ids, document.learn, document.answer, strict=True):
+        assert learn or not answer
+        if task == "recall" and token in random_names:
+            assert not learn
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [128, 256, 512])
+def test_chance_is_what_guessing_a_value_of_the_document_gives(
+    task: str, length: int, words: TaskWords, text: MachineText, seed: int
+) -> None:
+    print(f"seed {seed}")
+    draw, rates = random.Random(seed), []
+    for _ in range(200):
+        document = TASKS[task](words, text.train, length, draw)
+        listed = decode_apart(document.ids)
+        if task == "recall":
+            rates.append(1 / listed.split("\n?")[0].count(","))
+        else:
+            mark = r"\n# [A-Za-z]+ is [A-Za-z]+\n" if task == "needles" else r"\nlet "
+            facts = len(re.findall(mark, listed)) // (1 if task == "needles" else 2)
+            rates.append(1 / facts)
+    assert statistics.mean(rates) == pytest.approx(chance(task, length, len(words.names)), rel=0.1)
+
+
+def test_a_needle_can_be_further_away_than_the_selection_is_wide(
+    words: TaskWords, text: MachineText
+) -> None:
+    """At 512 tokens some asked fact lies more than 256 tokens before its question."""
+    distances = []
+    for seed in range(20):
+        document = TASKS["needles"](words, text.train, 512, random.Random(seed))
+        first = document.answer.index(True)
+        name = document.ids[first - len(words.be) - 1]
+        distances.append(first - document.ids.index(name))
+    assert max(distances) > 256
+
+
+def test_cutting_cuts_everything() -> None:
+    document = TaskDocument()
+    document.add([1, 2, 3], learn=True)
+    assert document.cut(2) == TaskDocument([1, 2], [True, True], [False, False])
+
+
+def test_a_vocabulary_without_words_is_a_clear_error() -> None:
+    with pytest.raises(DataError, match="one-token words"):
+        TaskWords(tokenizer(300))

@@ -1,0 +1,90 @@
+"""A user's files as packed rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_indexcache.data.marking import is_held_out
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.rows import FileRows, PackedBatch
+from tests.data.letters import letters, text_of
+
+LENGTH = 12
+TEXTS = [f"document {i:03d}"[: 4 + i % 9] + f"{i:03d}" for i in range(120)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+def read(*sources: str, train: int = 1000, held_out: int = 1000, seed: int = 0) -> FileRows:
+    return FileRows.read(sources, letters(), LENGTH, train, held_out, seed)
+
+
+def written(rows: tuple[tuple[object, ...], ...]) -> list[str]:
+    return [text_of(piece.tolist()) for row in rows for piece in row]  # type: ignore[attr-defined]
+
+
+def test_every_document_is_there_once_and_whole_unless_it_is_longer_than_a_row(source: str) -> None:
+    found = read(source)
+    assert "".join(sorted(written(found.train) + written(found.held_out))) == "".join(
+        sorted(text[i : i + LENGTH] for text in TEXTS for i in range(0, len(text), LENGTH))
+    )
+    for row in (*found.train, *found.held_out):
+        assert 0 < sum(map(len, row)) <= LENGTH
+    assert any(len(row) > 1 for row in found.train)
+
+
+def test_all_windows_of_a_document_are_on_one_side(tmp_path: Path) -> None:
+    """Once each window's own tokens said it, so a text was judged by that was trained on."""
+    path = tmp_path / "long.jsonl"
+    texts = [chr(ord("A") + i) * (3 * LENGTH + i) for i in range(26)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = read(str(path))
+    for held_out, rows in ((False, found.train), (True, found.held_out)):
+        mine = {text for text in texts if is_held_out(list(map(ord, text))) is held_out}
+        assert len(mine) > 1
+        assert "".join(sorted(written(rows))) == "".join(
+            sorted(text[i : i + LENGTH] for text in mine for i in range(0, len(text), LENGTH))
+        )
+
+
+def test_no_more_is_read_than_is_needed(source: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    found = read(source, str(broken), train=5, held_out=3)
+    assert (len(found.train), len(found.held_out)) == (5, 3)
+
+
+def test_rows_are_drawn_once_each_before_any_comes_again(source: str) -> None:
+    found = read(source)
+    count = len(found.train)
+    first, second = (
+        [written((found.drawn(epoch * count + i),)) for i in range(count)] for epoch in range(2)
+    )
+    assert sorted(first) == sorted(second) == sorted(written((row,)) for row in found.train)
+    assert first != second
+    again = read(source, seed=1)
+    assert again.digest == found.digest
+    assert [written((again.drawn(i),)) for i in range(count)] != first
+
+
+def test_too_little(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(TrainingError, match="one document in four is held out"):
+        read(str(tmp_path / "short.txt"))
+
+
+def test_rows_become_a_batch() -> None:
+    rows = [tuple(np.asarray(ids, dtype=np.int32) for ids in row) for row in ([[5, 6], [7]], [[8]])]
+    batch = PackedBatch.of(rows, length=4, padding=9)
+    assert batch.ids.tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
+    assert batch.documents.tolist() == [[0, 0, 1, -1], [0, -1, -1, -1]]
+    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
