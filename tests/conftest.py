@@ -18,6 +18,7 @@ import pytest
 
 from tests.seeds import FIXED, SEED, VARIABLE, seed_all
 
+pytest_plugins = ("tests.unchanged",)
 TESTS = Path(__file__).parent
 NEEDS = {
     "sglang": (

@@ -21,6 +21,8 @@ from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
 
+pytestmark = pytest.mark.csrc
+
 LOGITS = [(heads, rows) for heads in (32, 64) for rows in (1, 2, 4)] + [(8, 4), (16, 4)]
 SELECT = [(heads, select_rows(heads)) for heads in INDEXER_HEADS]
 INDEXER = {f"logits_kernel<{heads}, {rows}>": heads * rows for heads, rows in LOGITS} | {

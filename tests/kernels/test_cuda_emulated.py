@@ -30,6 +30,8 @@ from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from tests.kernels.cuda_host import pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
+pytestmark = pytest.mark.csrc
+
 
 def emulator_command(source: Path, target: Path) -> list[str]:
     """What compiles ``source`` for the emulated GPU."""

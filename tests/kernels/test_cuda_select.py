@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from tests.kernels import cuda_host
 
+pytestmark = pytest.mark.csrc
+
 seeds = st.integers(0, 2**31)
 
 

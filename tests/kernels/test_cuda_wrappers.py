@@ -19,6 +19,8 @@ from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.topk import cuda as topk
 from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 
+pytestmark = pytest.mark.csrc
+
 SMS = 2
 
 
