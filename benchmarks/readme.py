@@ -31,7 +31,7 @@ PAGES = tuple(
         "README.md",
         "docs/benchmarks.md",
         "docs/evaluate.md",
-        "docs/search.md",
+        "benchmarks/results/search/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )
@@ -184,7 +184,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
     "search-races": (search_tables.races, "search/races.json"),
-    "search-servers": (search_tables.servers, "search/servers.json"),
     "search-levels": (search_tables.levels, "search/objectives.json"),
     "search-searched": (search_tables.searched, "search/objectives.json"),
     "search-ranks": (search_tables.ranks, "search/objectives.json"),

@@ -26,8 +26,7 @@ from sglang_indexcache.errors import (
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
-from sglang_indexcache.search.journal import Journal
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Ledger, SearchJournal
 from tests.search.fake_engine import Engine, serving
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6, 7, 8), (7, 8, 9), (3, 2, 1)), 1, "test")
@@ -169,11 +168,11 @@ def test_a_retried_call_is_in_the_journal_once(
     for engine, fault in zip(engines, cycle(["reset", "503"]), strict=False):
         engine.faults = ["", fault, "cut"]
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF", "FSSS", "FFSS", "FFFS")]
-    with Journal(tmp_path / "j", {}) as journal:
+    with SearchJournal(tmp_path / "j", {}) as journal:
         found = Ledger(pool, journal, call_tokens=1).many(patterns)
     assert found.shape == (6, 4)
     assert np.array_equal(found, [expected(pattern) for pattern in patterns])
-    with Journal(tmp_path / "j", {}) as journal:
+    with SearchJournal(tmp_path / "j", {}) as journal:
         cells = [(r.pattern, batch) for r in journal.records for batch in r.batches]
     assert len(cells) == len(set(cells)) == 24
 

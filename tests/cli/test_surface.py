@@ -15,7 +15,6 @@ MOST_PARAMETERS = 261
 OWN_HELP = {"help", "install_completion", "show_completion"}
 
 WITHOUT_EXAMPLE = {
-    *("search run", "search compare", "search overlap", "search stability", "search cost"),
     *("eval run", "eval plan", "eval report", "eval compare", "bench replay", "bench plan"),
     *("heal run", "heal merge", "demo run", "demo model"),
     *("train run", "train plan", "train convert", "train evaluate", "train data"),

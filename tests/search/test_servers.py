@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,15 @@ from sglang_indexcache.ask import pool
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import free_port
 from sglang_indexcache.ask.pool import LoadPolicy
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.sources import Data, Served
-from sglang_indexcache.search.targets import parse_targets
 from tests.search.fake_engine import Engine, serving
 from tests.search.test_resume import evaluations, results
 
 PACKAGE = Path(sglang_indexcache.__file__).parent
-TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "ask" / "client.py"
+TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "search"
 LAYERS = 12
 
 
@@ -60,7 +60,7 @@ def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "1/4"], rules)
         with (output.parent / f"{output.name}.log").open("w") as log:
-            run_search(setup, rules, goals, Options(), output, "x", Console(file=log))
+            run_search(replace(setup, name="x"), rules, goals, Options(), output, Console(file=log))
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:

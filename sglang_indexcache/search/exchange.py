@@ -3,73 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints, exchanged, flipped
-from sglang_indexcache.search.ledger import Known, Ledger
+from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.fast import least_subset
 from sglang_indexcache.search.race import race
+from sglang_indexcache.search.rules import Constraints, exchanged, flipped
 
 SHORTLIST = 16
-"""Exchanges that a screened round looks at beside the shifts by one layer."""
+"""Exchanges that a round looks at beside the shifts by one layer."""
 
 
-@dataclass(frozen=True)
-class Swap:
-    """Take the best of all exchanges on all batches, until none lowers the loss."""
-
-    in_words = "swap refinement"
-
-    def refine(
-        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
-    ) -> tuple[Pattern, int]:
-        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-        exchanges = 0
-        while neighbours := _exchanges(pattern, constraints):
-            means = ledger.many(neighbours).mean(axis=1)
-            if means.min() >= ledger.mean(pattern):
-                break
-            pattern, exchanges = neighbours[int(means.argmin())], exchanges + 1
-        return pattern, exchanges
-
-    def tokens(self, budget: int) -> None:
-        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-
-
-@dataclass(frozen=True)
-class Screened:
-    """Race only promising exchanges, within the budget.
+def refine(
+    ledger: Ledger, constraints: Constraints, pattern: Pattern, budget: int
+) -> tuple[Pattern, int]:
+    """Race promising exchanges against ``pattern``, within the budget ("screened refinement").
 
     A round measures on a few batches what each F layer is worth and what each S layer would gain
     as F; the exchanges with the best sum, and every shift of an F layer by one, race against the
     pattern as it is. An exchange is made only if the mean over all batches is lower. A round that
     found nothing is repeated on twice as many batches; one that may not fit is not begun.
+
+    Args:
+        ledger: measures and remembers.
+        constraints: which layers may change.
+        pattern: what to improve.
+        budget: tokens that may be asked for.
+
+    Returns:
+        A pattern with as many F layers and never a higher loss, and the exchanges made.
     """
-
-    in_words = "screened refinement"
-
-    def refine(
-        self, ledger: Ledger, constraints: Constraints, pattern: Pattern, known: Known, budget: int
-    ) -> tuple[Pattern, int]:
-        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-        ledger.losses(pattern)  # what it starts from is not part of the budget
-        exchanges, end = 0, ledger.spent + budget
-        first = least_subset(len(ledger.all_batches))
-        while winner := _round(ledger, pattern, constraints, first, end):
-            if ledger.mean(winner) < ledger.mean(pattern):
-                pattern, exchanges = winner, exchanges + 1
-            elif first < len(ledger.all_batches):
-                first = min(2 * first, len(ledger.all_batches))
-            else:
-                break
-        return pattern, exchanges
-
-    def tokens(self, budget: int) -> int:
-        """See :class:`~sglang_indexcache.search.refinements.Refinement`."""
-        return budget
+    ledger.losses(pattern)  # what it starts from is not part of the budget
+    exchanges, end = 0, ledger.spent + budget
+    first = least_subset(len(ledger.all_batches))
+    while winner := _round(ledger, pattern, constraints, first, end):
+        if ledger.mean(winner) < ledger.mean(pattern):
+            pattern, exchanges = winner, exchanges + 1
+        elif first < len(ledger.all_batches):
+            first = min(2 * first, len(ledger.all_batches))
+        else:
+            break
+    return pattern, exchanges
 
 
 def _round(
@@ -87,14 +63,6 @@ def _round(
     if ledger.spent + needed > end:
         return None
     return race(ledger, contenders, first, end - ledger.spent - needed).winner
-
-
-def _exchanges(pattern: Pattern, constraints: Constraints) -> list[Pattern]:
-    return [
-        exchanged(pattern, out, into)
-        for out in constraints.candidates(pattern)
-        for into in constraints.restorable(pattern)
-    ]
 
 
 def _promising(

@@ -1,4 +1,4 @@
-"""A made-up loss landscape with the traits that the paper reports, for tests and dry runs.
+"""A made-up loss landscape with the traits that the paper reports, for tests and studies.
 
 Layers form clusters inside of which sharing is nearly free; crossing a cluster boundary costs.
 Damage done by one layer travels upwards and makes later damage worse, so flips are not additive.
