@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +13,6 @@ import pytest
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import StreamedAnswer
 from sglang_indexcache.bench import latency, servers
-from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.latency import Settings, Target, read_target, run
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
@@ -132,7 +128,7 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
     """On two ranks: every first token after 2 s, then a token every 0.5 s."""
 
     def known(
-        _: object, prompts: list[list[int]], count: int, _clock: object, _pattern: object
+        _: object, prompts: list[list[int]], count: int, pattern: object = None
     ) -> list[StreamedAnswer]:
         for behaviour in behaviours.values():
             behaviour.count()
@@ -304,7 +300,6 @@ def test_a_prompt_that_does_not_fit() -> None:
         (Settings(lengths=(1,), rounds=0), "one round"),
         (Settings(lengths=(1, 2, 1)), "the same length was given twice"),
         (Settings(lengths=(1,), new_tokens=1), "at least 2"),
-        (Settings(lengths=(1,), clock="sun"), "clocks are wall and processor"),  # type: ignore[arg-type]
         (Settings(lengths=(1,), metrics=("speed",)), "the metrics are prefill, decode, full"),  # type: ignore[arg-type]
     ],
 )
@@ -322,31 +317,6 @@ def test_one_request_that_fills_the_cache_is_measured_once() -> None:
     }
     assert by_metric["decode"] == by_metric["full"]
     assert len(by_metric["full"]) == 4
-
-
-def test_the_processor_clock_needs_a_server_of_ours() -> None:
-    with pytest.raises(BenchError, match="started here, not --url"):
-        measure(good(), replace(QUICK, clock="processor"))
-
-
-def test_the_processor_clock_counts_work_and_not_waiting() -> None:
-    code = (
-        "import time\nprint(flush=True)\ntime.sleep(0.3)\nwhile time.process_time() < 0.4: pass\n"
-    )
-    code += "print(flush=True)\ntime.sleep(60)  # scheduler"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        clock = ProcessorClock(process.pid)
-        before = clock()
-        process.stdout.readline()
-        spent = clock() - before
-        process.kill()
-    assert 0.2 < spent <= 0.5  # of at least 0.7 seconds on the wall
-    with pytest.raises(BenchError, match="needs Linux and servers"):
-        ProcessorClock(os.getpgid(0) + 10**7)
 
 
 def test_a_config_without_a_vocabulary_is_refused(tmp_path: Path) -> None:

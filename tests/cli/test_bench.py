@@ -93,13 +93,10 @@ def test_a_key_reaches_the_server_and_nothing_else(
     ("options", "message"),
     [
         (["--url", "u", "--url", "v"], "give one --url, or one for each of full, 1/2, 1/4"),
-        (["--url", "u", "--env", "A=1"], "no server flags or --env"),
         (["--url", "u", "--", "--tp", "8"], "no server flags"),
-        (["--env", "A"], "--env wants NAME=VALUE"),
         (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
         (["--context", "1K", "--context", "1000"], "the same length was given twice"),
         (["--metric", "speed"], "the metrics are"),
-        (["--clock", "sun"], "the clocks are"),
         (["--pattern", "FS"], "too short"),
     ],
 )
@@ -117,15 +114,14 @@ def test_a_plan_is_arithmetic() -> None:
     assert loaded(*plan) == {"sglang_indexcache.bench.results"}
 
 
-@pytest.mark.parametrize("command", [("latency",), ("replay", "--context", "8K")])
 def test_what_the_figures_need_is_asked_for_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else hours of measuring would end in an error."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     model = folder(tmp_path, CONFIG)
     patterns = ("--pattern", "full", "--pattern", "uniform:1/2")
-    text = said(*command, "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
+    text = said("latency", "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
     assert "pip install 'sglang-indexcache[search]'" in text
     assert not (tmp_path / "out").exists()
