@@ -15,7 +15,7 @@ MOST_PARAMETERS = 154
 OWN_HELP = {"help", "install_completion", "show_completion"}
 
 WITHOUT_EXAMPLE = {
-    *("bench replay", "bench plan", "heal run", "heal merge", "demo run", "demo model"),
+    *("bench replay", "bench plan"),
 }
 """Commands whose help is still to get one. None may be added."""
 
