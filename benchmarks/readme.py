@@ -30,6 +30,7 @@ PAGES = tuple(
         "docs/kernels.md",
         "docs/evaluate.md",
         "benchmarks/results/search/README.md",
+        "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )
