@@ -28,6 +28,7 @@ PAGES = tuple(
         "docs/benchmarks.md",
         "docs/evaluate.md",
         "benchmarks/results/search/README.md",
+        "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )
