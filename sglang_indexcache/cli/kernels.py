@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = group("List, check and build our GPU kernels.")
 
 
-@app.command("list")
+@app.command("list", epilog="Example: indexcache kernels list")
 def list_command() -> None:
     """Say which implementation of every operation can run on this machine, and why not."""
     from rich.box import SIMPLE
@@ -33,27 +33,30 @@ def list_command() -> None:
         table.add_row(op, *(obstacle or "can run" for obstacle in found))
     out.print(table)
     for one in IMPLEMENTATIONS:
-        doubt = one.doubt(machine)
+        doubt = one.distrust()
         if doubt and one.missing() is None:
-            out.print(f"{one.name} is no default: {doubt}.", markup=False, soft_wrap=True)
-    measured = [op for op in OPS if (op, machine.capability) in MEASURED]
+            out.print(f"{one.name} only by name: {doubt}.", markup=False, soft_wrap=True)
+    measured = {row.op for row in MEASURED if row.capability == machine.capability}
     out.print(
         "A server runs the engine's own kernels unless --indexcache-kernels asks for these. "
-        f"Measured to be faster here: {', '.join(measured) or 'none'}."
+        f"Measured to be faster here: {', '.join(sorted(measured)) or 'none'}."
     )
 
 
-@app.command("check")
+@app.command("check", epilog="Example: indexcache kernels check --implementation triton")
 def check_command(
     implementation: Annotated[
         str | None,
-        typer.Option(help="Check only this one, by its name in the list. Default: all."),
+        typer.Option(
+            metavar="NAME", help="Check only this one, by its name in the list. Default: all."
+        ),
     ] = None,
     sizes: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help="Which cases: small, wide (also many short rows) or large (also up to a million "
-            "tokens). Default: large on a GPU, small without one."
+            "tokens). Default: large on a GPU, small without one.",
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -93,7 +96,7 @@ def _check(runner: Runner, group_name: str) -> tuple[int, int]:
     return passed, failed
 
 
-@app.command("build")
+@app.command("build", epilog="Example: indexcache kernels build --show")
 def build_command(
     show: Annotated[
         bool, typer.Option("--show", help="Print the registers and spills of every kernel.")
@@ -105,23 +108,20 @@ def build_command(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from sglang_indexcache.kernels import compilers
     from sglang_indexcache.kernels.build import FOLDERS, build
     from sglang_indexcache.kernels.disassembly import usage
+    from sglang_indexcache.kernels.dispatch import outlook
 
     table = Table("kernel", "registers", "stack bytes", "spilled bytes", box=SIMPLE)
-    doubts: set[str | None] = set()
+    out.print(outlook(), markup=False, soft_wrap=True)
     for folder in FOLDERS:
         started = monotonic()
         library = build(folder, say=out.print)
         took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
         out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
-        doubts.add(compilers.doubt("nvcc", library.compiler))
         for kernel in usage(library.log.read_text()):
             numbers = kernel.registers, kernel.stack, kernel.spills
             table.add_row(kernel.kernel, *map(str, numbers))
-    for doubt in filter(None, doubts):
-        out.print(f"No default on a Hopper: {doubt}.", markup=False, soft_wrap=True)
     if show:
         out.print(table)
 

@@ -17,8 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.client import Client
 from sglang_indexcache.demo.material import Question
 
 MIN_ROUNDS = 6
@@ -167,7 +167,13 @@ class Findings:
         return {
             "prompt_tokens": self.prompt_tokens,
             "servers": [
-                {name: value for name, value in vars(one).items() if name != "client"}
+                {
+                    "name": one.name,
+                    "said": one.said,
+                    "prefill": one.prefill,
+                    "per_token": one.per_token,
+                    "state": one.state and one.state.to_json(),
+                }
                 for one in self.both
             ],
             "questions": [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.models import BY_NAME, small_config
 from sglang_indexcache.support.text import make_tokenizer
@@ -21,14 +21,18 @@ from tests.e2e.conftest import VOCAB, Serve, greedy, prompt
 KEY, ADMIN_KEY = "the-key", "the-admin-key"
 
 
-def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def server(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_indexcache.cli", "server", "doctor", *arguments],
+        [sys.executable, "-m", "sglang_indexcache.cli", "server", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "200", **variables},
         check=False,
     )
+
+
+def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return server("doctor", *arguments, **variables)
 
 
 @pytest.fixture
@@ -43,12 +47,12 @@ def fresh(tmp_path: Path) -> Path:
 
 
 def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> None:
-    before = doctor("--model-path", str(fresh))
+    before = doctor("--model-path", str(fresh), "--device", "cpu")
     assert before.returncode == 1, before.stdout + before.stderr
     lines = before.stdout.partition("Add to its config.json: ")[2].partition("; or start")[0]
     path = fresh / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(f"{{{lines}}}")))
-    after = doctor("--model-path", str(fresh))
+    after = doctor("--model-path", str(fresh), "--device", "cpu")
     assert "no problem found" in after.stdout, after.stdout + after.stderr
 
     keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)
@@ -63,6 +67,11 @@ def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> Non
         admin.flush_cache()
         assert "wants an API key" in doctor("--url", stranger.url).stdout
         running = doctor("--url", stranger.url, SGLANG_API_KEY=KEY)
+        shown = server("show", "--url", stranger.url, SGLANG_API_KEY=KEY)
     assert running.returncode == 0, running.stdout + running.stderr
     assert "FSSFSS" in running.stdout
     assert KEY not in running.stdout + running.stderr
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "in layers 0 and 3, 0 of " in shown.stdout
+    assert "in layers 1-2 and 4-5: OK" in shown.stdout
+    assert "index-K: 1,024 bytes per token; plain DSA: 3,072" in shown.stdout  # float32

@@ -1,7 +1,6 @@
 """Logs in each harness's published form, with the scores that a test wants.
 
-Inspect's and sgl-eval's in ``data/`` were written by inspect-ai 0.3.285 and sgl-eval 0.1.3
-themselves; lm-eval's and evalscope's follow `SampleResult` and `ReviewResult`.
+Inspect's in ``data/`` were written by inspect-ai 0.3.285 itself; lm-eval's follow `SampleResult`.
 """
 
 from __future__ import annotations
@@ -75,28 +74,53 @@ def ruler(folder: Path, score: Score) -> Path:
     return lines(folder / "samples_niah_single_1_2026-11-22T10-00-00.123456.jsonl", rows)
 
 
-def evalscope(folder: Path, score: Score, *, failed: int = 0) -> Path:
-    """A judged benchmark, two questions a set of documents."""
+def plain(folder: Path, score: Callable[[int], float | None]) -> Path:
+    """Two questions a text."""
     rows = [
-        {
-            "index": number,
-            "target": ["a"],
-            "messages": [
-                {"id": "x", "role": "user", "content": f"prompt {number}"},
-                {"id": "y", "role": "assistant", "content": f"reply {folder.name}"},
-            ],
-            "agent_trace": None,
-            "sample_score": {
-                "score": {
-                    "value": {} if number < failed else {"acc": score(number), "length": 3},
-                    "status": "transport_error" if number < failed else "success",
-                    "main_score_name": None if number < failed else "acc",
-                },
-                "sample_id": number,
-                "group_id": number,
-                "sample_metadata": {"data_source_urls": [f"set {number // 2}"]},
-            },
-        }
+        {"id": number, "context": number // 2, "prompt": f"p{number}", "score": score(number)}
         for number in range(COUNT)
     ]
-    return lines(folder / "reviews" / "some-model" / "aa_lcr_default.jsonl", rows)
+    return lines(folder / "scores.jsonl", rows)
+
+
+def lm_eval_results(samples: Path, values: dict[str, float]) -> Path:
+    """What the harness printed of that run, where it writes it."""
+    task, date = samples.stem.removeprefix("samples_").rsplit("_", 1)
+    path = samples.with_name(f"results_{date}.json")
+    path.write_text(json.dumps({"results": {task: {"alias": task, **values}}}))
+    return path
+
+
+def inspect_json(folder: Path, score: Score, groups: list[int], **changes: Any) -> Path:
+    """An Inspect log as JSON: so many questions of each context, whose ids count from 0."""
+    contexts = [context for context, count in enumerate(groups) for _ in range(count)]
+    values = [score(number) for number in range(len(contexts))]
+    log = {
+        "version": 2,
+        "status": "success",
+        "eval": {"task": "qa", "model": "m"},
+        "results": {
+            "scores": [
+                {
+                    "name": "match",
+                    "metrics": {"accuracy": {"value": sum(values) / max(len(values), 1)}},
+                }
+            ]
+        },
+        "samples": [
+            {
+                "id": number,
+                "epoch": 1,
+                "input": f"question {number}",
+                "target": "a",
+                "scores": {"match": {"value": "C" if value else "I"}},
+                "metadata": {"context_id": context},
+            }
+            for number, (context, value) in enumerate(zip(contexts, values, strict=True))
+        ],
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "log.json"
+    path.write_text(json.dumps(log))
+    return path

@@ -1,0 +1,198 @@
+"""Which rows of a user's files are asked: what fits the lengths, and what could show anything."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.plan import SelectedRows
+from sglang_indexcache.evaluate.tasks import FILES, Item, Tokenizer
+from sglang_indexcache.evaluate.tasks.items import has_template, read_items, tokens
+from sglang_indexcache.support.words import counted
+
+_CHARACTERS = 16
+"""Of a token on average, at most: what has more characters is too long without being counted."""
+_FEWEST = 2
+"""Items of a cell, whose spread is not known with fewer."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was taken from a user's files.
+
+    Attributes:
+        taken: the cells, in the order of the files.
+        items: by task and row, those of the cells.
+        told: what was left out and why, a sentence for each file.
+    """
+
+    taken: tuple[SelectedRows, ...] = ()
+    items: Mapping[str, Mapping[int, Item]] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What decides whether an item is asked.
+
+    Attributes:
+        lengths: of the cells, rising; an item belongs to the shortest that holds it.
+        longest: tokens that the model takes.
+        selects_all: ``index_topk``, up to which nothing can be seen.
+        contexts: of a cell, at most.
+        looks: of the evaluation: a cell has a context at each.
+        seed: of the order.
+    """
+
+    lengths: tuple[int, ...]
+    longest: int
+    selects_all: int
+    contexts: int
+    looks: int
+    seed: int
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def select_rows(
+    files: Mapping[str, Path],
+    tokenizer: Tokenizer,
+    bounds: Bounds,
+    on_row: Callable[[str, int], None] = _nothing,
+) -> Selection:
+    """Read files and choose from them.
+
+    Args:
+        files: by their task in :data:`~sglang_indexcache.evaluate.tasks.FILES`.
+        tokenizer: of the model.
+        bounds: see there.
+        on_row: is called with a file's task and the number of its rows so far, before each is
+            counted: long ones take a while.
+
+    Raises:
+        QualityError: a file that cannot be read, or nothing in one that could be asked.
+    """
+    taken: list[SelectedRows] = []
+    items: dict[str, dict[int, Item]] = {}
+    told = []
+    for name, path in files.items():
+        cells, kept, said = _choose(name, path, tokenizer, bounds, on_row)
+        taken += cells
+        items[name] = kept
+        told.append(said)
+    if files and not has_template(tokenizer):
+        told.append(
+            "The tokenizer has no chat template: conversations are sent as plain turns, User: and "
+            "Assistant:."
+        )
+    return Selection(tuple(taken), items, tuple(told))
+
+
+def _choose(
+    name: str, path: Path, tokenizer: Tokenizer, bounds: Bounds, on_row: Callable[[str, int], None]
+) -> tuple[list[SelectedRows], dict[int, Item], str]:
+    cells: dict[int, dict[int, int]] = defaultdict(dict)
+    items: dict[int, Item] = {}
+    left: dict[str, int] = defaultdict(int)
+    most, rows = min(bounds.longest, bounds.lengths[-1]), 0
+    for row, item in read_items(FILES[name], path):
+        rows += 1
+        on_row(name, rows)
+        try:
+            why, size = _why_not(item, tokenizer, bounds, most)
+        except QualityError as error:
+            raise QualityError(f"{row.where}: {error}") from error
+        if why:
+            left[why] += 1
+        else:
+            cells[next(one for one in bounds.lengths if size <= one)][row.number] = size
+            items[row.number] = item
+    for number in _repeated(items, bounds.seed):
+        left[
+            "that begin as another row does for half their text (one document, one observation)"
+        ] += 1
+        for sizes in cells.values():
+            sizes.pop(number, None)
+    taken = []
+    for length, sizes in sorted(cells.items()):
+        if len(sizes) < max(bounds.looks, _FEWEST):
+            left[
+                f"at {length:,} tokens, too few for {counted(bounds.looks, 'look')} (take fewer "
+                "--length, or fewer --looks)"
+            ] += len(sizes)
+            continue
+        order = random.Random(f"{name} {length} {bounds.seed}").sample(list(sizes), len(sizes))
+        chosen = tuple(order[: bounds.contexts])
+        known = tuple(sizes[row] for row in chosen)
+        taken.append(SelectedRows(name, length, chosen, known, len(sizes)))
+    said = _told(name, rows, taken, left, bounds)
+    if not taken:
+        raise QualityError(f"{path} has nothing that can be asked. {said}")
+    return taken, {row: items[row] for cell in taken for row in cell.rows}, said
+
+
+def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
+    """All rows but one of those that begin with the same text for half of the shorter one.
+
+    Questions about one document, or turns of one conversation, fail together, and would count as
+    independent. Which one is asked follows from the seed.
+    """
+    documents: list[list[int]] = []
+    before = ""
+    for text, row in sorted((item.text, row) for row, item in items.items()):
+        shared = (min(len(before), len(text)) + 1) // 2
+        if documents and before[:shared] == text[:shared]:
+            documents[-1].append(row)
+        else:
+            documents.append([row])
+        before = text
+    kept = {random.Random(f"{min(rows)} {seed}").choice(sorted(rows)) for rows in documents}
+    return sorted(items.keys() - kept)
+
+
+def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tuple[str, int]:
+    """Why an item is not asked, empty if it is; and its tokens with those of its answer."""
+    if not item.one_form:
+        return (
+            "with an answer that has no one order (run them with another harness, and give its "
+            "logs to `indexcache eval compare`)"
+        ), 0
+    size = most + 1
+    if item.characters <= _CHARACTERS * most:
+        size = tokens(item, tokenizer)
+    if size > most:
+        return f"longer than {most:,} tokens (the longest --length, or the model's context)", size
+    if size <= bounds.selects_all:
+        return (
+            f"of at most {bounds.selects_all:,} tokens (index_topk), where no pattern matters",
+            size,
+        )
+    return "", size
+
+
+def _told(
+    name: str, rows: int, taken: Sequence[SelectedRows], left: Mapping[str, int], bounds: Bounds
+) -> str:
+    parts = [
+        f"{len(cell.rows):,} at {cell.length:,} tokens"
+        + (
+            f" (all that it has, of {bounds.contexts:,} asked for)"
+            if cell.available < bounds.contexts
+            else ""
+        )
+        for cell in taken
+    ]
+    asked = sum(len(cell.rows) for cell in taken)
+    said = f"{name}: {asked:,} of {rows:,} rows are asked"
+    said += f": {', '.join(parts)}." if parts else "."
+    unasked = sum(cell.available - len(cell.rows) for cell in taken)
+    reasons = [f"{count:,} {why}" for why, count in left.items()]
+    if unasked:
+        reasons.append(f"{unasked:,} more than --contexts {bounds.contexts:,}")
+    return said + (f" Left out: {'; '.join(reasons)}." if reasons else "")
