@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from sglang_indexcache import __version__
@@ -165,4 +166,10 @@ def published_plan() -> Plan | None:
     """The plan in this process's resolved configuration, before any backend exists."""
     from sglang.srt.runtime_context import get_model
 
-    return Plan.from_json(json.loads(get_model().json_model_override_args).get(CONFIG_KEY))
+    return _plan(get_model().json_model_override_args)
+
+
+@lru_cache(maxsize=1)
+def _plan(overrides: str) -> Plan | None:
+    """Read once: the HTTP process asks at every request."""
+    return Plan.from_json(json.loads(overrides).get(CONFIG_KEY))

@@ -31,6 +31,7 @@ from sglang_indexcache.serving import (
     agreement,
     engine_version,
     foreign_kv,
+    front,
     hooks,
     live,
     refusals,
@@ -230,7 +231,8 @@ def _resolve(server_args: Any) -> None:
         adapter.check(trained, Path(cfg.model_path))
     _declare(server_args, plan, overrides, config)
     if not _only_examined(server_args):  # it takes SGLang's tokenizer manager
-        requests.install_in_front()
+        front.install()
+        vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
