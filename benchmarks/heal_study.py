@@ -30,15 +30,15 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.training.batches import TEXT, Mixture
+from benchmarks.training.recipe import Recipe, load_recipe
+from benchmarks.training.scores import Scorer
+from benchmarks.training.trainer import Trainer
 from sglang_indexcache.adapter import Adapter
+from sglang_indexcache.data.machine import TEXT_CHARACTERS, MachineText
+from sglang_indexcache.data.retrieval import TaskWords, chance
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.heal.data.batches import TEXT, Mixture
-from sglang_indexcache.heal.data.retrieval import TaskWords, chance
-from sglang_indexcache.heal.data.text import TEXT_CHARACTERS, Text
 from sglang_indexcache.heal.heal import HealOptions, heal
-from sglang_indexcache.heal.recipe import Recipe, load_recipe
-from sglang_indexcache.heal.scores import Scorer
-from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.stats.student import crossed_half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
@@ -205,7 +205,7 @@ def heal_data(seed: int, rows: int, arguments: argparse.Namespace) -> Path:
     if path.exists():
         return path
     tokenizer = AutoTokenizer.from_pretrained(shipped_checkpoint())
-    text = Text.of_machine(tokenizer, arguments.text_characters)
+    text = MachineText.read(tokenizer, arguments.text_characters)
     length = LENGTH - ROW_MARGIN
     lengths = [length * size // LENGTH for size in DATA["lengths"]]
     mixture = Mixture(tokenizer, text, TaskWords(tokenizer), DATA["mixture"], lengths, seed)

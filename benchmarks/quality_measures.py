@@ -37,12 +37,13 @@ from scipy.special import ndtri
 from transformers import AutoTokenizer
 
 from benchmarks.search_objectives import spearman
+from sglang_indexcache.ask.protocol import check_answered_under, named
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.client import Client, Server
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks import Context, Tokenizer, make_context
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.pairs import Floats
 from sglang_indexcache.study.journal import Journal
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -160,11 +161,7 @@ def ask(client: Client, asked: Document, arms: Mapping[str, Pattern], topk: int)
     replies = client.generate(
         input_ids=[asked.ids] * len(arms),
         sampling_params=[
-            {
-                "max_new_tokens": 0,
-                "temperature": 0.0,
-                "custom_params": {PATTERN_OF_REQUEST: str(pattern)},
-            }
+            {"max_new_tokens": 0, "temperature": 0.0, **named(str(pattern))}
             for pattern in arms.values()
         ],
         extra_key=list(arms),
@@ -173,8 +170,7 @@ def ask(client: Client, asked: Document, arms: Mapping[str, Pattern], topk: int)
         top_logprobs_num=1,
     )
     for pattern, reply in zip(arms.values(), replies, strict=True):
-        if reply["meta_info"].get(PATTERN_OF_REQUEST) != [str(pattern)]:
-            raise QualityError(f"the server did not answer under {pattern}")
+        check_answered_under(reply["meta_info"], str(pattern), client.url)
     found = zip(arms, replies, strict=True)
     return {name: measured(reply, asked, topk) for name, reply in found}
 

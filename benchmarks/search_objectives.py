@@ -28,9 +28,9 @@ import torch
 from scipy.stats import rankdata
 from transformers import AutoTokenizer
 
-from sglang_indexcache.heal.data.batches import TEXT
-from sglang_indexcache.heal.data.retrieval import TASKS, Document, TaskWords, facts_in
-from sglang_indexcache.heal.data.text import TEXT_CHARACTERS, Text, Tokens, window
+from benchmarks.training.batches import TEXT
+from sglang_indexcache.data.machine import TEXT_CHARACTERS, MachineText, Tokens, window
+from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords, facts_in
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.constraints import Constraints
@@ -92,7 +92,7 @@ SETTINGS = (Setting("starved", 256, 16, 6, 44, 24), Setting("own", 512, 64, 3, 1
 # -- documents --------------------------------------------------------------------------------
 
 
-def interleaved(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
+def interleaved(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
     """Facts spread over the first half of a text, questions about them over its second half."""
     pairs = words.draw(facts_in(length), draw)
     notes = [_line([*words.note, name, *words.be], value, words, False) for name, value in pairs]
@@ -100,7 +100,7 @@ def interleaved(words: TaskWords, text: Tokens, length: int, draw: random.Random
     questions = [_line([*words.ask, name, *words.be], value, words, True) for name, value in asked]
     lines = notes + questions
     filler = window(text, length - sum(map(len, lines)), draw)
-    document = Document()
+    document = TaskDocument()
     for piece, line in zip(np.array_split(filler, len(lines)), lines, strict=True):
         document.add(piece.tolist())
         document.add(line.ids)
@@ -108,8 +108,8 @@ def interleaved(words: TaskWords, text: Tokens, length: int, draw: random.Random
     return document
 
 
-def _line(start: list[int], value: int, words: TaskWords, answer: bool) -> Document:
-    line = Document()
+def _line(start: list[int], value: int, words: TaskWords, answer: bool) -> TaskDocument:
+    line = TaskDocument()
     line.add(start)
     line.add([value], answer=answer)
     line.add(words.end)
@@ -120,7 +120,7 @@ def _line(start: list[int], value: int, words: TaskWords, answer: bool) -> Docum
 def _materials() -> tuple[TaskWords, Tokens, Tokens]:
     """The tasks' words, source code that training never saw, and English prose, as tokens."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    source = Text.of_machine(tokenizer, TEXT_CHARACTERS).held_out
+    source = MachineText.read(tokenizer, TEXT_CHARACTERS).held_out
     english = "\n".join(text for _, text in sorted(topics.topics.items()))
     prose = tokenizer(english, add_special_tokens=False)["input_ids"]
     return TaskWords(tokenizer), source, np.asarray(prose, dtype=np.int32)
@@ -141,28 +141,28 @@ class Documents:
         self._length = length
         self._calibration, self._source = unseen[: len(unseen) // 2], unseen[len(unseen) // 2 :]
 
-    def calibration(self, task: str, row: int) -> Document:
-        """Document ``row`` of a kind that is searched on."""
+    def calibration(self, task: str, row: int) -> TaskDocument:
+        """TaskDocument ``row`` of a kind that is searched on."""
         draw = random.Random(f"calibration/{task}/{self._length}/{row}")
         if task == TEXT:
             ids = window(self._calibration, self._length, draw)
-            return Document(ids, [True] * self._length, [False] * self._length)
+            return TaskDocument(ids, [True] * self._length, [False] * self._length)
         return TASKS[task](self.words, self._calibration, self._length, draw)
 
-    def held_out(self, task: str, row: int) -> Document:
-        """Document ``row`` of a task of :data:`USERS_TASKS`."""
+    def held_out(self, task: str, row: int) -> TaskDocument:
+        """TaskDocument ``row`` of a task of :data:`USERS_TASKS`."""
         draw = random.Random(f"held out/{task}/{self._length}/{row}")
         make, prose = USERS_TASKS[task]
         return make(self.words, self._prose if prose else self._source, self._length, draw)
 
-    def chance(self, task: str, document: Document) -> float:
+    def chance(self, task: str, document: TaskDocument) -> float:
         """Share of right answers of who guesses among the values that the document states."""
         if task != "recall":
             return 1 / facts_in(self._length)
         return 3 / (document.answer.index(True) - 1 - len(self.words.ask))
 
 
-USERS_TASKS: Mapping[str, tuple[Callable[..., Document], bool]] = {
+USERS_TASKS: Mapping[str, tuple[Callable[..., TaskDocument], bool]] = {
     "needles": (TASKS["needles"], False),
     "recall": (TASKS["recall"], False),
     "interleaved": (interleaved, False),
@@ -172,7 +172,7 @@ USERS_TASKS: Mapping[str, tuple[Callable[..., Document], bool]] = {
 The first two are also calibrated on (other documents); nothing is calibrated on the last two."""
 
 
-def masks(document: Document, topk: int) -> dict[str, torch.Tensor]:
+def masks(document: TaskDocument, topk: int) -> dict[str, torch.Tensor]:
     """Which predictions the objectives count: ``[length - 1]`` bool each.
 
     Entry i predicts token i + 1 and sees i + 1 tokens. Only those that see more than ``topk``
@@ -278,7 +278,7 @@ class Study:
         sums = {n: float(found[n][counted[mask]].sum()) for n, mask in MASK_OF.items()}
         return sums | {f"count {mask}": float(counted[mask].sum()) for mask in counted}
 
-    def _log_probabilities(self, pattern: Pattern, document: Document) -> torch.Tensor:
+    def _log_probabilities(self, pattern: Pattern, document: TaskDocument) -> torch.Tensor:
         everywhere = torch.ones(len(document) - 1, dtype=torch.bool)
         return self._model.logits(pattern, document.ids, everywhere).log_softmax(-1)
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.search_objectives import CHECKPOINT, USERS_TASKS, Documents, over_full, rows_of
 from sglang_indexcache.client import Client, Server
-from sglang_indexcache.heal.data.retrieval import Document
+from sglang_indexcache.data.retrieval import TaskDocument
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
@@ -99,7 +99,7 @@ class Questions:
                 journal.write(json.dumps(row) + "\n")
         return np.array(self._known[key])
 
-    def _ask(self, documents: Sequence[Document]) -> list[float]:
+    def _ask(self, documents: Sequence[TaskDocument]) -> list[float]:
         replies = self._client.generate(
             input_ids=[document.ids for document in documents],
             sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
@@ -110,7 +110,7 @@ class Questions:
         return [right_share(reply, doc) for reply, doc in zip(replies, documents, strict=True)]
 
 
-def right_share(reply: Mapping[str, Any], document: Document) -> float:
+def right_share(reply: Mapping[str, Any], document: TaskDocument) -> float:
     """The share of a document's answers that the server would have given.
 
     Args:

@@ -4,7 +4,7 @@
 
 Held-out text loss and retrieval accuracy with everything attended, with the selection it was
 trained for, and with a starved selection: if sharing indices is to mean anything, accuracy must
-fall when too few tokens are selected. RUN_FOLDER is one of ``indexcache train run``. Writes
+fall when too few tokens are selected. RUN_FOLDER is one of ``benchmarks.training``. Writes
 results/small_checkpoint/{result.json, table.md, curves.png, starved.png}.
 """
 
@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.heal.data.retrieval import TASKS, chance
-from sglang_indexcache.heal.scores import Scorer
+from benchmarks.training.scores import Scorer
+from sglang_indexcache.data.retrieval import TASKS, chance
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole

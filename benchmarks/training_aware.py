@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.heal.data.batches import TEXT
-from sglang_indexcache.heal.data.retrieval import chance
-from sglang_indexcache.heal.data.text import TEXT_CHARACTERS
-from sglang_indexcache.heal.recipe import load_recipe
-from sglang_indexcache.heal.scores import evaluate_checkpoint
-from sglang_indexcache.heal.trainer import Trainer
+from benchmarks.training.batches import TEXT
+from benchmarks.training.recipe import load_recipe
+from benchmarks.training.scores import Scorer
+from benchmarks.training.trainer import Trainer
+from sglang_indexcache.data.machine import TEXT_CHARACTERS
+from sglang_indexcache.data.retrieval import chance
 from sglang_indexcache.stats.student import half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import write_json, write_whole
@@ -119,13 +119,8 @@ def evaluated(folder: Path, served: str, arguments: argparse.Namespace) -> dict[
         kept: dict[str, Any] = json.loads(path.read_text())
         if kept["given"] == given:
             return kept
-    found = evaluate_checkpoint(
-        folder / "checkpoint",
-        served,
-        arguments.length,
-        arguments.rows,
-        text_characters=arguments.text_characters,
-    )
+    scorer = Scorer(folder / "checkpoint", served, arguments.text_characters)
+    found = scorer.scores(arguments.length, arguments.rows)
     write_json(path, {"given": given, **found})
     return found
 

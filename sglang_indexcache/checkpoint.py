@@ -183,8 +183,7 @@ def _family(architecture: str, text: Any, where: str) -> Family:
         raise CheckpointError(
             f"{where} is a {architecture} without a lightning indexer, so there is nothing to "
             "share. IndexCache is for DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
-            "...). Serve this one without --attention-backend indexcache, or give it indexers "
-            "(indexcache train convert)."
+            "...). Serve this one without --attention-backend indexcache."
         )
     return family
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from sglang_indexcache.ask.protocol import RankState, states_of
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
 
 _MODULE = "sglang.launch_server"
@@ -128,25 +129,18 @@ class Client:
         """SGLang's ``/server_info``."""
         return dict(self._request("GET", "/server_info"))
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[RankState]:
         """What IndexCache reports, one entry per data-parallel rank.
 
         Raises:
             ServerError: the server does not run IndexCache, or cannot say what it does.
         """
-        internal = self.server_info()["internal_states"]
-        states = [state["indexcache"] for state in internal if "indexcache" in state]
+        states = states_of(self.server_info(), f"the server at {self.url}")
         if not states:
             raise ServerError(
                 f"the server at {self.url} does not run IndexCache. Start it with "
                 "--attention-backend indexcache."
             )
-        for state in states:
-            if "error" in state:
-                raise ServerError(
-                    f"the server at {self.url} cannot say what IndexCache does: {state['error']}. "
-                    "Its log has the details."
-                )
         return states
 
     def low_priority(self) -> int:
@@ -168,7 +162,7 @@ class Client:
         sign = 1 if info.get("schedule_low_priority_values_first") else -1
         return int(usual) + sign * _FAR
 
-    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+    def switch_pattern(self, value: str) -> list[RankState]:
         """Make ``value`` the pattern of a server in live mode, for requests to come that name none.
 
         Returns:
@@ -182,7 +176,7 @@ class Client:
         accepted = self._request("POST", "/set_internal_state", body)
         states = self.states()
         if not all(accepted):
-            reasons = {state["last_rejection"] for state in states} - {""}
+            reasons = {state.last_rejection for state in states} - {""}
             raise ServerError(f"the server refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 

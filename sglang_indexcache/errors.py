@@ -1,8 +1,59 @@
 """Errors that a user can cause; each names the cause and the fix."""
 
+from __future__ import annotations
+
+from types import TracebackType
+
 
 class IndexCacheError(ValueError):
     """Base of every error that this package raises on bad input."""
+
+
+class CombinedError(IndexCacheError):
+    """More than one problem with the same input.
+
+    Attributes:
+        each: the single errors.
+    """
+
+    def __init__(self, each: tuple[IndexCacheError, ...]) -> None:
+        super().__init__(" ".join(map(str, each)))
+        self.each = each
+
+
+class Findings:
+    """Gathers problems, so that a user hears of all of them at once.
+
+    Each check runs in a block of its own, ``with findings:``, which ends at its first problem.
+
+    Attributes:
+        each: the problems found so far.
+    """
+
+    def __init__(self) -> None:
+        self.each: list[IndexCacheError] = []
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, IndexCacheError):
+            return False
+        self.each += error.each if isinstance(error, CombinedError) else (error,)
+        return True
+
+    def report(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            IndexCacheError: the problem itself if there is one, else :class:`CombinedError`.
+        """
+        if len(self.each) > 1:
+            raise CombinedError(tuple(self.each))
+        if self.each:
+            raise self.each[0]
 
 
 class PatternError(IndexCacheError):

@@ -371,12 +371,18 @@ def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
 
 def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
     match = _RATIO.fullmatch(ratio)
-    if not match or match[1] != "1" or int(match[2]) < 1:
+    if not match or match[1] != "1" or not match[2].strip("0"):
         raise PatternError(
             "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
             f"uniform:{ratio}"
         )
-    pattern = Pattern.uniform(checkpoint.num_layers, int(match[2]))
+    layers, wanted = checkpoint.num_layers, match[2].lstrip("0")
+    if len(wanted) > 9 or int(wanted) > layers:
+        raise PatternError(
+            f"uniform:1/{wanted[:9]} wants one F layer in more than the {layers} that there are. "
+            f"The fewest that a pattern can have is one: uniform:1/{layers}."
+        )
+    pattern = Pattern.uniform(layers, int(wanted))
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 

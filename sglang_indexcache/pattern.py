@@ -8,19 +8,14 @@ from 0 here, as in SGLang and transformers; the paper counts from 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any
 
 from sglang_indexcache.errors import PatternError
-
-PATTERN_OF_REQUEST = "indexcache_pattern"
-"""Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
-and where an answer says under which it was made, in ``meta_info``, as a list of one."""
 
 FULL = "F"
 SHARED = "S"
@@ -236,25 +231,6 @@ class Pattern:
         if not 0 <= layer < len(self):
             raise IndexError(f"layer {layer} of a {len(self)}-layer pattern")
         return layer
-
-
-def other_pattern(info: Mapping[str, Any], pattern: str) -> str | None:
-    """What a server did wrong, where an answer was not made under the pattern asked for.
-
-    Args:
-        info: the answer's ``meta_info``.
-        pattern: F/S, as the request named it.
-
-    Returns:
-        A sentence that wants the server as its subject; None if nothing is wrong.
-    """
-    if (told := info.get(PATTERN_OF_REQUEST)) == [pattern]:
-        return None
-    said = f"under {told[0]}" if told else "without saying under which pattern"
-    return (
-        f"was asked for pattern {pattern} and answered {said}. Does it run another version of "
-        "sglang-indexcache? Install the same on both sides."
-    )
 
 
 def _check_text(text: str) -> None:

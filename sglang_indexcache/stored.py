@@ -1,22 +1,17 @@
-"""Tensors as they lie in a checkpoint's files, and what a checkpoint made from it takes over.
-
-A model in memory knows less than the files it came from: transformers loads everything in one
-dtype and leaves the MTP layers out.
-"""
+"""Tensors as they lie in a checkpoint's files: their dtypes, and the block-FP8 form."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sglang_indexcache.checkpoint import read_config
-from sglang_indexcache.errors import CheckpointError, TrainingError
-from sglang_indexcache.support.files import replacing, write_whole
+from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.support.files import replacing
 
 DTYPES = {
     "F64": torch.float64,
@@ -24,21 +19,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Those that a weight can be trained in, as safetensors writes them."""
-
-
-def check_trainable_dtypes(folder: Path) -> None:
-    """Raise before weights are loaded that no gradient can change.
-
-    Raises:
-        TrainingError: quantised weights.
-    """
-    for name, (path, kind) in stored(folder).items():
-        if name.endswith("weight") and kind not in DTYPES:
-            raise TrainingError(
-                f"{path} holds {name} as {kind}, which cannot be trained. Dequantise the "
-                "checkpoint to bfloat16 first."
-            )
+"""The plain ones, as safetensors writes them."""
 
 
 SCALES = "_scale_inv"
@@ -140,53 +121,6 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int
     """
     spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
     return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
-
-
-def take_over(
-    base: Path, folder: Path, left_out: Callable[[str], bool], dtype: torch.dtype | None
-) -> None:
-    """Make a written checkpoint agree with the one it came from in what training did not change.
-
-    Args:
-        base: the checkpoint it came from.
-        folder: the new one. Every tensor gets the dtype that it has in ``base``, and tensors of
-            ``base`` that it lacks are added as they are.
-        left_out: names of ``base``'s tensors that it lacks on purpose.
-        dtype: of tensors that ``base`` lacks; None changes no dtype at all.
-    """
-    theirs, ours = stored(base), stored(folder)
-    if dtype is not None:
-        kinds = {name: DTYPES[kind] for name, (_, kind) in theirs.items() if kind in DTYPES}
-        for path in {path for path, _ in ours.values()}:
-            tensors = load_file(path)
-            write_tensors({name: t.to(kinds.get(name, dtype)) for name, t in tensors.items()}, path)
-    missing: dict[Path, list[str]] = {}
-    for name, (path, _) in theirs.items():
-        if name not in ours and not left_out(name):
-            missing.setdefault(path, []).append(name)
-    for path, names in missing.items():
-        with safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(name) for name in names}
-        write_tensors(found, folder / f"model-of-base-{path.name}")
-    if missing:
-        _number(folder)
-
-
-def _number(folder: Path) -> None:
-    """Name the files as shards of one checkpoint, and write the index that lists them."""
-    files = _files(folder)
-    places: dict[str, str] = {}
-    size = 0
-    for number, path in enumerate(files, 1):
-        shard = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors.new"
-        with safe_open(path, "pt") as file:
-            places |= dict.fromkeys(file.keys(), shard.name.removesuffix(".new"))
-        size += path.stat().st_size
-        path.rename(shard)
-    for path in folder.glob("*.safetensors.new"):  # a new name may have been an old one
-        path.rename(path.with_suffix(""))
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-    write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -41,7 +41,6 @@ NEEDS = {
     "triton": (
         "kernels/test_triton.py",
         "kernels/test_triton_compiles.py",
-        "training/test_losses_triton.py",
     ),
 }
 

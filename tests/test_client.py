@@ -13,6 +13,7 @@ from sglang_indexcache import client as serving
 from sglang_indexcache.client import Client, Server, free_port
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
 from tests.bench.fake_server import Behaviour, fake_server
+from tests.fakes import state
 
 
 def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
@@ -68,7 +69,7 @@ def test_a_client_sends_its_keys() -> None:
     """Each route gets the one that SGLang wants there, streams included."""
     with fake_server(Behaviour("FFFF", mode="live", **KEYS)) as url:
         client = Client(url, **KEYS)
-        assert client.switch_pattern("FSFS")[0]["pattern"] == "FSFS"
+        assert client.switch_pattern("FSFS")[0].pattern == "FSFS"
         client.flush_cache()
         [*chunks] = client.stream(input_ids=[[1, 2]], sampling_params={"max_new_tokens": 2})
         assert len(chunks) == 2
@@ -77,7 +78,7 @@ def test_a_client_sends_its_keys() -> None:
 @pytest.mark.parametrize("wanted", [{"api_key": "k"}, {"admin_api_key": "k"}])
 def test_one_key_is_enough_for_a_server_with_one(wanted: dict[str, str]) -> None:
     with fake_server(Behaviour("FFFF", mode="live", **wanted)) as url:
-        assert Client(url, api_key=" k\n").switch_pattern("FSFS")[0]["pattern"] == "FSFS"
+        assert Client(url, api_key=" k\n").switch_pattern("FSFS")[0].pattern == "FSFS"
 
 
 @pytest.mark.parametrize(
@@ -124,11 +125,11 @@ def test_a_key_that_no_header_can_carry_is_not_repeated(key: str) -> None:
 
 
 def test_a_server_that_cannot_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    fine, failed = {"indexcache": {"pattern": "FF"}}, {"indexcache": {"error": "KeyError: 'x'"}}
+    fine, failed = {"indexcache": state("FF").to_json()}, {"indexcache": {"error": "KeyError: 'x'"}}
     info = {"internal_states": [fine, fine]}
     monkeypatch.setattr(Client, "server_info", lambda self: info)
     client = Client("http://127.0.0.1:1")
-    assert client.states() == [{"pattern": "FF"}] * 2
+    assert client.states() == [state("FF")] * 2
     info["internal_states"][1] = failed
     with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
         client.states()

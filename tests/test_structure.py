@@ -34,7 +34,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "library": (BASE, SMALL),
     "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
-    "client": ({"errors"}, {"httpx"}),
+    "ask": (BASE, SMALL | {"httpx"}),
+    "client": (BASE | {"ask"}, SMALL | {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (
         BASE | {"study.plots"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"client", "data", "hf", "stats", "study", "support"},
+        BASE | {"ask", "client", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
@@ -52,8 +53,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (
-        {"errors", "heal.packing", "heal.losses_triton"},
-        {"torch", "triton"},
+        {"errors", "heal.packing"},
+        {"torch"},
     ),
     "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
@@ -64,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"client", "study", "support"},
+        BASE | {"ask", "client", "study", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }

@@ -102,13 +102,6 @@ CHECKS = (
     ),
     Check(9, "sanitized", ("compute-sanitizer finds nothing in our CUDA kernels",), 120, 40),
     Check(10, "speed", ("the kernels were timed", "the index buffer was timed"), 150, 40),
-    Check(
-        11,
-        "loss",
-        ("the Triton distillation loss is right", "the Triton distillation loss was timed"),
-        120,
-        30,
-    ),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.client import Client
 from sglang_indexcache.pattern import Pattern
 
@@ -56,15 +57,22 @@ class FakeServer:
 
     def state(self) -> dict[str, Any]:
         """What ``/server_info`` says of IndexCache."""
-        layers = range(len(self.pattern))
-        return {
-            "pattern": str(self.pattern),
-            "indexer_selections": [self.forwards * self.pattern.is_full(layer) for layer in layers],
-            "index_k_bytes_per_token": 132 * len(self.pattern.full_layers),
-            "forwards": self.forwards,
-            "switches": self.switches,
-            "last_rejection": "",
-        }
+        is_full = [self.pattern.is_full(layer) for layer in range(len(self.pattern))]
+        return RankState(
+            version="0",
+            pattern=str(self.pattern),
+            policy=str(self.pattern),
+            source="a dry run",
+            mode="live",
+            architecture="",
+            checkpoint_pattern="F" * len(is_full),
+            switches=self.switches,
+            forwards=self.forwards,
+            indexer_selections=[self.forwards * full for full in is_full],
+            index_reuses=[self.forwards * (not full) for full in is_full],
+            index_key_writes=[0] * len(is_full),
+            index_k_bytes_per_token=132 * sum(is_full),
+        ).to_json()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.card.claims import MissingError, RefutedError, Report, expect, need
 from benchmarks.card.engine import MODEL
 from benchmarks.card.fake_server import FakeServer
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.client import Client, Server
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
@@ -167,8 +168,8 @@ def check_static(client: Client, given: Setting) -> dict[str, Any]:
     found = answers(client, given)
     expect(all(len(tokens) == TOKENS for tokens in found), "an answer is not of full length")
     state = client.states()[0]
-    expect(state["pattern"] == str(given.pattern), f"it serves {state['pattern']}")
-    bytes_per_token = state["index_k_bytes_per_token"]
+    expect(state.pattern == str(given.pattern), f"it serves {state.pattern}")
+    bytes_per_token = state.index_k_bytes_per_token
     full = len(given.pattern.full_layers)
     if not given.dry:  # a CPU may store wider keys
         expect(
@@ -176,16 +177,16 @@ def check_static(client: Client, given: Setting) -> dict[str, Any]:
             f"{bytes_per_token} bytes of index keys a token for {full} full layers",
         )
     check_counts(state, given.pattern)
-    return {"index-K bytes a token": bytes_per_token, "forwards": state["forwards"]}
+    return {"index-K bytes a token": bytes_per_token, "forwards": state.forwards}
 
 
-def check_counts(state: dict[str, Any], pattern: Pattern) -> None:
+def check_counts(state: RankState, pattern: Pattern) -> None:
     """Indexers ran on F layers, and nowhere else.
 
     Raises:
         RefutedError: the counters say otherwise.
     """
-    ran = [position for position, count in enumerate(state["indexer_selections"]) if count]
+    ran = [position for position, count in enumerate(state.indexer_selections) if count]
     expect(ran == list(pattern.full_layers), f"indexers ran on {ran}, not {pattern.full_layers}")
 
 
@@ -217,13 +218,13 @@ def check_live(client: Client, given: Setting) -> dict[str, Any]:
     check_counts(client.states()[0], given.pattern)
     full = Pattern.full(len(given.pattern))
     state = client.switch_pattern(str(full))[0]
-    expect(state["pattern"] == str(full), f"after the switch it serves {state['pattern']}")
+    expect(state.pattern == str(full), f"after the switch it serves {state.pattern}")
     other = answers(client, given)
     check_counts(client.states()[0], full)
     client.switch_pattern(str(given.pattern))
     client.flush_cache()  # KV of the first time would do, but a cached prompt has other kernels
     expect(answers(client, given) == first, "switched there and back, it answers otherwise")
-    return {"switches": client.states()[0]["switches"], "all F answers otherwise": other != first}
+    return {"switches": client.states()[0].switches, "all F answers otherwise": other != first}
 
 
 def run(report: Report) -> None:

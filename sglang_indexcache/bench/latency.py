@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.bench.results import (
@@ -37,7 +38,6 @@ from sglang_indexcache.bench.results import (
 from sglang_indexcache.bench.servers import (
     Servers,
     check_served,
-    check_skipped,
     indexer_seconds,
     server_facts,
 )
@@ -261,7 +261,8 @@ class _Visit:
             else:
                 yield self._full(length)
         check_served(self._client, self._configuration, self._target.model)
-        check_skipped(before, self._client, self._configuration)
+        said, pattern = self._client.states(), self._configuration.pattern
+        check_obeyed(before, said, [pattern], f"the server at {self._client.url}", alone=True)
 
     def concurrency(self, length: int) -> int:
         """Requests at once on all ranks for the full KV cache."""

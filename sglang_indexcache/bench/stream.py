@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_indexcache.ask.protocol import check_answered_under, named
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST, other_pattern
 
 
 @dataclass
@@ -93,7 +93,7 @@ def stream(
     sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0}
     sampling["ignore_eos"] = True
     if pattern is not None:
-        sampling["custom_params"] = {PATTERN_OF_REQUEST: pattern}
+        sampling |= named(pattern)
     answers = [Answer() for _ in prompts]
     started = clock()
     for chunk in client.stream(
@@ -104,11 +104,11 @@ def stream(
         answer.meta = chunk["meta_info"]
         answer.arrivals.append((now, answer.meta["completion_tokens"]))
     for answer, prompt in zip(answers, prompts, strict=True):
-        _check(answer, len(prompt), new_tokens, pattern)
+        _check(answer, len(prompt), new_tokens, pattern, f"the server at {client.url}")
     return answers
 
 
-def _check(answer: Answer, length: int, new_tokens: int, pattern: str | None) -> None:
+def _check(answer: Answer, length: int, new_tokens: int, pattern: str | None, server: str) -> None:
     """Refuse an answer that would make a wrong figure."""
     meta = answer.meta
     reason = meta.get("finish_reason")
@@ -118,8 +118,8 @@ def _check(answer: Answer, length: int, new_tokens: int, pattern: str | None) ->
         raise BenchError(f"the server refused a request: {reason.get('message', reason)}")
     if reason["type"] != "length":  # end of sequence is off: what else stops is SGLang's NaN check
         raise BenchError(f"the server stopped an answer early: {reason}. Nothing is reported.")
-    if pattern is not None and (wrong := other_pattern(meta, pattern)):
-        raise BenchError(f"the server {wrong}")
+    if pattern is not None:
+        check_answered_under(meta, pattern, server)
     if meta["prompt_tokens"] != length:
         raise BenchError(
             f"the server read {meta['prompt_tokens']} tokens of a {length}-token prompt. Start it "

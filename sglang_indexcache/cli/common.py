@@ -30,7 +30,6 @@ EXTRAS = {
     "eval": "search",
     "bench": "search",
     "heal": "heal",
-    "train": "heal",
     "kernels": "serve",
     "demo": "serve",
 }

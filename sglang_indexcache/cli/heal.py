@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,16 +15,9 @@ from sglang_indexcache.cli.common import (
     group,
     writable,
 )
-from sglang_indexcache.heal.plan import STEPS
+from sglang_indexcache.heal import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
-
-
-class Kernel(StrEnum):
-    """What computes the loss over the selected keys."""
-
-    TORCH = "torch"
-    TRITON = "triton"
 
 
 @app.command("run")
@@ -85,13 +77,6 @@ def run(
         bool,
         typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
     ] = False,
-    loss_kernel: Annotated[
-        Kernel,
-        typer.Option(
-            help="What computes the loss in sparse steps: torch, or triton on a GPU, where no card "
-            "has shown yet that it is faster."
-        ),
-    ] = Kernel.TORCH,
     seed: SeedOption = 0,
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
@@ -124,7 +109,6 @@ def run(
             seed=seed,
             dtype=dtype,
             from_disk=from_disk,
-            loss_kernel=loss_kernel.value,
         )
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +20,9 @@ from sglang_indexcache.cli.common import (
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 
+if TYPE_CHECKING:
+    from sglang_indexcache.ask.protocol import RankState
+
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 
@@ -27,6 +31,14 @@ def doctor_command(
     context: typer.Context,
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. "
+            "The default is this machine's GPU, and h200 without one.",
+        ),
+    ] = None,
 ) -> None:
     """Say what a server started with these flags would do, without loading weights.
 
@@ -44,7 +56,7 @@ def doctor_command(
     else:
         from sglang_indexcache.serving.doctor import examine
 
-        fine = examine(context.args, out)
+        fine = examine(context.args, out, device)
     if not fine:
         raise typer.Exit(1)
 
@@ -98,21 +110,19 @@ def live_set(
     _print_states(client.switch_pattern(pattern))
 
 
-def _print_states(states: list[dict[str, Any]]) -> None:
+def _print_states(states: Sequence[RankState]) -> None:
     from sglang_indexcache.support.drawing import to_terminal
 
     for rank, state in enumerate(states):
         if len(states) > 1:
             out.print(f"data-parallel rank {rank}", style="bold")
-        out.print(
-            to_terminal(Pattern(state["pattern"]), f"{state['mode']} mode, {state['source']}")
-        )
-        if state.get("adapter"):
-            indexers = "its indexers" if state["adapter_in_effect"] else "not in effect"
-            out.print(f"adapter: {state['adapter']} ({indexers})")
-        if state["policy"] != state["pattern"]:
-            out.print(f"by prompt length: {state['policy']}")
-        for pattern, count in sorted(state["requests"].items()):
+        out.print(to_terminal(Pattern(state.pattern), f"{state.mode} mode, {state.source}"))
+        if state.adapter:
+            indexers = "its indexers" if state.adapter_in_effect else "not in effect"
+            out.print(f"adapter: {state.adapter} ({indexers})")
+        if state.policy != state.pattern:
+            out.print(f"by prompt length: {state.policy}")
+        for pattern, count in sorted(state.requests.items()):
             out.print(f"requests under {pattern}: {count}")
-        out.print(f"forwards since the last switch: {state['forwards']}")
-        out.print(f"index-K bytes per token: {state['index_k_bytes_per_token']}")
+        out.print(f"forwards since the last switch: {state.forwards}")
+        out.print(f"index-K bytes per token: {state.index_k_bytes_per_token}")

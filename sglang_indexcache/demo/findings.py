@@ -17,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.client import Client
 from sglang_indexcache.demo.material import Question
 
@@ -130,7 +131,7 @@ class Contender:
     said: list[str] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: RankState | None = None
 
     def is_right(self, asked: Sequence[Question]) -> list[bool]:
         """Question by question."""
@@ -232,11 +233,11 @@ class Findings:
         for one in self.both:
             table.add_column(one.name, justify="right")
         table.add_column("times faster")
-        states = [one.state for one in self.both]
-        table.add_row("pattern", *(str(state["pattern"]) for state in states))
-        table.add_row("layers with indexer", *(str(state["full_layers"]) for state in states))
-        table.add_row("layers that reuse", *(str(state["shared_layers"]) for state in states))
-        per_token = (str(state["index_k_bytes_per_token"]) for state in states)
+        states = [one.state for one in self.both if one.state is not None]
+        table.add_row("pattern", *(state.pattern for state in states))
+        table.add_row("layers with indexer", *(str(state.full_layers) for state in states))
+        table.add_row("layers that reuse", *(str(state.shared_layers) for state in states))
+        per_token = (str(state.index_k_bytes_per_token) for state in states)
         table.add_row("index-K bytes/token", *per_token)
         prefills = (_spread(one.prefill, 1, ".2f") for one in self.both)
         table.add_row("prefill, s", *prefills, str(self.prefill))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from sglang_indexcache.heal.data.retrieval import TaskWords, needles
-from sglang_indexcache.heal.data.text import Text
+from sglang_indexcache.data.machine import MachineText
+from sglang_indexcache.data.retrieval import TaskWords, needles
 
 QUESTION_TOKENS = 256
 """Of each question's document: four times what a layer selects."""
@@ -46,7 +46,7 @@ class Material:
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._text = Text.of_machine(self._tokenizer, TEXT_CHARACTERS)
+        self._text = MachineText.read(self._tokenizer, TEXT_CHARACTERS)
         self._words = TaskWords(self._tokenizer)
         self._words.names = self._readable(self._words.names)
         self._words.values = self._readable(self._words.values)

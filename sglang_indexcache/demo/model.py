@@ -6,13 +6,15 @@ says is noise too, but every layer, every indexer and every file is where a real
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.models import BY_NAME, SIZES, small_config
+from sglang_indexcache.models import BY_NAME, SIZES, TRAINABLE, Family, small_config
+from sglang_indexcache.support.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ def make_model(spec: ModelSpec, folder: Path) -> int:
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from sglang_indexcache.heal.checkpoints import random_model, save_checkpoint
     from sglang_indexcache.support.text import make_tokenizer
 
     disable_progress_bar()  # it would break the caller's own
@@ -67,5 +68,57 @@ def make_model(spec: ModelSpec, folder: Path) -> int:
     config = small_config(family, spec.size, spec.vocab_size, spec.overrides)
     tokenizer = make_tokenizer(spec.vocab_size)
     model = random_model(family, config, tokenizer, spec.seed)
-    save_checkpoint(model, model.state_dict(), tokenizer, spec.dtype, folder)
+    save_checkpoint(model, tokenizer, spec.dtype, folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def random_model(family: Family, config: Mapping[str, Any], tokenizer: Any, seed: int) -> Any:
+    """A transformers model in float32 with random weights.
+
+    Args:
+        family: a trainable one.
+        config: its HF config fields.
+        tokenizer: gives the ids of the end and padding tokens.
+        seed: of the weights.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    ends = {
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(seed)
+    made = AutoConfig.for_model(family.model_type, **{**config, **ends})
+    return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+
+
+def save_checkpoint(model: Any, tokenizer: Any, dtype: str, folder: Path) -> None:
+    """Save weights, config and tokenizer so that transformers and SGLang load them unchanged.
+
+    Args:
+        model: a transformers DSA model.
+        tokenizer: saved beside it.
+        dtype: of the stored weights, a torch dtype's name; what transformers keeps in float32
+            stays so.
+        folder: created if missing; a checkpoint in it is replaced.
+    """
+    import torch
+
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    state = {
+        name: t if any(part in name for part in in_float32) else t.to(getattr(torch, dtype))
+        for name, t in model.state_dict().items()
+    }
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), "dtype": dtype}
+    # transformers >= 5.19 maps num_experts onto n_routed_experts; SGLang reads both.
+    experts = model.config.n_routed_experts
+    config |= {"n_routed_experts": experts, "num_experts": experts}
+    config |= TRAINABLE[model.config.model_type].extra_config
+    write_whole(path, json.dumps(config, indent=2) + "\n")

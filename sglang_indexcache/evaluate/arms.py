@@ -1,9 +1,6 @@
 """How the arms of an evaluation are served.
 
 * Patterns that belong to requests: one server in live mode, and all arms in the same batch.
-* One server in live mode whose pattern is switched: an arm answers a block of contexts, then the
-  next one does. Whatever drifts meanwhile would favour an arm, so every other block is asked in the
-  opposite order (ABBA).
 * A server for each arm, in static mode, or of any engine; then nothing but the URL says what runs.
 
 Who is asked is made sure before a context and checked behind it, before it counts.
@@ -16,49 +13,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
+from sglang_indexcache.ask.protocol import facts as protocol_facts
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
 from sglang_indexcache.evaluate.evaluation import Arm
 from sglang_indexcache.evaluate.plan import PAGE
 from sglang_indexcache.evaluate.scoring import Engine, Voice
 from sglang_indexcache.evaluate.tasks import Context
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST
-
-BLOCK = 8
-"""Contexts that an arm answers in a row where the server has to be switched."""
-SAME = (
-    "model_path",
-    "version",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "attention_backend",
-    "tp_size",
-    "dp_size",
-    "pp_size",
-    "ep_size",
-    "enable_dp_attention",
-    "page_size",
-    "chunked_prefill_size",
-    "disable_radix_cache",
-    "enable_deterministic_inference",
-    "speculative_algorithm",
-    "moe_runner_backend",
-    "sampling_backend",
-    "device",
-)
-"""Of SGLang's ``/server_info``: what may not differ between arms, nor change until the end."""
 
 
 class Server(Engine, Protocol):
     """What arms need of a server: ``client.Client``."""
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[RankState]:
         """What IndexCache reports, one entry per data-parallel rank."""
 
     def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``."""
 
-    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+    def switch_pattern(self, value: str) -> list[RankState]:
         """Make ``value`` the pattern on every rank; returns the new states."""
 
     def flush_cache(self, timeout: float = 60.0) -> None:
@@ -108,14 +81,6 @@ class Arms(Protocol):
         """
 
 
-def offers_patterns(states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a server in these states takes a pattern from each request.
-
-    Such a server has a policy for the requests that name none.
-    """
-    return all(state["mode"] == "live" and "policy" in state for state in states)
-
-
 def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
     """The best way in which these servers can serve these arms.
 
@@ -134,13 +99,13 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
                 f"{server.url} does not say which pattern it runs and cannot be told to change it. "
                 "Start a server for each arm and give each as --url NAME=URL."
             )
-        if any(state["mode"] != "live" for state in states):
+        if any(state.mode != "live" for state in states):
             raise QualityError(
                 f"{server.url} runs in static mode, where it can serve one pattern alone. Start it "
                 "with --indexcache-mode live, or start one server for each arm and give each as "
                 "--url NAME=URL."
             )
-        return InRequests(server) if offers_patterns(states) else Switched(server)
+        return InRequests(server)
     without = [arm.name for arm in arms if arm.name not in urls]
     if without:
         raise QualityError(
@@ -214,97 +179,18 @@ class InRequests:
     def ask(self, ask: Ask, context: Context, turns: Sequence[Turn]) -> list[Any]:
         """See :class:`Arms`."""
         before = self._server.states()
-        if not offers_patterns(before):
+        if any(state.mode != "live" for state in before):
             raise QualityError(
                 f"{self._server.url} was restarted and no longer takes patterns from requests. "
                 "Start it as it was; the same command then goes on."
             )
-        voices = [
-            Voice(
-                self._cache.key(turn),
-                {"custom_params": {PATTERN_OF_REQUEST: turn.arm.pattern}},
-            )
-            for turn in turns
-        ]
+        voices = [Voice(self._cache.key(turn), {}, turn.arm.pattern) for turn in turns]
         found = ask(self._server, context, voices)
-        for turn, voice, one in zip(turns, voices, found, strict=True):
-            if not one.patterns <= {turn.arm.pattern}:
-                raise QualityError(
-                    f"{self._server.url} ignores the pattern of a request: it was asked for "
-                    f"{turn.arm.pattern} and answered with {', '.join(sorted(one.patterns))}. Ask "
-                    "`indexcache server doctor --url` what is wrong with its plugin."
-                )
+        for voice, one in zip(voices, found, strict=True):
             self._cache.check(voice.key, context, one.cached)
-        _check_used(self._server.url, before, self._server.states(), [turn.arm for turn in turns])
+        asked = [turn.arm.pattern for turn in turns]
+        check_obeyed(before, self._server.states(), asked, self._server.url)
         return found
-
-
-class Switched:
-    """One server in live mode, switched from arm to arm; nobody else may switch it meanwhile."""
-
-    block = BLOCK
-    verified = True
-
-    def __init__(self, server: Server) -> None:
-        self._server, self._cache = server, _Cache()
-        self._turn: Turn | None = None
-        self._states: list[dict[str, Any]] = []
-
-    @property
-    def servers(self) -> Sequence[Server]:
-        """The one."""
-        return [self._server]
-
-    def together(self, turns: Sequence[Turn]) -> list[list[Turn]]:
-        """One after the other."""
-        return [[turn] for turn in turns]
-
-    def ask(self, ask: Ask, context: Context, turns: Sequence[Turn]) -> list[Any]:
-        """See :class:`Arms`."""
-        [turn] = turns
-        if turn != self._turn:
-            self._enter(turn)
-        voice = Voice(self._cache.key(turn))
-        try:
-            found = ask(self._server, context, [voice])
-            after = self._server.states()
-        except ServerUnavailableError:
-            self._turn = None  # it may come back as another
-            raise
-        self._check_undisturbed(after)
-        _check_used(self._server.url, self._states, after, [turn.arm])
-        self._cache.check(voice.key, context, found[0].cached)
-        self._states = after
-        return found
-
-    def _enter(self, turn: Turn) -> None:
-        states = self._server.states()
-        if any(state["pattern"] != turn.arm.pattern for state in states):
-            states = self._server.switch_pattern(turn.arm.pattern)
-        if any(state["pattern"] != turn.arm.pattern for state in states):
-            raise QualityError(
-                f"{self._server.url} did not switch to {turn.arm.pattern} on every rank. Look at "
-                "its log, and restart it."
-            )
-        self._server.flush_cache()
-        self._turn, self._states, self._cache = turn, states, _Cache()
-
-    def _check_undisturbed(self, after: list[dict[str, Any]]) -> None:
-        before = self._states
-        counts = [[state["switches"] for state in states] for states in (before, after)]
-        if len(before) != len(after) or any(old > new for old, new in zip(*counts, strict=True)):
-            self._turn = None
-            raise ServerUnavailableError(
-                f"{self._server.url} was restarted meanwhile: it counts its switches anew"
-            )
-        if [(s["switches"], s["pattern"]) for s in before] != [
-            (s["switches"], s["pattern"]) for s in after
-        ]:
-            raise QualityError(
-                f"somebody else switched the pattern of {self._server.url} in the middle of a "
-                "block. Evaluate on a server of its own, then start the same command again: it "
-                "goes on, and what was asked meanwhile does not count."
-            )
 
 
 class Separate:
@@ -333,11 +219,12 @@ class Separate:
         voice = Voice(cache.key(turn))
         before = self._checked(server, turn.arm)
         found = ask(server, context, [voice])
-        _check_used(server.url, before, self._checked(server, turn.arm), [turn.arm])
+        if before:
+            check_obeyed(before, self._checked(server, turn.arm), [turn.arm.pattern], server.url)
         cache.check(voice.key, context, found[0].cached)
         return found
 
-    def _checked(self, server: Server, arm: Arm) -> list[dict[str, Any]]:
+    def _checked(self, server: Server, arm: Arm) -> list[RankState]:
         if not self.verified:
             return []
         states = server.states()
@@ -364,17 +251,10 @@ def facts(server: Server) -> dict[str, Any]:
         if isinstance(error, ServerUnavailableError):
             raise
         return {}
-    found = {name: info.get(name) for name in SAME if info.get(name) is not None}
-    states = [
-        state["indexcache"] for state in info.get("internal_states", []) if "indexcache" in state
-    ]
-    for state in states[:1]:
-        found |= {name: state.get(name) for name in ("architecture", "checkpoint_pattern", "mode")}
-        found["indexcache"] = state.get("version")
-    return found
+    return protocol_facts(info, server.url)
 
 
-def _states(server: Server) -> list[dict[str, Any]]:
+def _states(server: Server) -> list[RankState]:
     """What IndexCache reports; nothing where it does not run."""
     try:
         return server.states()
@@ -408,9 +288,8 @@ def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
     (first, known), *others = found.items()
     for name, other in others:
         differing = [
-            f"{fact} ({known.get(fact)!r} and {other.get(fact)!r})"
-            for fact in sorted({*known, *other})
-            if known.get(fact) != other.get(fact)
+            f"{fact} ({' and '.join(map(repr, said))})"
+            for fact, said in alike({first: known, name: other}).items()
         ]
         if differing:
             raise QualityError(
@@ -423,51 +302,10 @@ def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
             _check_pattern(urls[arm.name], states, arm)
 
 
-def _check_pattern(server: Server, states: Sequence[Mapping[str, Any]], arm: Arm) -> None:
+def _check_pattern(server: Server, states: Sequence[RankState], arm: Arm) -> None:
     for state in states:
-        if state["pattern"] != arm.pattern:
+        if state.pattern != arm.pattern:
             raise QualityError(
                 f"{server.url} is given for {arm.name}, which is {arm.pattern}, and runs "
-                f"{state['pattern']}. Start it with --indexcache-pattern {arm.pattern}."
+                f"{state.pattern}. Start it with --indexcache-pattern {arm.pattern}."
             )
-
-
-def _check_used(
-    url: str,
-    before: Sequence[Mapping[str, Any]],
-    after: Sequence[Mapping[str, Any]],
-    arms: Sequence[Arm],
-) -> None:
-    """Whether each layer did what the arms' patterns want of it.
-
-    The counters do not see replayed CUDA graphs; where no forward was counted they say nothing.
-    """
-    forwards = _risen("forwards", before, after)
-    if not before or not forwards[0]:
-        return
-    kinds = list(zip(*(arm.pattern for arm in arms), strict=True))
-    full = [layer for layer, kind in enumerate(kinds) if "F" in kind]
-    shared = [layer for layer, kind in enumerate(kinds) if "F" not in kind]
-    reuses = _risen("index_reuses", before, after)
-    selections = _risen("indexer_selections", before, after)
-    idle = [layer for layer in shared if reuses[layer] <= 0]
-    idle += [layer for layer in full if selections[layer] <= 0]
-    if idle:
-        raise QualityError(
-            f"{url} ignores the pattern: it says that it runs "
-            f"{' and '.join(sorted({arm.pattern for arm in arms}))}, and layers "
-            f"{', '.join(map(str, idle))} did not do what that wants of them. Ask `indexcache "
-            "server doctor --url` what is wrong with its plugin."
-        )
-
-
-def _risen(
-    name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> list[int]:
-    """By how much a counter rose, over all ranks; counters of layers one by one."""
-
-    def total(states: Sequence[Mapping[str, Any]]) -> list[int]:
-        rows = [state[name] if isinstance(state[name], list) else [state[name]] for state in states]
-        return [sum(column) for column in zip(*rows, strict=True)]
-
-    return [new - old for old, new in zip(total(before), total(after), strict=True)]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import QualityError, ServerError
 from sglang_indexcache.evaluate.metrics import METRICS
@@ -63,7 +64,7 @@ class ChatEndpoint(Client):
             )
         self.model, self._about = wanted, known[wanted]
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[RankState]:
         """Nothing: such an endpoint does not say which pattern it runs."""
         return []
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.scoring import Engine, Voice, ask, computed, told_patterns
+from sglang_indexcache.evaluate.scoring import Engine, Voice, ask, computed
 from sglang_indexcache.evaluate.shelf import CONTINUED
 from sglang_indexcache.evaluate.tasks import Context
 
@@ -23,13 +23,11 @@ class Continued:
         ids: its tokens.
         cached: tokens of the context that were cached before.
         computed: tokens that the server computed.
-        patterns: with which it says that it answered; empty if it does not say.
     """
 
     ids: list[int]
     cached: int
     computed: int
-    patterns: frozenset[str]
 
 
 def is_open(context: Context) -> bool:
@@ -55,7 +53,5 @@ def continue_it(engine: Engine, context: Context, voices: Sequence[Voice]) -> li
         info, ids = reply["meta_info"], [int(i) for i in reply.get("output_ids") or ()]
         if not ids:
             raise QualityError(f"{engine.url} said nothing behind {context.name}")
-        found.append(
-            Continued(ids, info["cached_tokens"], computed(info) + len(ids), told_patterns(info))
-        )
+        found.append(Continued(ids, info["cached_tokens"], computed(info) + len(ids)))
     return found

@@ -8,6 +8,7 @@ wants to see replies, and for the metrics of the tasks' sources.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang_indexcache.evaluate.metrics import METRICS
@@ -18,7 +19,6 @@ from sglang_indexcache.evaluate.scoring import (
     Voice,
     ask,
     computed,
-    told_patterns,
 )
 from sglang_indexcache.evaluate.tasks import Context, Question
 
@@ -51,7 +51,7 @@ def reply(
         engine,
         # What an answer begins with is for the model to write, if the prompt asks for it.
         [context.ids + ([] if context.messages else question.ids) for _, question in asked],
-        [Voice(voice.key, {**voice.parameters, **ends}) for voice, _ in asked],
+        [replace(voice, parameters={**voice.parameters, **ends}) for voice, _ in asked],
         [len(question.answer) + spare for _, question in asked],
     )
     count = len(context.questions)
@@ -68,7 +68,6 @@ def reply(
                 info["cached_tokens"],
                 sum(computed(one["meta_info"]) for one in (first, *part))
                 + sum(len(one["output_ids"]) for one in part),
-                told_patterns(info, *(one["meta_info"] for one in part)),
             )
         )
     return found

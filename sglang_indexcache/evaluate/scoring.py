@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sglang_indexcache.ask.protocol import check_answered_under, named
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.evaluate.evaluation import Answer, Planned
 from sglang_indexcache.evaluate.tasks import Context, Question
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST
 
 TOP = 20
 """Likeliest tokens that are asked for at each place of an answer."""
@@ -55,10 +55,12 @@ class Voice:
     Attributes:
         key: of the cached prefixes, which are shared with no other voice (SGLang's ``extra_key``).
         parameters: ``sampling_params`` of its requests besides those of everybody.
+        pattern: F/S, which its requests name and its answers must name; "" where none is named.
     """
 
     key: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    pattern: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,11 @@ class Scored:
         said: to each question.
         cached: tokens of the context that were cached before it was asked for the first time.
         computed: tokens that the server computed, all together.
-        patterns: with which it says that it answered; empty if it does not say.
     """
 
     said: list[Said]
     cached: int
     computed: int
-    patterns: frozenset[str] = frozenset()
 
 
 def score(engine: Engine, context: Context, voices: Sequence[Voice]) -> list[Scored]:
@@ -139,7 +139,6 @@ def score(engine: Engine, context: Context, voices: Sequence[Voice]) -> list[Sco
                 [_read(info, q) for info, q in zip(part, context.questions, strict=True)],
                 first["cached_tokens"],
                 sum(computed(info) for info in (first, *part)),
-                told_patterns(first, *part),
             )
         )
     return found
@@ -228,13 +227,19 @@ def ask(
     Raises:
         ServerUnavailableError: no answer, or the server gave a request up.
         QualityError: no reply of SGLang's, or one to another prompt.
+        ServerError: a reply that was not made under the voice's pattern, or does not say so.
     """
     limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
     replies = engine.generate(
         timeout=patience(sum(map(len, prompts))),
         input_ids=prompts,
         sampling_params=[
-            {"max_new_tokens": limit, "temperature": 0.0, **voice.parameters}
+            {
+                "max_new_tokens": limit,
+                "temperature": 0.0,
+                **voice.parameters,
+                **(named(voice.pattern) if voice.pattern else {}),
+            }
             for voice, limit in zip(voices, limits, strict=True)
         ],
         extra_key=[voice.key for voice in voices],
@@ -245,8 +250,10 @@ def ask(
             f"{engine.url} answered {len(prompts)} prompts with something else. Is it SGLang's own "
             "/generate, without a proxy that changes what goes through?"
         )
-    for reply, prompt in zip(replies, prompts, strict=True):
+    for reply, prompt, voice in zip(replies, prompts, voices, strict=True):
         _check(engine, reply, len(prompt))
+        if voice.pattern:
+            check_answered_under(reply["meta_info"], voice.pattern, engine.url)
     return replies
 
 
@@ -314,11 +321,6 @@ def _read(info: Mapping[str, Any], question: Question) -> Said:
 def _kept(top: Top) -> Top:
     likely = [(i, round(p, _DIGITS)) for i, p in top if p >= _LEAST_LIKELY]
     return likely or [(top[0][0], round(top[0][1], _DIGITS))]
-
-
-def told_patterns(*infos: Mapping[str, Any]) -> frozenset[str]:
-    """The patterns under which a server says that it made these replies."""
-    return frozenset(one for info in infos for one in info.get(PATTERN_OF_REQUEST) or ())
 
 
 def computed(info: Mapping[str, Any]) -> int:

@@ -1,5 +1,7 @@
-"""Training-aware IndexCache: distillation losses, model integration and a staged trainer.
+"""Healing: train the indexers that a pattern keeps, on a frozen model.
 
-Torch, transformers and accelerate only; SGLang is not needed to train, and the losses need torch
-alone. `tests/test_structure.py` holds this.
+Torch, transformers and accelerate only; SGLang is not needed, and the losses need torch alone.
 """
+
+STEPS = 320
+"""Optimiser steps, if nothing else is asked; all of them dense."""

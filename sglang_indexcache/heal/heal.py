@@ -24,12 +24,10 @@ from sglang_indexcache.adapter import Adapter, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.data.batches import Batch, collate
-from sglang_indexcache.heal.data.files import FileRows, Row
+from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.frozen import FrozenBody
-from sglang_indexcache.heal.heal_run import Evaluation, HealRun, State
 from sglang_indexcache.heal.local import LocalForward, LocalSharing
-from sglang_indexcache.heal.losses import DEFAULT_BLOCK, LossKernel
+from sglang_indexcache.heal.losses import DEFAULT_BLOCK
 from sglang_indexcache.heal.optimizer import (
     BETAS,
     adamw_groups,
@@ -38,8 +36,8 @@ from sglang_indexcache.heal.optimizer import (
     set_lr,
 )
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.plan import STEPS
-from sglang_indexcache.heal.run_folder import Position
+from sglang_indexcache.heal.rows import FileRows, PackedBatch, PackedRow
+from sglang_indexcache.heal.run_folder import Evaluation, HealRun, Position, State
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -82,10 +80,9 @@ class HealOptions:
         dtype: of the body: "bfloat16" or "float32".
         from_disk: read a layer's weights each time it runs, for a model that does not fit.
         block: queries per block of chunked work.
-        loss_kernel: of the loss in sparse steps: "torch", or "triton" on a GPU.
 
     Raises:
-        TrainingError: nothing to do, an unknown dtype, or a kernel for no step.
+        TrainingError: nothing to do, or an unknown dtype.
     """
 
     checkpoint: Path
@@ -110,21 +107,12 @@ class HealOptions:
     dtype: str = "bfloat16"
     from_disk: bool = False
     block: int = DEFAULT_BLOCK
-    loss_kernel: str = LossKernel.TORCH.value
 
     def __post_init__(self) -> None:
         if min(self.dense_steps, self.sparse_steps) < 0 or not any(s.steps for s in self.stages):
             raise TrainingError("there is nothing to do: ask for dense or for sparse steps")
         if self.dtype not in DTYPES:
             raise TrainingError(f"the body's dtype is {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.loss_kernel not in list(LossKernel):
-            known = ", ".join(LossKernel)
-            raise TrainingError(f"the loss's kernel is {known}, got {self.loss_kernel!r}")
-        if self.loss_kernel != LossKernel.TORCH and not self.sparse_steps:
-            raise TrainingError(
-                f"the {self.loss_kernel} form of the loss is for sparse steps, and none are asked "
-                "for. Ask for sparse steps, or leave the loss to torch."
-            )
         counts = ("rows", "micro_rows", "held_out", "evaluate_every", "save_every", "block")
         for name in counts:
             if getattr(self, name) < 1:
@@ -230,8 +218,6 @@ class _Healing:
         self.length = options.length or 4 * self.topk
         self._check_length()
         self.accelerator = Accelerator()
-        self.kernel = LossKernel(options.loss_kernel)
-        self.kernel.check(self.accelerator.device)
         if options.rows < self.accelerator.num_processes:
             raise TrainingError(
                 f"{self.accelerator.num_processes} processes share the {options.rows} rows of a "
@@ -291,9 +277,7 @@ class _Healing:
 
     def _load(self) -> None:
         options = self.options
-        self.sharing = LocalSharing(
-            self.pattern, self.topk, block=options.block, kernel=self.kernel
-        )
+        self.sharing = LocalSharing(self.pattern, self.topk, block=options.block)
         self.body = FrozenBody(
             options.checkpoint,
             self.pattern,
@@ -392,7 +376,7 @@ class _Healing:
             "loss_by_layer": by_layer,
         }
 
-    def _forward(self, rows: list[Row], kind: Stage) -> tuple[_Sums, int]:
+    def _forward(self, rows: list[PackedRow], kind: Stage) -> tuple[_Sums, int]:
         """This process's share of the rows through all layers; sums over all processes.
 
         With gradients enabled the indexers' are added up.
@@ -425,15 +409,11 @@ class _Healing:
             )
         return sums, queries
 
-    def _batches(self, rows: list[Row]) -> list[Batch]:
+    def _batches(self, rows: list[PackedRow]) -> list[PackedBatch]:
         mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
         size = self.options.micro_rows
         return [
-            collate(
-                [[piece.document() for piece in row] for row in mine[i : i + size]],
-                self.length,
-                self.padding,
-            )
+            PackedBatch.of(mine[i : i + size], self.length, self.padding)
             for i in range(0, len(mine), size)
         ]
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -36,34 +35,6 @@ GATHERED_FROM = 16
 Measured on a CPU (``benchmarks/results/distillation_loss.json``): gathering takes 1/1.3 of the time
 of scoring and masking all keys at 16 times, and 3.4 times as long at 8. Not measured on a GPU.
 """
-
-
-class LossKernel(StrEnum):
-    """What computes the sparse form of the loss; the warm-up form has PyTorch's only."""
-
-    TORCH = "torch"
-    TRITON = "triton"
-
-    def check(self, device: torch.device) -> None:
-        """Refuse what cannot run on ``device``, before any work.
-
-        Raises:
-            TrainingError: Triton, where it is not installed or has no GPU.
-        """
-        if self is LossKernel.TORCH:
-            return
-        try:
-            from triton import knobs
-        except ImportError as error:
-            raise TrainingError(
-                f"the Triton form of the loss needs Triton, which cannot be imported ({error}). "
-                "Install triton, or leave the loss to torch."
-            ) from error
-        if device.type == "cpu" and not knobs.runtime.interpret:
-            raise TrainingError(
-                "the Triton form of the loss needs a GPU, and there is none here. Leave the loss "
-                "to torch, or set TRITON_INTERPRET=1 to test it."
-            )
 
 
 @dataclass(frozen=True)
@@ -161,7 +132,6 @@ def distillation_loss(
     layout: Layout,
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
-    triton: bool = False,
 ) -> torch.Tensor:
     """Sum over queries of KL(mean of the targets' p || q): L_avg, or one term of L_multi.
 
@@ -174,21 +144,15 @@ def distillation_loss(
         selected: ``[B, T, k]`` top-k indices padded with -1, each at most once in a row, for the
             sparse form; None for the warm-up form.
         block: queries per block.
-        triton: compute the sparse form by :mod:`~sglang_indexcache.heal.losses_triton`, always
-            gathered. The warm-up form has no other implementation.
 
     Returns:
         A scalar. Divide by ``layout.counted.sum()`` for the mean over queries.
 
     Raises:
-        TrainingError: shapes that do not fit together, or no target; for Triton also float64, or
-            tensors on a CPU.
+        TrainingError: shapes that do not fit together, or no target.
     """
     _check(index, targets, layout, selected)
-    triton = triton and selected is not None
-    if triton:
-        _check_triton(index, targets)
-    job = _Job(tuple(targets), layout, selected, block, triton)
+    job = _Job(tuple(targets), layout, selected, block)
     loss: torch.Tensor = _Blockwise.apply(index.queries, index.keys, index.weights, job)
     return loss
 
@@ -199,16 +163,13 @@ def multi_layer_loss(
     layout: Layout,
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
-    triton: bool = False,
 ) -> torch.Tensor:
     """L_multi: the mean over the served layers of each layer's own KL (paper, multi-distill).
 
     The arguments are those of :func:`distillation_loss`. A trainer need not call it: a served
     layer can add its own term, divided by the group's size, with q alone handed down.
     """
-    terms = [
-        distillation_loss(index, [target], layout, selected, block, triton) for target in targets
-    ]
+    terms = [distillation_loss(index, [target], layout, selected, block) for target in targets]
     return torch.stack(terms).mean()
 
 
@@ -383,7 +344,6 @@ class _Job:
     layout: Layout
     selected: torch.Tensor | None
     block: int
-    triton: bool
 
     def keys(self, rows: slice) -> _Keys:
         """What the queries ``rows`` are scored with."""
@@ -394,8 +354,6 @@ class _Job:
 
     def add(self, index: IndexInputs, rows: slice, gradient: IndexInputs | None) -> torch.Tensor:
         """The loss of the queries ``rows``; its gradient goes into ``gradient`` if wanted."""
-        if self.triton and self.selected is not None:
-            return self._add_by_triton(index, rows, gradient, self.selected)
         keys = self.keys(rows)
         scores, hits, taken = keys.scores(index)
         p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
@@ -410,30 +368,6 @@ class _Job:
             queries = _at_least_float32(index.queries[:, rows])
             keys.to_keys(on_dots, queries, gradient.keys)
         return (_divergence(p, log_q) * counted).sum()
-
-    def _add_by_triton(
-        self,
-        index: IndexInputs,
-        rows: slice,
-        gradient: IndexInputs | None,
-        selected: torch.Tensor,
-    ) -> torch.Tensor:
-        """As :meth:`add`, over the selected keys."""
-        from sglang_indexcache.heal import losses_triton
-
-        keys = _SelectedKeys(self.layout, rows, selected)
-        places = keys.places.masked_fill(~keys.allowed, -1).int()
-        p = torch.zeros(places.shape, device=places.device)
-        for target in self.targets:
-            queries = target.queries[:, :, rows]
-            losses_triton.add_attention(p, queries, target.keys, places, target.scale)
-        p /= len(self.targets)
-        parts = (index.queries[:, rows], index.keys, index.weights[:, rows])
-        into = None
-        if gradient is not None:
-            into = (gradient.queries[:, rows], gradient.keys, gradient.weights[:, rows])
-        counted = self.layout.counted[:, rows]
-        return losses_triton.divergence(*parts, p, places, counted, into).sum()
 
 
 class _Blockwise(torch.autograd.Function):
@@ -496,14 +430,6 @@ def _check(
         _check_shapes(shapes, (batch, length))
     if selected is not None:
         _check_shapes({"selected": selected.shape[:2]}, (batch, length))
-
-
-def _check_triton(index: IndexInputs, targets: Sequence[AttentionInputs]) -> None:
-    from sglang_indexcache.heal import losses_triton
-
-    losses_triton.check({f"index {name}": tensor for name, tensor in vars(index).items()})
-    for target in targets:
-        losses_triton.check({"attention queries": target.queries, "attention keys": target.keys})
 
 
 def _check_shapes(shapes: dict[str, torch.Size], wanted: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Optimisers and learning rates; the indexers have their own, as the two losses share nothing."""
+"""AdamW's groups, and a learning rate that rises and falls."""
 
 from __future__ import annotations
 
@@ -8,44 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sglang_indexcache.heal.model import DistilledModel
-from sglang_indexcache.heal.recipe import StageRecipe
-
 BETAS = (0.9, 0.98)
-
-
-def make_optimizers(
-    model: DistilledModel, stage: StageRecipe, weight_decay: float
-) -> list[torch.optim.Optimizer]:
-    """Optimisers over what the stage trains; every group remembers its peak as ``peak_lr``.
-
-    Args:
-        model: with the stage's parameters unfrozen.
-        stage: names the optimiser and the learning rates.
-        weight_decay: for matrices.
-    """
-    indexer = [p for p in model.indexer_parameters() if p.requires_grad]
-    body = [(n, p) for n, p in model.named_body_parameters() if p.requires_grad]
-    muon = [p for n, p in body if stage.optimizer == "muon" and _hidden_matrix(n, p)]
-    chosen = {id(p) for p in muon}
-    rest = [p for _, p in body if id(p) not in chosen]
-    groups = adamw_groups(rest, stage.lr, weight_decay)
-    groups += adamw_groups(indexer, stage.indexer_lr, weight_decay)
-    optimizers: list[torch.optim.Optimizer] = []
-    if groups:
-        optimizers.append(torch.optim.AdamW(groups, betas=BETAS))
-    if muon:
-        # Scaled so that a learning rate means what it means for AdamW.
-        optimizers.append(
-            torch.optim.Muon(
-                muon,
-                lr=stage.muon_lr or stage.lr,
-                weight_decay=weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    remember_peaks(optimizers)
-    return optimizers
 
 
 def remember_peaks(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -53,10 +16,6 @@ def remember_peaks(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
-
-
-def _hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name
 
 
 def adamw_groups(
@@ -73,7 +32,7 @@ def adamw_groups(
 
 
 class Schedule(Protocol):
-    """What a learning rate follows; see :class:`StageRecipe`."""
+    """What a learning rate follows."""
 
     @property
     def steps(self) -> int:

@@ -1,27 +1,23 @@
-"""What a run's folder holds beside its checkpoint: resumable states, and its numbers.
-
-A state is complete or not there, whenever the process dies. Numbers go to JSONL, the console, and
-TensorBoard if wanted.
-"""
+"""What lies beside an adapter: the run that made it, as far as it has come."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from rich.console import Console
 
+from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.support.files import replacing, write_json
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-KEPT = 2
-METRICS = "metrics.jsonl"
+OPTIONS, STATE, FIGURE, METRICS = "options.json", "state.pt", "curves.png", "metrics.jsonl"
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, order=True)
@@ -31,55 +27,158 @@ class Position:
     stage: int
     step: int
 
-    @property
-    def name(self) -> str:
-        """Of the folder."""
-        return f"stage{self.stage}-step{self.step}"
 
+@dataclass
+class State:
+    """Where a run stands; all that is needed to go on bit for bit.
 
-class States:
-    """The states under a run's folder.
+    Nothing but the order of rows is drawn at random, and that follows from the seed and the step.
 
-    Args:
-        folder: of the run.
-        accelerator: knows what to save.
+    Attributes:
+        position: steps done of a stage.
+        indexers: float32 weights by name.
+        optimizer: its state dict.
+        best: the weights with the lowest held-out loss of this stage.
+        best_loss: that loss.
+        since_best: evaluations after it.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
-        self.folder, self.accelerator = folder / "states", accelerator
+    position: Position
+    indexers: Tensors = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    best: Tensors = field(default_factory=dict)
+    best_loss: float = float("inf")
+    since_best: int = 0
 
-    def latest(self) -> Position | None:
-        """The newest complete state."""
-        return max(self._positions(), default=None)
+    def judged(self, loss: float, weights: Callable[[], Tensors]) -> None:
+        """Take note of an evaluation."""
+        if loss < self.best_loss:
+            self.best_loss, self.best, self.since_best = loss, weights(), 0
+        else:
+            self.since_best += 1
 
-    def save(self, position: Position) -> None:
-        """Write a state and drop all but the newest :data:`KEPT`."""
-        unfinished = self.folder / "unfinished"
-        if self.accelerator.is_main_process:
-            shutil.rmtree(unfinished, ignore_errors=True)
+
+@dataclass(frozen=True)
+class Evaluation:
+    """On the held-out rows.
+
+    Attributes:
+        stage: number of the stage.
+        step: of the stage, done by then.
+        kind: "dense" or "sparse": what layers attended to, and over which keys the loss is.
+        total_step: steps done of the whole run.
+        held_out_loss: KL divergence, nats per query, summed over layers, each weighted by one
+            over the layers that its indexer serves.
+        held_out_recall: attention mass that goes to the selected keys, of queries that see
+            more; mean over layers.
+        held_out_loss_by_layer: the loss of each layer.
+        held_out_recall_by_layer: the recall of each layer.
+    """
+
+    stage: int
+    step: int
+    kind: str
+    total_step: int
+    held_out_loss: float
+    held_out_recall: float
+    held_out_loss_by_layer: list[float]
+    held_out_recall_by_layer: list[float]
+
+
+class HealRun:
+    """The folder of a run, and the adapter that it ends with.
+
+    Args:
+        output: the adapter's folder; the run's is ``<output>.run``.
+        console: for people.
+        main: whether this process is the one that writes.
+    """
+
+    def __init__(self, output: Path, console: Console, main: bool) -> None:
+        self.output, self.main = output, main
+        self.folder = output.with_name(f"{output.name}.run")
+        self.log = RunLog(self.folder, main, console)
+
+    def claim(self, options: Mapping[str, Any]) -> None:
+        """Make the folder this run's own.
+
+        Raises:
+            TrainingError: it is another's, or the output holds something that no run made.
+        """
+        path = self.folder / OPTIONS
+        if path.exists():
+            theirs = json.loads(path.read_text())
+            for name, value in options.items():
+                if theirs.get(name) != value:
+                    raise TrainingError(
+                        f"{self.folder} holds a run with {name} = {theirs.get(name)!r}, and "
+                        f"{value!r} was asked for. Give the same options to go on with it, or "
+                        "another --output."
+                    )
+        elif self.output.exists() and any(self.output.iterdir()):
+            raise TrainingError(
+                f"{self.output} holds something else already. Give another --output."
+            )
+        elif self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(unfinished))
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            target = self.folder / position.name
-            shutil.rmtree(target, ignore_errors=True)
-            unfinished.rename(target)  # atomic: a state that has its name is complete
-            for old in sorted(self._positions())[:-KEPT]:
-                shutil.rmtree(self.folder / old.name)
-        self.accelerator.wait_for_everyone()
+            write_json(path, dict(options))
 
-    def load(self, position: Position) -> None:
-        """Restore everything that was prepared."""
-        self.accelerator.load_state(str(self.folder / position.name))
+    def finished(self) -> Adapter | None:
+        """The adapter, if it was written."""
+        return Adapter.read(self.output) if (self.output / ADAPTER_FILE).exists() else None
 
-    def _positions(self) -> list[Position]:
-        found = []
-        for path in self.folder.glob("stage*-step*"):
-            match = re.fullmatch(r"stage(\d+)-step(\d+)", path.name)
-            if match:
-                found.append(Position(int(match[1]), int(match[2])))
-        return found
+    def load(self) -> State | None:
+        """The newest state; drops what was logged after it."""
+        path = self.folder / STATE
+        if not path.exists():
+            self.log.rewind(Position(-1, 0))
+            return None
+        # Written by ourselves, and read as nothing but tensors and plain values.
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = State(**{**found, "position": Position(*found["position"])})
+        self.log.rewind(state.position)
+        return state
+
+    def save(self, state: State) -> None:
+        """Replace the state in one step."""
+        if not self.main:
+            return
+        values = {f.name: getattr(state, f.name) for f in fields(state)}
+        values["position"] = (state.position.stage, state.position.step)
+        with replacing(self.folder / STATE) as part:
+            torch.save(values, part)
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Those in the log."""
+        lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
+        return tuple(Evaluation(**line) for line in lines if "held_out_loss" in line)
+
+    def draw(self, evaluations: tuple[Evaluation, ...]) -> None:
+        """Loss and recall by step."""
+        lines = [line for line in read_metrics(self.folder) if "held_out_loss" not in line]
+        figure, (loss, recall) = make_figure(9, 3.4, columns=2)
+        for kind, color in (("dense", "tab:blue"), ("sparse", "tab:orange")):
+            steps = [line for line in lines if line["kind"] == kind]
+            judged = [e for e in evaluations if e.kind == kind]
+            if not judged:
+                continue
+            at = [e.total_step for e in judged]
+            taken, losses = [s["total_step"] for s in steps], [s["loss"] for s in steps]
+            loss.plot(taken, losses, color=color, alpha=0.3, label=f"{kind}, each step")
+            loss.plot(
+                at, [e.held_out_loss for e in judged], "o-", color=color, label=f"{kind}, held out"
+            )
+            recall.plot(
+                at, [100 * e.held_out_recall for e in judged], "o-", color=color, label="mean"
+            )
+            worst = [100 * min(e.held_out_recall_by_layer) for e in judged]
+            recall.plot(at, worst, ":", color=color, label="lowest layer")
+        loss.set_ylabel("distillation loss, nats a query, all layers")
+        recall.set_ylabel("attention mass on selected keys, %")
+        for axis in (loss, recall):
+            axis.set_xlabel("step")
+            axis.legend(frameon=False, fontsize=8)
+        save_figure(figure, self.folder / FIGURE)
 
 
 class RunLog:
@@ -89,34 +188,20 @@ class RunLog:
         folder: of the run.
         enabled: whether this process is the one that writes.
         console: for people.
-        tensorboard: write events under ``folder/tensorboard`` as well.
-
-    Raises:
-        TrainingError: TensorBoard is wanted and not installed.
     """
 
-    def __init__(self, folder: Path, enabled: bool, console: Console, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, enabled: bool, console: Console) -> None:
         self.path = folder / METRICS
         self.enabled, self.console = enabled, console
-        self._writer: Any = None
-        if enabled and tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise TrainingError(
-                    "the recipe says tensorboard: true, and that package is missing. "
-                    "Install it: pip install tensorboard"
-                ) from error
-            self._writer = SummaryWriter(str(folder / "tensorboard"))
 
-    def rewind(self, stage: int, step: int) -> None:
+    def rewind(self, reached: Position) -> None:
         """Drop lines after a resumed position: those steps will be taken again."""
         if not self.enabled or not self.path.exists():
             return
         # A killed process may have left half a line.
         whole = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
         lines = [json.loads(line) for line in whole]
-        kept = [line for line in lines if (line["stage"], line["step"]) <= (stage, step)]
+        kept = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def record(self, **values: Any) -> None:
@@ -132,17 +217,6 @@ class RunLog:
         self.record(**values)
         short = {name: value for name, value in values.items() if not isinstance(value, list)}
         self.console.print("  ".join(f"{k} {_short(v)}" for k, v in short.items()), highlight=False)
-        if self._writer is not None:
-            lists = {
-                f"{name}/{place}": value
-                for name, some in values.items()
-                if isinstance(some, list)
-                for place, value in enumerate(some)
-            }
-            for name, value in (short | lists).items():
-                if isinstance(value, float):
-                    self._writer.add_scalar(name, value, values["total_step"])
-            self._writer.flush()
 
     def say(self, text: str) -> None:
         """A line for people only."""

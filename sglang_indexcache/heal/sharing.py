@@ -12,7 +12,6 @@ from sglang_indexcache.heal.losses import (
     DEFAULT_BLOCK,
     AttentionInputs,
     IndexInputs,
-    LossKernel,
     distillation_loss,
     select_top_k,
 )
@@ -56,7 +55,6 @@ class Sharing:
         cross_layer: distil an indexer for all the layers it serves (L_multi); for its own only if
             false, the paper's ablation.
         block: queries per block of chunked work.
-        kernel: of the sparse form of the loss.
     """
 
     def __init__(
@@ -65,11 +63,9 @@ class Sharing:
         topk: int,
         cross_layer: bool = True,
         block: int = DEFAULT_BLOCK,
-        kernel: LossKernel = LossKernel.TORCH,
     ) -> None:
         self.pattern, self.topk = pattern, topk
         self.cross_layer, self.block = cross_layer, block
-        self.kernel = kernel
         self.forward: Forward | None = None
 
     def start(self, stage: Stage, layout: Layout) -> Forward:
@@ -134,7 +130,6 @@ class Sharing:
             run.layout,
             self.attended(layer),
             self.block,
-            triton=self.kernel is LossKernel.TRITON,
         )
         run.losses.setdefault(layer, loss / served)
 

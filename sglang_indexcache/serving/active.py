@@ -7,23 +7,34 @@ can be replaced for the requests to come.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from sglang_indexcache import __version__
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
+OTHER_MIXES = "others"
+_MOST_MIXES = 200
+"""Different sets of patterns that are counted each by itself: there can be 2 to the power of 32."""
+
 
 @dataclass
 class Counters:
-    """How often each pattern position did what. CUDA graph replays are not seen from here.
+    """How often each pattern position did what since the start. They never go back to 0.
+
+    CUDA graph replays are forwards, but run no layer's Python, so layers do not count them.
 
     Attributes:
         forwards: forwards begun.
         mixed_forwards: those with requests of several patterns.
+        rows: rows (tokens) forwarded, by pattern.
+        forwards_under: forwards by the patterns in them, sorted and joined by "+"; behind so many
+            mixes the others together, as :data:`OTHER_MIXES`.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -35,10 +46,12 @@ class Counters:
 
     forwards: int = 0
     mixed_forwards: int = 0
+    rows: Counter[str] = field(default_factory=Counter)
+    forwards_under: Counter[str] = field(default_factory=Counter)
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
-    graphs: dict[str, int] = field(default_factory=dict)
+    graphs: Counter[str] = field(default_factory=Counter)
     indexer_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
@@ -48,7 +61,7 @@ class Counters:
     @classmethod
     def for_layers(cls, count: int) -> Counters:
         """Zeros for ``count`` pattern positions."""
-        return cls(0, 0, [0] * count, [0] * count, [0] * count)
+        return cls(selections=[0] * count, reuses=[0] * count, key_writes=[0] * count)
 
 
 class ActivePattern:
@@ -78,10 +91,21 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
-    def count_forward(self, patterns: int) -> None:
-        """A forward of a whole batch has begun, with so many different patterns."""
-        self.counters.forwards += 1
-        self.counters.mixed_forwards += patterns > 1
+    def count_forward(self, rows: Mapping[Pattern, int]) -> None:
+        """A forward of a whole batch has begun.
+
+        Args:
+            rows: how many each pattern has in it; of an idle rank, 0 of the server's.
+        """
+        counters, names = self.counters, sorted(map(str, rows))
+        counters.forwards += 1
+        counters.mixed_forwards += len(names) > 1
+        under = "+".join(names)
+        if under not in counters.forwards_under and len(counters.forwards_under) >= _MOST_MIXES:
+            under = OTHER_MIXES
+        counters.forwards_under[under] += 1
+        for pattern, count in rows.items():
+            counters.rows[str(pattern)] += count
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
@@ -97,7 +121,7 @@ class ActivePattern:
 
     def count_graph(self, label: str) -> None:
         """Note that a batch is about to replay the decode graph ``label``."""
-        self.counters.graphs[label] = self.counters.graphs.get(label, 0) + 1
+        self.counters.graphs[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
         """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
@@ -114,36 +138,48 @@ class ActivePattern:
         """
         self.policy, self.source, self.adapted = policy, source, adapted
         self.switches += 1
-        self.counters = Counters.for_layers(len(self.pattern))
 
-    def report(self) -> dict[str, Any]:
-        """State for ``/server_info``: plain numbers and strings."""
-        pattern = self.pattern
-        return {
-            "version": __version__,
-            "pattern": str(pattern),
-            "policy": str(self.policy),
-            "source": self.source,
-            "mode": self.plan.mode,
-            "architecture": self.plan.architecture,
-            "num_layers": len(pattern),
-            "full_layers": len(pattern.full_layers),
-            "shared_layers": len(pattern.shared_layers),
-            "retention": float(pattern.retention),
-            "checkpoint_pattern": str(self.plan.own),
-            "adapter": self.plan.adapter,
-            "adapter_digest": self.plan.adapter_digest,
-            "adapter_in_effect": self.adapted,
-            "switches": self.switches,
-            "last_rejection": self.last_rejection,
-            "forwards": self.counters.forwards,
-            "mixed_forwards": self.counters.mixed_forwards,
-            "indexer_selections": list(self.counters.selections),
-            "index_reuses": list(self.counters.reuses),
-            "index_key_writes": list(self.counters.key_writes),
-            "graph_replays": dict(self.counters.graphs),
-            "indexer_seconds": dict(self.counters.indexer_seconds),
-        }
+    def report(
+        self,
+        *,
+        requests: Mapping[str, int] | None = None,
+        index_k_bytes_per_token: int = 0,
+        indexer_weight_bytes: Mapping[str, int] | None = None,
+    ) -> RankState:
+        """What ``/server_info`` says of this rank.
+
+        Args:
+            requests: unfinished ones by pattern.
+            index_k_bytes_per_token: as allocated.
+            indexer_weight_bytes: by layer number.
+        """
+        counters = self.counters
+        return RankState(
+            version=__version__,
+            pattern=str(self.pattern),
+            policy=str(self.policy),
+            source=self.source,
+            mode=self.plan.mode,
+            architecture=self.plan.architecture,
+            checkpoint_pattern=str(self.plan.own),
+            adapter=self.plan.adapter,
+            adapter_digest=self.plan.adapter_digest,
+            adapter_in_effect=self.adapted,
+            switches=self.switches,
+            last_rejection=self.last_rejection,
+            requests=dict(requests or {}),
+            forwards=counters.forwards,
+            mixed_forwards=counters.mixed_forwards,
+            rows=dict(counters.rows),
+            forwards_under=dict(counters.forwards_under),
+            indexer_selections=list(counters.selections),
+            index_reuses=list(counters.reuses),
+            index_key_writes=list(counters.key_writes),
+            graph_replays=dict(counters.graphs),
+            indexer_seconds=dict(counters.indexer_seconds),
+            index_k_bytes_per_token=index_k_bytes_per_token,
+            indexer_weight_bytes=dict(indexer_weight_bytes or {}),
+        )
 
 
 _active: ActivePattern | None = None

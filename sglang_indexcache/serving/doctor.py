@@ -1,7 +1,8 @@
 """``indexcache server doctor``: what a server with these flags would do, without loading weights.
 
-It runs the very resolution that the server runs, so it cannot disagree with it. Where SGLang is
-not installed it reads the checkpoint's config, and says that the flags were not looked at.
+It runs the very resolution that the server runs, so it cannot disagree with it, and on a machine
+without a GPU it lets SGLang believe in one. Where SGLang is not installed it reads the checkpoint's
+config, and says that the flags were not looked at.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from argparse import ArgumentError, ArgumentParser
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, Checkpoint, read_config
-from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.errors import CombinedError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import Library, names
 from sglang_indexcache.serving import adapter
 from sglang_indexcache.serving.config_check import check_config
-from sglang_indexcache.serving.features import FEATURES
+from sglang_indexcache.serving.features import CONTRACT, FEATURES, TESTED
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     OPTIONS,
@@ -40,13 +41,30 @@ from sglang_indexcache.serving.settings import (
 )
 from sglang_indexcache.support.drawing import to_terminal
 
+FP8_PAGES = "fp8 pages"
+"""How a GPU stores index keys."""
 
-def examine(arguments: Sequence[str], console: Console) -> bool:
-    """Print the findings.
+USUAL_CARD = "h200"
+"""What a machine without a GPU checks for."""
+
+ONLY_CONFIG = (
+    "SGLang is not installed, so only the checkpoint and the pattern are looked at. To check the "
+    "server's flags as well: pip install 'sglang-indexcache[serve]'"
+)
+EVIDENCE = (
+    f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; {CONTRACT}: "
+    "what is assumed of SGLang's code holds; no GPU has run either)"
+)
+
+
+def examine(arguments: Sequence[str], console: Console, device: str | None = None) -> bool:
+    """Print the findings, the problems first.
 
     Args:
-        arguments: flags of ``python -m sglang.launch_server``.
+        arguments: flags of ``sglang serve``.
         console: where to print.
+        device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
+            without one :data:`USUAL_CARD`.
 
     Returns:
         Whether such a server would start.
@@ -54,28 +72,60 @@ def examine(arguments: Sequence[str], console: Console) -> bool:
     try:
         if not arguments:
             raise SettingsError(
-                "say what to look at: the flags that you would give python -m "
-                "sglang.launch_server, such as --model-path MODEL --indexcache-pattern 1/4; or "
-                "--url URL of each server that runs"
+                "say what to look at: the flags that you would give sglang serve, such as "
+                "--model-path MODEL --indexcache-pattern 1/4; or --url URL of each server that runs"
             )
         if importlib.util.find_spec("sglang") is None:
+            _say(console, "checked for", f"no server: {ONLY_CONFIG}")
             _print_config(arguments, console)
-        else:
-            print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
-            _print(_resolve(arguments), console)
-    except SystemExit as usage:  # argparse has said what is wrong with the flags
-        return say_problem(console, str(usage.code))
+            return True
+        print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
+        _say(console, "checked for", _choose_device(device))
+        return _print_server(*_resolve(arguments, device), console)
     except IndexCacheError as error:
-        return say_problem(console, str(error))
-    except (ValueError, AssertionError, OSError) as error:
-        return say_problem(console, f"SGLang refuses: {error}")
-    return True
+        return say_problems(console, error)
 
 
 def say_problem(console: Console, text: str) -> bool:
     """Print a problem on a line of its own; returns False, the finding."""
-    console.print(f"[red]problem[/red]  {escape(text)}", soft_wrap=True, highlight=False)
+    return _say(console, "[red]problem[/red]", text)
+
+
+def say_problems(console: Console, error: IndexCacheError) -> bool:
+    """Print each problem of ``error``; returns False, the finding."""
+    for one in error.each if isinstance(error, CombinedError) else (error,):
+        say_problem(console, str(one))
     return False
+
+
+def _say(console: Console, what: str, text: str) -> bool:
+    console.print(f"{what}  {escape(text)}", soft_wrap=True, highlight=False)
+    return False
+
+
+def _choose_device(device: str | None) -> str:
+    """Make SGLang see the device to check for, before it is imported; what to call it.
+
+    Raises:
+        SettingsError: an unknown one.
+    """
+    import torch
+
+    from sglang_indexcache.serving.absent_gpu import CARDS, GPUS, stand_in
+
+    known = ("cpu", "cuda", *CARDS)
+    if device not in (None, *known):
+        raise SettingsError(f"--device may be {', '.join(known)}, got {device!r}")
+    if device == "cpu":
+        return "the CPU reference platform"
+    here = torch.accelerator.is_available()
+    if device not in CARDS and here:
+        return f"this machine's {torch.cuda.get_device_name()}"
+    card = CARDS[device if device in CARDS else USUAL_CARD]
+    stand_in(card)
+    others = ", ".join(name for name in known if name != "cuda" and CARDS.get(name) is not card)
+    missing = "" if here else "this machine has no GPU; "
+    return f"a node of {GPUS} {card.name} ({missing}--device may also be {others})"
 
 
 def _print_config(arguments: Sequence[str], console: Console) -> None:
@@ -102,51 +152,82 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
-    check_config({**config, **given.json_model_override_args}, str(given.model_path))
-    trained, model = chosen_adapter(request), given.model_path
-    plan = make_plan(request, checkpoint, given.json_model_override_args, library, trained, model)
-    if trained is not None:
-        adapter.check(trained, model)
+    model, found = given.model_path, Findings()
+    plan: Plan | None = None
+    with found:
+        check_config({**config, **given.json_model_override_args}, str(model))
+    with found:
+        trained = chosen_adapter(request)
+        overrides = given.json_model_override_args
+        plan = make_plan(request, checkpoint, overrides, library, trained, model)
+        if trained is not None:
+            adapter.check(trained, model)
+    found.report()
+    assert plan is not None, "making one raises, or it is there"
     facts = [
-        *_facts(plan, given.model_path, checkpoint.shape),
+        *_facts(plan, model, checkpoint.shape),
+        ("index-K saved", _saved(plan)),
         ("library", names(library.for_checkpoint(checkpoint)) or "no pattern for this model"),
     ]
     _print_plan(plan, facts, console)
-    console.print(
-        "SGLang is not installed, so only the checkpoint and the pattern were checked. To check "
-        "the server's flags as well: pip install 'sglang-indexcache[serve]'",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
 
 
-def _resolve(arguments: Sequence[str]) -> Any:
-    """Parse and resolve like the server, without its log lines and warnings."""
+def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[IndexCacheError]]:
+    """Parse and resolve like the server, without its log lines and warnings.
+
+    Returns:
+        The arguments as far as SGLang resolved them, or None where it cannot parse them; and the
+        problems that a server would end with.
+    """
     arguments = [*arguments, "--log-level", "critical"]
     if not any("attention-backend" in argument for argument in arguments):
         arguments += ["--attention-backend", BACKEND_NAME]
+    if device == "cpu":
+        arguments += ["--device", "cpu"]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    said = io.StringIO()
+    said, server_args = io.StringIO(), None
+    gathered: list[IndexCacheError] = []
+    found = Findings()
     try:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
 
         load_plugins()
         _check_loaded()
-        from sglang_indexcache.serving.plugin import ONLY_EXAMINED
+        from sglang_indexcache.serving.plugin import FOUND, ONLY_EXAMINED
 
-        with redirect_stderr(said):
-            server_args = prepare_server_args(arguments)
-        setattr(server_args, ONLY_EXAMINED, True)
-        server_args.resolve_once()
-        return server_args
-    except SystemExit:
-        last = said.getvalue().strip().splitlines()[-1]  # "sglang serve: error: ..."
-        raise SystemExit(last.partition(" error: ")[2] or last) from None
+        with found, _said_by_sglang(said):
+            with redirect_stderr(said):
+                server_args = prepare_server_args(arguments)
+            setattr(server_args, ONLY_EXAMINED, True)
+            setattr(server_args, FOUND, gathered)
+            server_args.resolve_once()
+        return server_args, [*gathered, *found.each]
     finally:
         logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def _said_by_sglang(printed: io.StringIO) -> Iterator[None]:
+    """Turn what SGLang ends with into a problem; our own mistakes stay what they are.
+
+    Args:
+        printed: what argparse printed.
+    """
+    try:
+        yield
+    except SystemExit:
+        last = printed.getvalue().strip().splitlines()[-1]  # "sglang serve: error: ..."
+        raise SettingsError(last.partition(" error: ")[2] or last) from None
+    except IndexCacheError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(at.filename).is_relative_to(Path(__file__).parents[1]):
+            raise
+        text = str(error) or f"{type(error).__name__} at {at.line}"
+        raise SettingsError(f"SGLang refuses: {' '.join(text.split())}") from error
 
 
 def _check_loaded() -> None:
@@ -167,7 +248,13 @@ def _check_loaded() -> None:
     )
 
 
-def _print(server_args: Any, console: Console) -> None:
+def _print_server(server_args: Any, problems: Sequence[IndexCacheError], console: Console) -> bool:
+    for problem in problems:
+        say_problem(console, str(problem))
+    if any(str(problem).startswith("SGLang refuses") for problem in problems):
+        _say(console, "note", "SGLang stops at the first problem that it finds itself.")
+    if problems:
+        return False
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     cfg = resolving_view(server_args)
@@ -177,15 +264,12 @@ def _print(server_args: Any, console: Console) -> None:
     assert plan is not None, "the resolution writes a plan or raises"
     facts = [
         *_facts(plan, cfg.model_path, config.to_dict()),
-        ("index-K saved", _saved(plan, cfg, model)),
-        ("runs on", "the CPU reference platform" if cfg.device == "cpu" else cfg.device),
+        ("index-K saved", _saved_here(plan, cfg, model)),
         *_kernels(plan, cfg, model),
+        *_features(cfg, plan),
     ]
     _print_plan(plan, facts, console)
-    console.print(_features(cfg, plan))
-    if plan.advice:
-        console.print(f"[yellow]advice[/yellow]  {plan.advice}", soft_wrap=True, highlight=False)
-    console.print("[green]no problem found[/green]")
+    return True
 
 
 def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -203,9 +287,13 @@ def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tupl
 
 
 def _print_plan(plan: Plan, facts: Sequence[tuple[str, str]], console: Console) -> None:
+    console.print("[green]no problem found[/green]")
+    if plan.advice:
+        _say(console, "[yellow]advice[/yellow]", plan.advice)
+    console.print()
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     console.print()
     console.print(to_terminal(plan.pattern))
@@ -228,28 +316,43 @@ def _own_sharing(plan: Plan) -> str:
     return f"shares already: {plan.own.summary()}"
 
 
-def _saved(plan: Plan, cfg: Any, model: Any) -> str:
+def _saved(plan: Plan, bytes_per_key: int = INDEX_K_BYTES_PER_KEY, layout: str = FP8_PAGES) -> str:
+    """Memory for index keys that S layers do not need."""
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
-    bytes_per_key, layout = INDEX_K_BYTES_PER_KEY, "fp8 pages"
+    if not plan.pattern.shared_layers:
+        return "nothing: every layer is F"
+    saved, all_layers = (
+        len(layers) * bytes_per_key for layers in (plan.pattern.shared_layers, plan.layer_ids)
+    )
+    return f"{saved} of {all_layers} bytes per token ({layout})"
+
+
+def _saved_here(plan: Plan, cfg: Any, model: Any) -> str:
+    """The same for a server's device, and for its context and pool where they are known."""
+    bytes_per_key, layout = INDEX_K_BYTES_PER_KEY, FP8_PAGES
     if cfg.device == "cpu" and plan.index_k_dtype != "fp8_e4m3":
         layout = str(model.dtype).removeprefix("torch.")
         layout = layout if plan.index_k_dtype == "auto" else plan.index_k_dtype
         bytes_per_key = model.hf_config.index_head_dim * (4 if layout == "float32" else 2)
+    said = _saved(plan, bytes_per_key, layout)
+    if said.startswith("nothing"):
+        return said
     context, per_token = model.context_len, len(plan.pattern.shared_layers) * bytes_per_key
-    parts = [
-        f"{per_token} bytes per token ({layout})",
-        f"{per_token * context / 2**20:.1f} MiB per request of {context} tokens",
-    ]
+    parts = [said, f"{per_token * context / 2**20:.1f} MiB per request of {context} tokens"]
     if cfg.max_total_tokens:
         parts.append(f"{per_token * cfg.max_total_tokens / 2**30:.2f} GiB in the whole pool")
     return ", ".join(parts)
 
 
-def _features(cfg: Any, plan: Plan) -> Table:
-    table = Table("feature", f"with {plan.mode} mode", "known by", "used", box=SIMPLE)
+def _features(cfg: Any, plan: Plan) -> list[tuple[str, str]]:
+    """A row for each feature of SGLang that these flags use, and how it is known to work."""
+    rows, label = [], "uses"
     for feature in FEATURES:
-        support = feature.static if plan.mode == "static" else feature.live
-        used = "yes" if feature.in_use(cfg) else "no"
-        table.add_row(feature.name, support, feature.evidence, used)
-    return table
+        if feature.in_use(cfg):
+            support = feature.static if plan.mode == "static" else feature.live
+            condition = support.removeprefix("yes").lstrip(", ")
+            said = f"{feature.name}: {condition}" if condition else feature.name
+            rows.append((label, f"{said} ({feature.evidence})"))
+            label = ""
+    return [*rows, ("", EVIDENCE)]

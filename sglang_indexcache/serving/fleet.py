@@ -14,6 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.ask.protocol import STATE, RankState, alike
 from sglang_indexcache.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
@@ -44,15 +45,24 @@ class Rank:
         name: its server's URL, and its number where there are several.
         role: prefill, decode or both.
         launched: whether its launcher had the plugin and was asked for IndexCache.
-        state: IndexCache's report and SGLang's version; None if there is none.
+        sglang: SGLang's version.
+        state: IndexCache's report; None if there is none.
         error: why its report failed, or "".
     """
 
     name: str
     role: str
     launched: bool
-    state: dict[str, Any] | None
+    sglang: str
+    state: RankState | None
     error: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on every rank; empty without a state."""
+        if self.state is None:
+            return {}
+        return {"sglang": self.sglang, **self.state.model_dump(include=set(ALIKE))}
 
 
 def examine_servers(clients: Sequence[Client], console: Console) -> bool:
@@ -71,7 +81,7 @@ def examine_servers(clients: Sequence[Client], console: Console) -> bool:
         return say_problem(console, str(error))
     console.print(_table(ranks))
     problems = [_missing(rank) for rank in ranks if rank.state is None]
-    problems += _differences({rank.name: rank.state for rank in ranks if rank.state is not None})
+    problems += _differences(ranks)
     for problem in problems:
         say_problem(console, problem)
     if not problems:
@@ -85,11 +95,15 @@ def _ranks(client: Client) -> list[Rank]:
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     role = info.get("disaggregation_mode") or "null"
     ranks = []
-    for number, ours in enumerate(state.get("indexcache") or {} for state in states):
+    for number, ours in enumerate(state.get(STATE) or {} for state in states):
         name = f"{client.url} rank {number}" if len(states) > 1 else client.url
-        error = ours.get("error", "")
-        state = {**ours, "sglang": info["version"]} if ours and not error else None
-        ranks.append(Rank(name, "both" if role == "null" else role, launched, state, error))
+        state, error = None, ""
+        try:
+            state = RankState.from_json(ours, name) if ours else None
+        except ServerError as raised:
+            error = str(raised)
+        here = "both" if role == "null" else role
+        ranks.append(Rank(name, here, launched, info["version"], state, error))
     return ranks
 
 
@@ -100,15 +114,15 @@ def _table(ranks: Sequence[Rank]) -> Table:
             what = "cannot report" if rank.error else "not at work"
             table.add_row(rank.name, rank.role, "", what, "", "")
             continue
-        pattern = Pattern(state["pattern"])
-        about = (state["sglang"], state["version"], state["mode"])
+        pattern = Pattern(state.pattern)
+        about = (rank.sglang, state.version, state.mode)
         table.add_row(rank.name, rank.role, *about, f"{pattern}\n{pattern.summary()}")
     return table
 
 
 def _missing(rank: Rank) -> str:
     if rank.error:
-        return f"{rank.name} cannot say what IndexCache does: {rank.error}. Its log has the details"
+        return rank.error
     if not rank.launched:
         return (
             f"{rank.name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
@@ -120,14 +134,12 @@ def _missing(rank: Rank) -> str:
     )
 
 
-def _differences(states: dict[str, dict[str, Any]]) -> list[str]:
+def _differences(ranks: Sequence[Rank]) -> list[str]:
     """A sentence for each of :data:`ALIKE` that is not the same everywhere."""
+    differing = alike({rank.name: rank.facts for rank in ranks if rank.state is not None})
     found = []
-    for field, words in ALIKE.items():
-        names: dict[str, list[str]] = {}
-        for name, state in states.items():
-            names.setdefault(str(state.get(field, "")), []).append(name)
-        if len(names) > 1:
-            who = "; ".join(f"{value} on {', '.join(where)}" for value, where in names.items())
-            found.append(f"they differ in {words} ({who})")
+    for fact in [fact for fact in ALIKE if fact in differing]:
+        said = differing[fact].items()
+        who = "; ".join(f"{value} on {', '.join(where)}" for value, where in said)
+        found.append(f"they differ in {ALIKE[fact]} ({who})")
     return found

@@ -19,8 +19,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan

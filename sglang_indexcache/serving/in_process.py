@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_indexcache.ask.protocol import RankState, states_of
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.serving.live import switch_request
 from sglang_indexcache.serving.settings import BACKEND_NAME
@@ -34,20 +35,15 @@ class InProcessEngine:
     def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[RankState]:
         """What IndexCache reports, one entry per data-parallel rank.
 
         Raises:
             ServerError: the engine cannot say what it does.
         """
-        internal = self._engine.get_server_info()["internal_states"]
-        states = [state["indexcache"] for state in internal if "indexcache" in state]
-        for state in states:
-            if "error" in state:
-                raise ServerError(f"the engine cannot say what IndexCache does: {state['error']}")
-        return states
+        return states_of(self._engine.get_server_info(), "the engine")
 
-    def switch_pattern(self, value: str) -> list[dict[str, Any]]:
+    def switch_pattern(self, value: str) -> list[RankState]:
         """Make ``value`` the pattern on every rank; returns the new states.
 
         Raises:
@@ -60,7 +56,7 @@ class InProcessEngine:
         accepted = self._engine.loop.run_until_complete(manager.set_internal_state(request))
         states = self.states()
         if not all(accepted):
-            reasons = {state["last_rejection"] for state in states} - {""}
+            reasons = {state.last_rejection for state in states} - {""}
             raise ServerError(f"the engine refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
 

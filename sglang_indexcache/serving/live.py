@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from sglang_indexcache.ask.protocol import STATE
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.serving import adapter, hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
@@ -51,15 +52,15 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
     if active is None:
         return
     try:
-        state = active.report() | {
-            "requests": requests.in_hand(),
-            "index_k_bytes_per_token": _index_k_bytes_per_token(controller.scheduler),
-            "indexer_weight_bytes": _indexer_weight_bytes(controller.scheduler),
-        }
+        state = active.report(
+            requests=requests.in_hand(),
+            index_k_bytes_per_token=_index_k_bytes_per_token(controller.scheduler),
+            indexer_weight_bytes=_indexer_weight_bytes(controller.scheduler),
+        ).to_json()
     except Exception as error:  # in the scheduler's loop: it would end the server
         logger.exception("IndexCache: the state could not be reported")
         state = {"error": f"{type(error).__name__}: {error}"}
-    output.internal_state["indexcache"] = state
+    output.internal_state[STATE] = state
 
 
 def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
@@ -99,6 +100,8 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
             raise SettingsError("this server does not run IndexCache")
         if len(request.server_args) > 1:
             raise SettingsError("a pattern is switched alone, in a request of its own")
+        if request.server_args[_KEY + values[0]] != 1:
+            raise SettingsError(f'the value must be 1: {{"{_KEY}{values[0]}": 1}}')
         switch(controller.scheduler, active, values[0])
     except IndexCacheError as error:
         logger.warning("IndexCache: pattern not switched: %s", error)

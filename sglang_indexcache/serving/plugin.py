@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,16 +22,18 @@ from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
-from sglang_indexcache.errors import CheckpointError, IndexCacheError, SettingsError
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, text_config
+from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
+from sglang_indexcache.models import read_field
 from sglang_indexcache.serving import (
     adapter,
     agreement,
     engine_version,
     foreign_kv,
     front,
+    graph_memory,
     hooks,
     live,
     refusals,
@@ -46,11 +48,13 @@ from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
     OPTIONS,
+    PATTERN,
     Plan,
     Request,
     chosen_adapter,
     make_plan,
 )
+from sglang_indexcache.support.lengths import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,9 @@ _FROM_COMMAND_LINE = "_indexcache_from_command_line"
 ONLY_EXAMINED = "_indexcache_only_examined"
 """Attribute of ServerArgs: nothing will be served. Bad input is raised to the caller even if it
 came by command line, and what only a server needs is not loaded."""
+
+FOUND = "_indexcache_found"
+"""Attribute of ServerArgs that are only examined: a list for problems that would end a start."""
 
 
 def register() -> None:
@@ -77,6 +84,7 @@ def register() -> None:
     )
     _accept_engine_keywords()
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
+    register_resolution_hook("handle_gpu_memory_settings")(graph_memory.keep_free)
     register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
     _register_backend()
     agreement.install()
@@ -140,8 +148,24 @@ def _add_flags(_result: None, parser: ArgumentParser) -> None:
     group = parser.add_argument_group("IndexCache (with --attention-backend indexcache)")
     for option in OPTIONS:
         group.add_argument(
-            option.flag, help=option.help, choices=option.choices, metavar=option.metavar
+            option.flag,
+            help=option.help,
+            choices=option.choices,
+            metavar=option.metavar,
+            action=_Once,
         )
+
+
+class _Once(Action):
+    """An option that is given twice with two values is a mistake; argparse would take the last."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, value):
+            parser.error(f"{option} is given twice, as {before!r} and as {value!r}. Give one.")
+        setattr(namespace, self.dest, value)
 
 
 def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
@@ -219,23 +243,58 @@ def _resolve(server_args: Any) -> None:
     engine_version.check()
     hooks.check()
     cfg = resolving_view(server_args)
-    overrides = json.loads(cfg.json_model_override_args)
+    overrides = _overrides(cfg)
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
-    check_config(config, cfg.model_path)
-    trained = chosen_adapter(request)
-    plan = make_plan(request, checkpoint, overrides, Library.default(), trained, cfg.model_path)
-    refusals.check(cfg, plan, checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers))
-    platform_cpu.check_plan(server_args, plan)
-    if trained is not None:
-        adapter.check(trained, Path(cfg.model_path))
+    found = Findings()
+    plan: Plan | None = None
+    with found:
+        check_config(config, cfg.model_path)
+    with found:
+        trained = chosen_adapter(request)
+        plan = make_plan(request, checkpoint, overrides, Library.default(), trained, cfg.model_path)
+    if plan is None:
+        found.report()
+    assert plan is not None, "making one raises, or it is there"
+    with found:
+        num_layers = checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers)
+        refusals.check(cfg, plan, num_layers)
+    with found:
+        platform_cpu.check_plan(server_args, plan)
+    with found:
+        if trained is not None:
+            adapter.check(trained, Path(cfg.model_path))
+    if (gathered := getattr(server_args, FOUND, None)) is None:
+        found.report()
+    else:  # SGLang's own checks, which come next, may find more
+        gathered += found.each
     _declare(server_args, plan, overrides, config)
     if not _only_examined(server_args):  # it takes SGLang's tokenizer manager
         front.install()
         vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     logger.info(plan.describe())
+    if unreached := _steps_beyond(plan, cfg.context_length or config):
+        logger.warning("IndexCache: %s", unreached)
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
+
+
+def _steps_beyond(plan: Plan, context: Any) -> str:
+    """A warning where a policy has patterns for prompts that no request can have, or "".
+
+    Args:
+        plan: with the policy.
+        context: the longest, in tokens, or the model's config that says it.
+    """
+    if not isinstance(context, int):
+        context = read_field(text_config(context), "max_position_embeddings")
+    beyond = [start for start, _ in plan.longer if context is not None and start >= context]
+    if not beyond:
+        return ""
+    return (
+        f"{PATTERN.flag}: no prompt reaches {format_length(beyond[0])} tokens, because the context "
+        f"length is {format_length(context)}. What the policy says from there on never applies."
+    )
 
 
 def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
@@ -263,6 +322,11 @@ def _is_wanted(server_args: Any, request: Request) -> bool:
     named = {field: getattr(cfg, field) for field in _BACKEND_FIELDS if getattr(cfg, field)}
     others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
     asked = BACKEND_NAME in named.values()
+    if not asked and cfg.speculative_draft_attention_backend == BACKEND_NAME:
+        raise SettingsError(
+            f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
+            f"{BACKEND_NAME}: a draft's layers follow the model's."
+        )
     settings = ", ".join(choice.origin for choice in request.choices.values())
     if (asked or request) and others:
         field, value = next(iter(others.items()))
@@ -336,6 +400,8 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
         merged |= fp8.overrides(config)
     cfg = resolving_view(server_args)
     fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    if cfg.speculative_draft_attention_backend == BACKEND_NAME:  # drafts have indexers of their own
+        fields["speculative_draft_attention_backend"] = "dsa"
     if plan.mode == "live":
         # A captured graph replays the pattern that it was captured with.
         fields["cuda_graph_backend_prefill"] = "disabled"
@@ -350,10 +416,27 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     )
 
 
+def _overrides(cfg: Any) -> dict[str, Any]:
+    """What the user changes in the model's config.
+
+    Raises:
+        SettingsError: that is no JSON object.
+    """
+    try:
+        overrides = json.loads(cfg.json_model_override_args)
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"--json-model-override-args is not JSON ({error}): {cfg.json_model_override_args!r}"
+        ) from error
+    if not isinstance(overrides, dict):
+        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
+    return overrides
+
+
 def _warn_about_ignored_overrides(server_args: Any) -> None:
     """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
     cfg = resolving_view(server_args)
-    overrides = json.loads(cfg.json_model_override_args)
+    overrides = _overrides(cfg)
     asked = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
     if not asked or overrides.get("indexer_types") is not None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.settings import (
@@ -27,24 +27,46 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
         num_layers: of the model, those without an indexer too.
 
     Raises:
-        SettingsError, PatternError: the first reason found, and what to do.
+        SettingsError, PatternError: a reason, and what to do.
+        CombinedError: every reason, where there is more than one.
     """
-    _check_platform(plan)
+    found = Findings()
+    with found:
+        _check_platform(plan)
+    with found:
+        _check_ray(cfg)
+    if plan.mode == "live":
+        with found:
+            _check_live(cfg, plan)
+    if plan.graphs:
+        with found:
+            _check_graphs(cfg, plan)
+    with found:
+        _check_caches(cfg, plan)
+    with found:
+        _check_overlap(cfg)
+    with found:
+        _check_stages(cfg, plan, num_layers)
+    found.report()
+
+
+def _check_ray(cfg: Any) -> None:
     if cfg.use_ray:
         raise SettingsError(
             "IndexCache does not work with --use-ray: SGLang loads no plugins in Ray's scheduler "
             "actors, where layers would be built without it. Drop the flag."
         )
-    if plan.mode == "live":
-        _check_live(cfg, plan)
-    if plan.graphs:
-        _check_graphs(cfg, plan)
-    _check_caches(cfg, plan)
+
+
+def _check_overlap(cfg: Any) -> None:
     if cfg.enable_two_batch_overlap and cfg.enable_return_indexer_topk:
         raise SettingsError(
             "--enable-return-indexer-topk does not work with --enable-two-batch-overlap: SGLang "
             "records both halves of a batch in the same rows. Drop one of them."
         )
+
+
+def _check_stages(cfg: Any, plan: Plan, num_layers: int) -> None:
     # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
     # to hand to the next stage.
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
@@ -108,13 +130,16 @@ def _check_graphs(cfg: Any, plan: Plan) -> None:
             cfg.speculative_algorithm is not None
         ),
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
+        "--enable-pdmux in live mode, whose groups of streams have graphs that read other masks": (
+            cfg.enable_pdmux and plan.mode == "live"
+        ),
         f"{ADAPTER.flag} in live mode, which exchanges weights that a graph has captured": (
             bool(plan.adapter) and plan.mode == "live"
         ),
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
     if found := [name for name, present in reasons.items() if present]:
-        raise SettingsError(f"{GRAPHS.flag} does not work with {found[0]}. Drop it.")
+        raise SettingsError(f"{GRAPHS.flag} does not work with {'; '.join(found)}. Drop it.")
 
 
 def _check_caches(cfg: Any, plan: Plan) -> None:

@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.library import Library, names_a_file
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current

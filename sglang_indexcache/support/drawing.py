@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _PER_LINE = 60
 
 
 def to_terminal(pattern: Pattern, title: str = "") -> RenderableType:
-    """A colour strip of the layers with a ruler, then one line per group."""
+    """A colour strip of the layers with a ruler, then a line for each run of groups of one size."""
     lines: list[RenderableType] = []
     if title:
         lines.append(Text(title, style="bold"))
@@ -27,7 +28,9 @@ def to_terminal(pattern: Pattern, title: str = "") -> RenderableType:
     for start in range(0, len(pattern), _PER_LINE):
         stop = min(start + _PER_LINE, len(pattern))
         lines += [_ruler(start, stop), _strip(pattern, start, stop), Text()]
-    lines += [_group_line(pattern, number) for number in range(len(pattern.groups))]
+    sizes = enumerate(len(group.layers) for group in pattern.groups)
+    for _, run in groupby(sizes, key=lambda numbered: numbered[1]):
+        lines.append(_run_line(pattern, [number for number, _ in run]))
     return RichGroup(*lines)
 
 
@@ -54,13 +57,20 @@ def _strip(pattern: Pattern, start: int, stop: int) -> Text:
     return text
 
 
-def _group_line(pattern: Pattern, number: int) -> Text:
-    group = pattern.groups[number]
+def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
+    """What the F layers of neighbouring groups of one size serve."""
+    groups = [pattern.groups[number] for number in numbers]
+    first, last, alone = groups[0], groups[-1], len(groups) == 1
+    followers = first.layers[1:]
+    sources = f"{first.source:>3}" if alone else f"{first.source:>3} to {last.source}"
     text = Text("  ")
-    text.append(f"F {group.source:>3}", style=f"bold {_color(number)}")
-    followers = group.layers[1:]
+    text.append(f"F {sources}", style=f"bold {_color(numbers[0])}")
     if not followers:
-        text.append("  serves itself only", style="dim")
+        each = "serves itself only" if alone else "each serves itself only"
+        text.append(f"  {each}", style="dim")
+    elif not alone:
+        behind = "layer" if len(followers) == 1 else f"{len(followers)} layers"
+        text.append(f"  {len(groups)} F layers, each also serves the {behind} behind it")
     elif len(followers) == 1:
         text.append(f"  also serves {followers[0]}")
     else:

@@ -13,9 +13,13 @@ def parse_length(text: str) -> int:
     Raises:
         SettingsError: anything else.
     """
-    match = re.fullmatch(r"(\d+)(K|Ki)?", text)
+    match = re.fullmatch(r"(\d{1,12})(K|Ki)?", text)
     if match is None or int(match[1]) == 0:
-        raise SettingsError(f"a length is a number of tokens like 4096, 200K or 16Ki, got {text!r}")
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        meant = f" Did you mean {text[:-1]}K?" if re.fullmatch(r"\d{1,12}k", text) else ""
+        raise SettingsError(
+            f"a length is a number of tokens like 4096, 200K or 16Ki, got {shown!r}.{meant}"
+        )
     return int(match[1]) * {None: 1, "K": 1000, "Ki": 1024}[match[2]]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST as NAME
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
+from tests.fakes import state
 
 
 @dataclass
@@ -56,12 +56,10 @@ class Behaviour:
     def __post_init__(self) -> None:
         self.really = self.really or self.pattern
         self.runs = [0] * len(self.pattern)
+        self.reuses = [0] * len(self.pattern)
 
     def switch(self, pattern: str) -> None:
-        """A new pattern counts from zero."""
         self.pattern = self.really = pattern
-        self.runs = [0] * len(pattern)
-        self.spent = {"prefill": 0.0, "decode": 0.0}
 
     def serve(self, name: str | None) -> str:
         """Count what the layers do for a request that names a pattern, or none; what it tells."""
@@ -72,8 +70,8 @@ class Behaviour:
 
     def count(self, name: str | None = None) -> None:
         self.requests += 1
-        for layer in Pattern(name or self.really).full_layers:
-            self.runs[layer] += 1
+        for layer, kind in enumerate(name or self.really):
+            (self.runs if kind == "F" else self.reuses)[layer] += 1
 
     def rank(self, number: int) -> dict[str, Any]:
         state = self.state()
@@ -84,24 +82,18 @@ class Behaviour:
         return state
 
     def state(self) -> dict[str, Any]:
-        indexcache = {
-            "pattern": self.pattern,
-            "policy": self.pattern,
-            "requests": {},
-            "architecture": self.architecture,
-            "mode": self.mode,
-            "source": "a test",
-            "version": self.version,
-            "checkpoint_pattern": "F" * len(self.pattern),
-            "forwards": self.requests,
-            "last_rejection": "",
-            "indexer_selections": list(self.runs),
-            "index_k_bytes_per_token": 132 * self.pattern.count("F"),
-            "indexer_seconds": {
-                **self.spent,
-                **{f"{k}_processor": v for k, v in self.spent.items()},
-            },
-        }
+        said = state(
+            self.pattern,
+            self.mode,
+            architecture=self.architecture,
+            version=self.version,
+            forwards=self.requests,
+            indexer_selections=list(self.runs),
+            index_reuses=list(self.reuses),
+            index_k_bytes_per_token=132 * self.pattern.count("F"),
+            indexer_seconds=self.spent | {f"{k}_processor": v for k, v in self.spent.items()},
+        )
+        indexcache = said.to_json()
         return {"memory_usage": {"token_capacity": self.capacity}, "indexcache": indexcache}
 
 

@@ -25,7 +25,7 @@ from benchmarks.search_objectives import (
     masks,
     spearman,
 )
-from sglang_indexcache.heal.data.retrieval import Document
+from sglang_indexcache.data.retrieval import TaskDocument
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 
@@ -59,7 +59,7 @@ def test_an_interval_holds_its_correlation_and_closes_on_a_perfect_one() -> None
 
 @given(st.lists(st.booleans(), min_size=2, max_size=40), st.integers(0, 40))
 def test_masks_count_what_they_say(answer: list[bool], topk: int) -> None:
-    document = Document(list(range(len(answer))), answer, answer)
+    document = TaskDocument(list(range(len(answer))), answer, answer)
     found = masks(document, topk)
     for token in range(1, len(answer)):
         visible = list(range(token))  # what the query that predicts this token sees

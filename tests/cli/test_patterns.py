@@ -159,7 +159,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("package", "group", "extra"),
     [
-        ("torch", "train", "train"),
+        ("torch", "heal", "heal"),
         ("torch", "kernels", "serve"),
         ("numpy", "search", "search"),
         ("sglang", "search", "serve"),

@@ -134,10 +134,10 @@ def test_a_block_fp8_checkpoint_healed_and_served(
     arguments += ["--indexcache-pattern", str(PATTERN), "--dtype", "float32"]
     with serve(healed.folder, *SMALL_POOL, *arguments) as client:
         [state] = client.states()
-        assert state["pattern"] == str(PATTERN)
-        assert state["adapter"] == str(healed.adapter.folder)
-        assert state["adapter_digest"] == healed.adapter.digest
-        assert state["adapter_in_effect"]
+        assert state.pattern == str(PATTERN)
+        assert state.adapter == str(healed.adapter.folder)
+        assert state.adapter_digest == healed.adapter.digest
+        assert state.adapter_in_effect
         check(client, wanted, PATTERN, LENGTHS)
         ids = decided_prompt(wanted, 300, PATTERN)
         without = base.answer(ids, PATTERN).logprobs
@@ -154,15 +154,15 @@ def _agrees(client: Client, oracle: Oracle, pattern: Pattern) -> None:
 
 def _switches(client: Client, merged: Oracle, base: Oracle) -> None:
     """Adapter and base by turns, with the same prompts: nothing cached is taken for the other's."""
-    assert all(state["adapter_in_effect"] for state in client.states())
+    assert all(state.adapter_in_effect for state in client.states())
     _agrees(client, merged, PATTERN)
     for state in client.switch_pattern(str(PATTERN)):
-        assert not state["adapter_in_effect"]
-        assert state["pattern"] == str(PATTERN)
+        assert not state.adapter_in_effect
+        assert state.pattern == str(PATTERN)
     _agrees(client, base, PATTERN)
     for state in client.switch_pattern("adapter"):
-        assert state["adapter_in_effect"]
-        assert state["pattern"] == str(PATTERN)
+        assert state.adapter_in_effect
+        assert state.pattern == str(PATTERN)
     _agrees(client, merged, PATTERN)
 
 
@@ -171,8 +171,8 @@ def test_live(glm: Path, adapter: Adapter, merged: Oracle, base: Oracle, serve: 
     with serve(glm, *SMALL_POOL, *arguments) as client:
         _switches(client, merged, base)
         for state in client.switch_pattern("full"):
-            assert state["pattern"] == "FFFFFF"
-            assert not state["adapter_in_effect"]
+            assert state.pattern == "FFFFFF"
+            assert not state.adapter_in_effect
         weights = adapter.weights_file.read_bytes()
         adapter.weights_file.write_bytes(weights[:-1] + b"?")
         try:
@@ -180,7 +180,7 @@ def test_live(glm: Path, adapter: Adapter, merged: Oracle, base: Oracle, serve: 
                 client.switch_pattern("adapter")
         finally:
             adapter.weights_file.write_bytes(weights)
-        assert client.states()[0]["pattern"] == "FFFFFF"
+        assert client.states()[0].pattern == "FFFFFF"
         _agrees(client, base, Pattern.full(6))
 
 

@@ -95,7 +95,7 @@ def test_one_live_server_stands_for_all_patterns(
         running = RunningServers({c.name: live for c in served})
         result = latency.run(target, running, served, SETTINGS)
         [state] = live.states()
-    assert (state["pattern"], state["switches"]) == ("FFFFFF", 0)
+    assert (state.pattern, state.switches) == ("FFFFFF", 0)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [
         ("full", "live"), ("half", "live"),
     ] * 4  # fmt: skip

@@ -85,11 +85,11 @@ def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
             for number in range(SWITCHES):
                 pattern = PATTERNS[(number * 3 + 1) % len(PATTERNS)]
                 [state] = client.switch_pattern(str(pattern))
-                assert state["pattern"] == str(pattern)
+                assert state.pattern == str(pattern)
         finally:
             done.set()
 
-    before = client.states()[0]["switches"]
+    before = client.states()[0].switches
     with ThreadPoolExecutor(8) as pool:
         workers = [pool.submit(prefill, i) for i in range(3)]
         workers += [pool.submit(decode, i) for i in range(3)]
@@ -97,7 +97,7 @@ def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
         counts = [worker.result() for worker in workers]
     assert min(counts) >= 1
     assert len(seen) == len(PATTERNS), f"only these patterns answered: {seen}"
-    assert client.states()[0]["switches"] - before == SWITCHES
+    assert client.states()[0].switches - before == SWITCHES
     # A stale read would have raised StaleIndexError and ended the server.
     test_a_switch_takes_effect_at_once(client, oracle)
 
@@ -109,7 +109,7 @@ def test_the_same_pattern_again_is_no_switch(client: Client) -> None:
     greedy(client, ids, 2)
     client.switch_pattern("full")
     after = client.states()[0]
-    assert after["switches"] == before["switches"]
+    assert after.switches == before.switches
     assert client.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})["meta_info"][
         "cached_tokens"
     ]
@@ -131,4 +131,4 @@ def test_a_bad_pattern_is_refused_and_nothing_changes(
     client.switch_pattern("FSFSFS")
     with pytest.raises(ServerError, match=reason):
         client.switch_pattern(value)
-    assert client.states()[0]["pattern"] == "FSFSFS"
+    assert client.states()[0].pattern == "FSFSFS"

@@ -33,8 +33,8 @@ def openai(client: Client) -> OpenAI:
 
 def test_upstream_override_really_skips(client: Client) -> None:
     [state] = client.states()
-    assert state["pattern"] == "FSSFSS"
-    assert "index_topk_freq" in state["source"]
+    assert state.pattern == "FSSFSS"
+    assert "index_topk_freq" in state.source
 
 
 def test_chat(openai: OpenAI) -> None:

@@ -63,7 +63,7 @@ class TestDpAttention:
     def test_agrees_with_the_oracle(self, dp_attention: Client, oracle: Oracle, text: str) -> None:
         """One prompt leaves the other rank idle; four of unequal lengths give unequal batches."""
         for state in dp_attention.switch_pattern(text):
-            assert state["pattern"] == text
+            assert state.pattern == text
         check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
 
     def test_doctor_hears_every_rank(self, dp_attention: Client) -> None:
@@ -79,15 +79,15 @@ class TestDpAttention:
         states = dp_attention.states()
         assert len(states) == 2
         for state in states:
-            assert max(state["indexer_selections"]) > 0
+            assert max(state.indexer_selections) > 0
             for layer in PATTERN.shared_layers:
-                assert state["indexer_selections"][layer] == 0
+                assert state.indexer_selections[layer] == 0
 
     def test_switches_all_ranks_or_none(self, dp_attention: Client) -> None:
         dp_attention.switch_pattern("FSFSFS")
         with pytest.raises(ServerError, match="5 characters"):
             dp_attention.switch_pattern("FSSSS")
-        assert [state["pattern"] for state in dp_attention.states()] == ["FSFSFS"] * 2
+        assert [state.pattern for state in dp_attention.states()] == ["FSFSFS"] * 2
 
     def test_a_killed_rank_ends_the_server(self, dp_attention: Client) -> None:
         """While both decode. The class's last: nothing can be asked of that server any more."""
@@ -118,7 +118,7 @@ def test_dp_attention_static(glm: Path, serve: Serve, oracle: Oracle) -> None:
     arguments += ["--indexcache-pattern", str(PATTERN), "--chunked-prefill-size", "128"]
     with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
         check(client, oracle, PATTERN, (1, 300, 66, 129))
-        assert [state["index_k_bytes_per_token"] for state in client.states()] == [3 * 512] * 2
+        assert [state.index_k_bytes_per_token for state in client.states()] == [3 * 512] * 2
 
 
 class TestAttentionInParallel:

@@ -154,7 +154,7 @@ def test_fp8_index_keys(served_fp8: tuple[Client, Oracle]) -> None:
     """
     client, oracle = served_fp8
     pattern = Pattern("FFSSFS")
-    assert client.states()[0]["index_k_bytes_per_token"] == 3 * (128 + 4)
+    assert client.states()[0].index_k_bytes_per_token == 3 * (128 + 4)
     unquantised = Oracle(oracle.folder, torch.float32)
     ids = decided_prompt(oracle, 200, pattern)
     answer = logprobs(client, ids)

@@ -117,9 +117,9 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
     def switch() -> None:
         while not done.wait(0.1) or len(switched) < len(defaults):
             # A switch sets the counters back, so they are looked at before it.
-            mixed.update(i for i, s in enumerate(client.states()) if s["mixed_forwards"])
+            mixed.update(i for i, s in enumerate(client.states()) if s.mixed_forwards)
             value = defaults[len(switched) % len(defaults)]
-            assert {state["pattern"] for state in client.switch_pattern(value)} == {value}
+            assert {state.pattern for state in client.switch_pattern(value)} == {value}
             switched.append(value)
 
     with ThreadPoolExecutor(17) as pool:
@@ -148,7 +148,7 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
 def wait_until_idle(client: Client) -> None:
     """Aborted requests leave a moment after their clients; then no pattern has any."""
     for _ in range(6000):
-        if not any(state["requests"] for state in client.states()):
+        if not any(state.requests for state in client.states()):
             return
         threading.Event().wait(0.1)
     raise AssertionError(f"requests are left: {client.states()}")
@@ -185,7 +185,7 @@ def client(glm: Path, serve: Serve) -> Iterator[Client]:
 
 
 def test_prompt_length_decides_where_nothing_is_named(client: Client) -> None:
-    assert client.states()[0]["policy"] == "FFFFFF < 100 <= FSFSFS < 200 <= FSSSSS"
+    assert client.states()[0].policy == "FFFFFF < 100 <= FSFSFS < 200 <= FSSSSS"
     for length, pattern in BY_LENGTH.items():
         sampling = under(None, max_new_tokens=1)
         reply = client.generate(input_ids=prompt(length, 3), sampling_params=sampling)
@@ -230,10 +230,10 @@ def work(client: Client, patterns: list[str]) -> set[int]:
     after = client.states()[0]
     counts = [
         new - old for old, new in zip(
-            before["indexer_selections"], after["indexer_selections"], strict=True
+            before.indexer_selections, after.indexer_selections, strict=True
         )
     ]  # fmt: skip
-    assert counts[0] == after["forwards"] - before["forwards"]
+    assert counts[0] == after.forwards - before.forwards
     return {layer for layer, count in enumerate(counts) if count}
 
 
@@ -271,7 +271,7 @@ def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) 
     client.switch_pattern(str(first))
     chunks = client.stream(input_ids=ids, sampling_params=under(None, max_new_tokens=4000))
     next(chunks)
-    assert client.states()[0]["requests"] == {str(first): 1}
+    assert client.states()[0].requests == {str(first): 1}
     client.switch_pattern(str(second))
     seen = next(chunk for chunk in chunks if len(chunk["output_ids"]) >= 40)
     chunks.close()

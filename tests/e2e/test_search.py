@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.client import Client
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
@@ -58,7 +59,7 @@ def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
         ours = served.loss(Pattern(text), [0, 1]).values
         theirs = local.loss(Pattern(text), [0, 1]).values
         assert ours == pytest.approx(theirs, abs=1e-3)
-        assert live.states()[0]["pattern"] == "FFFFFF"  # what others get is as it was
+        assert live.states()[0].pattern == "FFFFFF"  # what others get is as it was
 
 
 def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
@@ -95,7 +96,7 @@ def test_a_search_over_http(live: Client, glm: Path, library: Path, searched: Se
     assert entry.full_layers == 3
     # What the search reported is what the server gives when the pattern is served by name.
     state = live.switch_pattern("e2e-1of2")[0]
-    assert state["pattern"] == entry.pattern
+    assert state.pattern == entry.pattern
     with source.open() as setup:
         assert entry.method.details["checkpoint"] == setup.identity["checkpoint"]
         served = setup.evaluator.loss(Pattern(entry.pattern), range(4))
@@ -137,7 +138,7 @@ def test_a_search_under_other_traffic(
             done.set()
         counts = [other.result() for other in others]
     assert min(counts) > 0
-    assert live.states()[0]["mixed_forwards"] > 0
+    assert live.states()[0].mixed_forwards > 0
     for found, before in zip(busy.found.values(), searched.found.values(), strict=True):
         assert found.pattern == before.pattern
         assert found.loss == pytest.approx(before.loss, abs=1e-5)
@@ -147,8 +148,8 @@ def test_a_static_server_is_refused(glm: Path, live: Client) -> None:
     from sglang_indexcache.errors import SearchError
 
     class Static:
-        def states(self) -> list[dict[str, object]]:
-            return [{**live.states()[0], "mode": "static"}]
+        def states(self) -> list[RankState]:
+            return [live.states()[0].model_copy(update={"mode": "static"})]
 
     with pytest.raises(SearchError, match="--indexcache-mode live"):
         ServedEvaluator(Static(), Calibration(((1, 2),), 1, "test"))  # type: ignore[arg-type]
@@ -172,7 +173,7 @@ if __name__ == "__main__":  # the engine starts its scheduler by spawning
     with InProcessEngine(model_path={str(glm)!r}, dtype="float32") as engine:
         found = ServedEvaluator(engine, data).loss(Pattern("FSFSFS"), [0, 1])
         assert abs(found.values - expected.values).max() < 1e-3, (found, expected)
-        assert engine.states()[0]["pattern"] == "FFFFFF"
+        assert engine.states()[0].pattern == "FFFFFF"
         try:
             engine.switch_pattern("FF")
         except ServerError as error:

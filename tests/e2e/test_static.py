@@ -51,11 +51,11 @@ def fresh(client: Client) -> None:
 
 def test_reports_what_it_does(client: Client) -> None:
     [state] = client.states()
-    assert state["pattern"] == str(PATTERN)
-    assert state["mode"] == "static"
-    assert (state["full_layers"], state["shared_layers"]) == (2, 4)
+    assert state.pattern == str(PATTERN)
+    assert state.mode == "static"
+    assert (state.full_layers, state.shared_layers) == (2, 4)
     assert client.server_info()["disable_overlap_schedule"] is False
-    assert state["source"] == "--indexcache-pattern FSSFSS (given literally)"
+    assert state.source == "--indexcache-pattern FSSFSS (given literally)"
 
 
 def test_shared_layers_do_no_indexer_work(client: Client) -> None:
@@ -63,22 +63,22 @@ def test_shared_layers_do_no_indexer_work(client: Client) -> None:
     before = client.states()[0]
     greedy(client, prompt(300, 1), 8)
     after = client.states()[0]
-    forwards = after["forwards"] - before["forwards"]
+    forwards = after.forwards - before.forwards
     assert forwards >= 10  # three chunks and the generated tokens
     for layer in range(6):
-        selections = after["indexer_selections"][layer] - before["indexer_selections"][layer]
-        reuses = after["index_reuses"][layer] - before["index_reuses"][layer]
+        selections = after.indexer_selections[layer] - before.indexer_selections[layer]
+        reuses = after.index_reuses[layer] - before.index_reuses[layer]
         assert (selections, reuses) == ((forwards, 0) if PATTERN.is_full(layer) else (0, forwards))
-    assert after["index_key_writes"] == [0] * 6
+    assert after.index_key_writes == [0] * 6
 
 
 def test_shared_layers_have_no_index_key_memory(client: Client) -> None:
     # float32 keys of 128 entries in two of six layers
-    assert client.states()[0]["index_k_bytes_per_token"] == 2 * 128 * 4
+    assert client.states()[0].index_k_bytes_per_token == 2 * 128 * 4
 
 
 def test_shared_layers_have_no_indexer_weights(client: Client) -> None:
-    weights = client.states()[0]["indexer_weight_bytes"]
+    weights = client.states()[0].indexer_weight_bytes
     assert tuple(map(int, weights)) == PATTERN.full_layers
     assert all(size > 0 for size in weights.values())
 
@@ -182,7 +182,7 @@ def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
 def test_switching_is_refused(client: Client) -> None:
     with pytest.raises(ServerError, match=r"started in static mode.*--indexcache-mode live"):
         client.switch_pattern("FFFFFF")
-    assert client.states()[0]["pattern"] == str(PATTERN)
+    assert client.states()[0].pattern == str(PATTERN)
 
 
 def test_a_request_that_names_another_pattern_is_refused(client: Client) -> None:
@@ -211,10 +211,10 @@ def test_static_and_live_agree_exactly(client: Client, glm: Path, serve: Serve) 
         for mine, theirs in zip(static, answers(live), strict=True):
             assert torch.equal(mine, theirs)
         [state] = live.states()
-        assert state["indexer_selections"][1] == 0
-        assert state["index_key_writes"][1] > 0  # live mode keeps the keys for other patterns
-        assert state["index_k_bytes_per_token"] == 6 * 128 * 4
-        assert len(state["indexer_weight_bytes"]) == 6
+        assert state.indexer_selections[1] == 0
+        assert state.index_key_writes[1] > 0  # live mode keeps the keys for other patterns
+        assert state.index_k_bytes_per_token == 6 * 128 * 4
+        assert len(state.indexer_weight_bytes) == 6
 
 
 def test_readers_do_not_disturb(client: Client) -> None:

@@ -8,10 +8,10 @@ import torch
 import yaml
 from rich.console import Console
 
+from benchmarks.training.recipe import RECIPES, Recipe
+from benchmarks.training.trainer import Trainer
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.demo.material import Material
-from sglang_indexcache.heal.recipe import Recipe, shipped_recipes
-from sglang_indexcache.heal.trainer import Trainer
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
     ROUNDING,
@@ -23,7 +23,7 @@ from tests.e2e.conftest import (
 )
 from tests.oracle import Oracle
 
-RECIPE = shipped_recipes()["tiny-dsa"]
+RECIPE = RECIPES / "tiny-dsa.yaml"
 
 
 def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
@@ -36,9 +36,9 @@ def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
     trainer = Trainer(recipe, tmp_path, Console(quiet=True))
     checkpoint = trainer.run()
     oracle = Oracle(checkpoint, torch.float32)
-    ids = decided_prompt(oracle, 4 * trainer.topk, trainer.pattern)
+    ids = decided_prompt(oracle, 4 * trainer.model.sharing.topk, trainer.pattern)
     with serve(checkpoint, "--dtype", "float32") as client:
-        assert client.states()[0]["pattern"] == str(trainer.pattern)
+        assert client.states()[0].pattern == str(trainer.pattern)
         expected = oracle.answer(ids, trainer.pattern).logprobs
         torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
 

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
+from tests.fakes import state
 
 LAYERS = 12
 TOPK = 64
@@ -63,7 +64,6 @@ class Fake:
         fault: what is wrong with it; see :meth:`generate` and :class:`Handler`.
         after: calls of ``/generate`` that are still in order.
         mode: of the plugin.
-        in_requests: whether it takes patterns from requests.
         spread: share of answers that a pattern of S alone gets wrong besides.
         noise: share of answers that are wrong by chance, anew on each call.
         info: of ``/server_info`` besides.
@@ -75,7 +75,6 @@ class Fake:
     fault: str = ""
     after: int = 0
     mode: str = "live"
-    in_requests: bool = False
     pattern: str = "F" * LAYERS
     spread: float = 0.9
     level: float = 0.95
@@ -87,7 +86,7 @@ class Fake:
 
     def __post_init__(self) -> None:
         self.guard = threading.Lock()
-        self.calls = self.switches = self.flushes = self.forwards = 0
+        self.calls = self.forwards = 0
         self.selections, self.reuses = [0] * LAYERS, [0] * LAYERS
         self.cache: dict[str, list[tuple[int, ...]]] = {}
         self.chance = random.Random(5)
@@ -98,41 +97,22 @@ class Fake:
         return bool(self.fault) and self.calls > self.after
 
     def server_info(self) -> dict[str, Any]:
-        state = {
-            "version": "0.1.0",
-            "pattern": self.pattern,
-            "mode": self.mode,
-            "architecture": "GlmMoeDsaForCausalLM",
-            "checkpoint_pattern": "F" * LAYERS,
-            "switches": self.switches,
-            "last_rejection": "",
-            "forwards": self.forwards,
-            "indexer_selections": list(self.selections),
-            "index_reuses": list(self.reuses),
-        }
-        if self.in_requests:
-            state["policy"] = self.pattern
+        said = state(
+            self.pattern,
+            self.mode,
+            forwards=self.forwards,
+            indexer_selections=list(self.selections),
+            index_reuses=list(self.reuses),
+        )
         own = {"dtype": "bfloat16", "model_path": "m", "max_req_input_len": 8186}
-        return {**own, **self.info, "internal_states": [{"indexcache": state}]}
-
-    def switch(self, pattern: str) -> None:
-        self.switches += pattern != self.pattern
-        if self.fault != "deaf to switches":
-            self.pattern = pattern
-        self.flush()
-
-    def flush(self) -> None:
-        self.flushes += 1
-        if self.fault != "one cache":
-            self.cache.clear()
+        return {**own, **self.info, "internal_states": [{"indexcache": said.to_json()}]}
 
     def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls += 1
         self.asked.append(body)
-        if self.faulty and self.fault == "somebody":
-            self.switch("F" + "FS" * 5 + "F")
         if self.faulty and self.fault == "restart":
-            self.fault, self.switches, self.pattern = "", 0, "F" * LAYERS
+            self.fault, self.forwards = "", 0
+            self.selections, self.reuses = [0] * LAYERS, [0] * LAYERS
             self.cache.clear()
         replies = []
         for place, ids in enumerate(body["input_ids"]):
@@ -156,12 +136,11 @@ class Fake:
         key = "" if self.faulty and self.fault == "one cache" else body["extra_key"][place]
         start = body["logprob_start_len"][place] if "logprob_start_len" in body else len(ids)
         cached = min(self._cached(key, ids), start) // PAGE * PAGE
-        told = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
-        info: dict[str, Any] = {"prompt_tokens": told, "cached_tokens": cached}
-        if self.in_requests:
-            info["indexcache_pattern"] = [pattern]
-        if self.faulty and self.fault == "ignores requests":
-            info["indexcache_pattern"] = [self.pattern]
+        read = len(ids) - 8 if self.faulty and self.fault == "truncates" else len(ids)
+        info: dict[str, Any] = {"prompt_tokens": read, "cached_tokens": cached}
+        told = self.pattern if self.faulty and self.fault == "ignores requests" else pattern
+        if not (self.faulty and self.fault == "names no pattern"):
+            info["indexcache_pattern"] = [told]
         if "logprob_start_len" in body:
             shown = "F" * LAYERS if self.faulty and self.fault == "ignores" else pattern
             self._score(info, ids, start, shown)
@@ -271,13 +250,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         fake = self.fake
         with fake.guard:
-            if self.path == "/set_internal_state":
-                fake.switch(next(iter(body["server_args"])).partition("=")[2])
-                self._answer([True])
-            elif self.path.startswith("/flush_cache"):
-                fake.flush()
-                self._answer({})
-            elif fake.faulty and fake.fault == "stops":
+            if fake.faulty and fake.fault == "stops":
                 self._answer({}, 503)
             elif fake.faulty and fake.fault == "half an answer":
                 self._answer({"choices": []}, cut=4)

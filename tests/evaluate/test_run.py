@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import QualityError
+from sglang_indexcache.errors import IndexCacheError, QualityError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.evaluate.journal import NAME, load
@@ -34,9 +34,8 @@ def timeless(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, seconds=0.0)
 
 
-@pytest.mark.parametrize("in_requests", [False, True])
-def test_a_whole_evaluation(tmp_path: Path, in_requests: bool) -> None:
-    fake = Fake(in_requests=in_requests)
+def test_a_whole_evaluation(tmp_path: Path) -> None:
+    fake = Fake()
     with serving(fake) as url:
         found = evaluate(tmp_path, url)
     assert found.finished
@@ -62,9 +61,8 @@ def test_a_whole_evaluation(tmp_path: Path, in_requests: bool) -> None:
     assert load(tmp_path) == found
 
 
-@pytest.mark.parametrize("in_requests", [False, True])
-def test_a_context_is_computed_once_for_its_questions(tmp_path: Path, in_requests: bool) -> None:
-    fake = Fake(in_requests=in_requests)
+def test_a_context_is_computed_once_for_its_questions(tmp_path: Path) -> None:
+    fake = Fake()
     with serving(fake) as url:
         evaluate(tmp_path, url)
     assert all(body.get("logprob_start_len", [1])[0] > 0 for body in fake.asked)
@@ -75,19 +73,6 @@ def test_a_context_is_computed_once_for_its_questions(tmp_path: Path, in_request
             start == len(ids) - 2
             for ids, start in zip(asked["input_ids"], asked["logprob_start_len"], strict=True)
         )
-
-
-def test_arms_alternate_and_the_cache_is_flushed_between_them(tmp_path: Path) -> None:
-    fake = Fake()
-    with serving(fake) as url:
-        evaluate(tmp_path, url)
-    order = [body["extra_key"][0].split("/")[1] for body in fake.asked]
-    turns = [name for place, name in enumerate(order) if place == 0 or order[place - 1] != name]
-    patterns = [arm.pattern for arm in ARMS]
-    # The control, then blocks: forwards, backwards, ...; A/A comes last, or first.
-    assert turns[:4] == patterns
-    assert turns[4:9] == [patterns[0], *patterns[:0:-1], patterns[0]][:5]
-    assert fake.flushes >= len(turns)
 
 
 def test_decided_patterns_are_asked_no_more(tmp_path: Path) -> None:
@@ -128,7 +113,7 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
 
 REFUSED = {
     "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
-    "idle layers": "ignores the pattern: .* layers .* did not do what that wants",
+    "idle layers": "ignores the pattern: .* layers .* did not do what that says",
     "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
     "truncates": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
     "nan": "a log-probability that is none.*NaN",
@@ -136,33 +121,21 @@ REFUSED = {
     "nothing scored": "scored 0 of an answer's 1 tokens",
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
     "list of garbage": "no reply of SGLang's /generate.*another program",
-    "somebody": "somebody else switched .* in the middle of a block.*server of its own",
     "stops": "stopped answering.*is kept: start the same command again",
     "control": r"control failed: at 48 tokens.*(half|few) differs from full \(\d+ lost",
-    "deaf to switches": "did not switch to",
+    "ignores requests": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
+    "names no pattern": "asked for pattern F.* and answered without saying under which pattern",
 }
 SINCE_LONG = ("ignores", "one cache", "truncates")
 """Faults that begin behind the control, where they can be seen."""
+AFTER_CONTROL = 2 * 2
+"""Calls for the control: two contexts, each computed and then asked about."""
 
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_goes_wrong_is_refused_by_name(tmp_path: Path, fault: str) -> None:
-    fake = Fake(fault=fault, after=2 * 2 * len(ARMS) if fault in SINCE_LONG else 0)
-    with serving(fake) as url, pytest.raises(QualityError, match=REFUSED[fault]):
-        evaluate(tmp_path, url)
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("ignores", "ignores the pattern, or answers from another arm's cache"),
-        ("ignores requests", "ignores the pattern of a request: it was asked for"),
-        ("one cache", "shares cached prefixes between patterns"),
-    ],
-)
-def test_patterns_of_requests_that_are_ignored(tmp_path: Path, fault: str, said: str) -> None:
-    fake = Fake(fault=fault, in_requests=True)
-    with serving(fake) as url, pytest.raises(QualityError, match=said):
+    fake = Fake(fault=fault, after=AFTER_CONTROL if fault in SINCE_LONG else 0)
+    with serving(fake) as url, pytest.raises(IndexCacheError, match=REFUSED[fault]):
         evaluate(tmp_path, url)
 
 
@@ -179,7 +152,7 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
     with serving(Fake(fault="restart", after=21)) as url:
         found = evaluate(tmp_path / "b", url, tell=told.append)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
-    assert any("counts its switches anew" in line for line in told)
+    assert any("restarted meanwhile: it counts anew" in line for line in told)
 
 
 def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
@@ -191,7 +164,7 @@ def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
     taken = (Taken("prompts", 1024, (1, 2), (260, 320), 2),)
     plan = Plan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
     material = Material(Words(), HAYSTACK, 4, items)
-    with serving(Fake(in_requests=True)) as url:
+    with serving(Fake()) as url:
         assert evaluate(tmp_path, url, plan, material=material).finished
 
 

@@ -12,7 +12,7 @@ from transformers import (
     GlmMoeDsaForCausalLM,
 )
 
-from sglang_indexcache.heal.model import DistilledModel
+from benchmarks.training.model import DistilledModel
 from sglang_indexcache.heal.sharing import Stage
 
 FAMILIES = {

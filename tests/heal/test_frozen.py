@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from benchmarks.training.model import DistilledModel
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.heal.frozen import FrozenBody, placed
 from sglang_indexcache.heal.local import LocalSharing
-from sglang_indexcache.heal.model import DistilledModel
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern

@@ -217,7 +217,6 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
         ({"checkpoint": Path("dense")}, CheckpointError, "without a lightning indexer"),
         ({"checkpoint": Path("shared")}, PatternError, "indexer"),
         ({"output": Path("full")}, TrainingError, "holds something else"),
-        pytest.param({"loss_kernel": "triton"}, TrainingError, "needs a GPU", marks=without_a_gpu),
     ],
 )
 def test_what_is_refused_before_weights_are_read(
@@ -262,8 +261,6 @@ def test_the_folder_of_another_run(base: Path) -> None:
         {"dense_steps": 0, "sparse_steps": 0},
         {"dtype": "int8"},
         {"rows": 0},
-        {"loss_kernel": "cuda"},
-        {"loss_kernel": "triton", "sparse_steps": 0},
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any]) -> None:

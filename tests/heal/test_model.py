@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.training.model import DistilledModel, next_tokens
 from sglang_indexcache.errors import PatternError, StaleIndexError, TrainingError
 from sglang_indexcache.heal.losses import AttentionInputs, distillation_loss
-from sglang_indexcache.heal.model import DistilledModel, attend, next_tokens
+from sglang_indexcache.heal.model import attend
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
@@ -250,7 +251,7 @@ def test_wrong_models_and_patterns_are_clear_errors() -> None:
         DistilledModel(stripped, Pattern("FFFF"))
     other = make("glm-5")
     other.config.model_type = "llama"
-    with pytest.raises(TrainingError, match="indexcache train convert"):
+    with pytest.raises(TrainingError, match="cannot be healed"):
         DistilledModel(other, Pattern("FFFF"))
 
 

@@ -8,7 +8,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_indexcache.heal import losses_triton
 from sglang_indexcache.kernels.indexer import triton as indexer
 from sglang_indexcache.kernels.sparse_mla import triton as sparse_mla
 from sglang_indexcache.kernels.topk import triton as topk
@@ -139,27 +138,4 @@ def test_arguments_that_are_one() -> None:
         FP8_UNIT=True,
         table_stride=1,
         out_stride=1,
-    )
-
-
-@pytest.mark.parametrize("architecture", [HOPPER])
-@pytest.mark.parametrize("kernel", ["_attention", "_divergence", "_take_back"])
-def test_distillation_loss(architecture: int, kernel: str) -> None:
-    """In the shapes of released models: 2,048 of 128 wide keys, 256 wide attention, 32 heads."""
-    function = getattr(losses_triton, kernel)
-    names = set(function.arg_names)
-    types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(names & {"queries", "keys", "weights"}, "*bf16")
-    floats = {"p", "counted", "loss", "pulls", "of_weights", "of_queries", "of_keys"}
-    types |= dict.fromkeys(names & floats, "*fp32") | {"places": "*i32"}
-    types |= dict.fromkeys([n for n in names if n.endswith(("_batch", "_row"))], "i64")
-    types |= dict.fromkeys(names & {"scale"}, "fp32")
-    constants = {name: value for name, value in types.items() if name.isupper()}
-    types = {name: kind for name, kind in types.items() if name not in constants}
-    width = 256 if kernel == "_attention" else 128
-    values = losses_triton._tile(2048, width) | {"WIDTH": width, "GRADIENT": True, "HEADS": 32}
-    values |= {"KEYS": losses_triton.KEYS, "COLUMNS": losses_triton.COLUMNS}
-    options = {"num_warps": 4 if kernel == "_take_back" else 8}
-    compiles(
-        function, architecture, types, options, **{n: v for n, v in values.items() if n in names}
     )

@@ -20,7 +20,6 @@ HERE = Path(__file__).parent
     [
         ["test_grid.py", "-k", "triton"],
         ["test_triton.py"],
-        ["../training/test_losses_triton.py"],
     ],
 )
 def test_in_a_process_of_its_own(selection: list[str]) -> None:

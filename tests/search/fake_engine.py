@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST
+from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST
+from tests.fakes import state
 
 
 @dataclass
@@ -57,9 +58,8 @@ class Engine:
         self.under_way = 0
 
     def state(self) -> dict[str, Any]:
-        names = ("mode", "checkpoint_pattern", "pattern")
-        said = {name: getattr(self, name) for name in names}
-        return {"architecture": "GlmMoeDsaForCausalLM", "last_rejection": "", **said}
+        own = self.checkpoint_pattern
+        return state(self.pattern, self.mode, checkpoint_pattern=own).to_json()
 
     def count(self, more: int) -> None:
         with self.counting:

@@ -117,7 +117,42 @@ def test_what_is_wrong_is_one_line(folder: Path, arguments: list[str], message: 
     fine, said = examine("--model-path", folder, *arguments)
     assert not fine
     assert message in said
-    assert said.count("\n") == 1
+    assert said.count("problem") == 1
+    assert said.count("\n") == 2  # after what it looks at
+
+
+def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:
+    bare = {name: value for name, value in CONFIG.items() if name != "topk_method"}
+    (folder / "config.json").write_text(json.dumps(bare))
+    fine, said = examine("--model-path", folder, "--indexcache-pattern", "FSS")
+    assert not fine
+    assert [line.split()[0] for line in said.splitlines()] == ["checked", "problem", "problem"]
+    assert "75 too short" in said
+    assert "topk_method" in said
+
+
+def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
+    _, said = examine("--model-path", folder, "--indexcache-pattern", "uniform:1/2")
+    lines = [line.rstrip() for line in said.splitlines() if line.strip()]
+    assert lines[0].startswith("checked for")
+    assert lines[1] == "no problem found"
+    assert lines[-1] == "  F   0 to 76  39 F layers, each also serves the layer behind it"
+    assert "index-K saved  5148 of 10296 bytes per token (fp8 pages)" in said
+
+
+def test_nothing_shared_is_one_line(folder: Path) -> None:
+    _, said = examine("--model-path", folder)
+    lines = [line.rstrip() for line in said.splitlines() if line.strip()]
+    assert lines[2].startswith("advice")
+    assert lines[-1] == "  F   0 to 77  each serves itself only"
+    assert "nothing: every layer is F" in said
+
+
+def test_an_unknown_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    said = io.StringIO()
+    assert not doctor.examine(["--model-path", "m"], Console(file=said, width=200), "tpu")
+    assert "--device may be cpu, cuda, h100, h200, b200, got 'tpu'" in said.getvalue()
 
 
 def test_without_arguments_it_says_how_it_is_used() -> None:
@@ -135,7 +170,7 @@ def test_it_names_the_lines_that_transformers_does_not_write(folder: Path) -> No
     assert not fine
     for name, value in lines.items():
         assert f"{json.dumps(name)}: {json.dumps(value)}" in said
-    assert said.count("\n") == 1
+    assert said.count("problem") == 1
     assert examine("--model-path", folder, "--json-model-override-args", json.dumps(lines))[0]
 
 
@@ -151,13 +186,15 @@ def test_it_says_at_once_that_it_is_at_work(
 ) -> None:
     """Before SGLang is imported, which takes long; and not among its findings."""
 
-    def resolve(arguments: Sequence[str]) -> None:
+    def resolve(arguments: Sequence[str], device: str | None) -> None:
         raise SettingsError(f"asked after: {capsys.readouterr().err}")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "_resolve", resolve)
-    _, said = examine("--model-path", "m")
-    assert "asked after: asking SGLang" in said
+    console = Console(file=(said := io.StringIO()), width=200)
+    assert not doctor.examine(["--model-path", "m"], console, "cpu")
+    assert "checked for  the CPU reference platform\n" in said.getvalue()
+    assert "asked after: asking SGLang" in said.getvalue()
 
 
 def test_a_checkpoint_must_be_named() -> None:
@@ -169,11 +206,16 @@ def test_a_checkpoint_must_be_named() -> None:
 @pytest.mark.parametrize(
     ("device", "stored_as", "model_dtype", "expected"),
     [
-        ("cuda", "auto", "torch.bfloat16", "396 bytes per token (fp8 pages)"),  # 3 x (128 + 4)
-        ("cpu", "auto", "torch.bfloat16", "768 bytes per token (bfloat16)"),  # 3 x 2 x 128
-        ("cpu", "auto", "torch.float32", "1536 bytes per token (float32)"),
-        ("cpu", "float32", "torch.bfloat16", "1536 bytes per token (float32)"),
-        ("cpu", "fp8_e4m3", "torch.bfloat16", "396 bytes per token (fp8 pages)"),
+        (
+            "cuda",
+            "auto",
+            "torch.bfloat16",
+            "396 of 528 bytes per token (fp8 pages)",
+        ),  # 3 x (128 + 4)
+        ("cpu", "auto", "torch.bfloat16", "768 of 1024 bytes per token (bfloat16)"),  # 3 x 2 x 128
+        ("cpu", "auto", "torch.float32", "1536 of 2048 bytes per token (float32)"),
+        ("cpu", "float32", "torch.bfloat16", "1536 of 2048 bytes per token (float32)"),
+        ("cpu", "fp8_e4m3", "torch.bfloat16", "396 of 528 bytes per token (fp8 pages)"),
     ],
 )
 def test_saved_index_keys_are_counted_as_they_are_stored(
@@ -186,7 +228,7 @@ def test_saved_index_keys_are_counted_as_they_are_stored(
     cfg = SimpleNamespace(device=device, max_total_tokens=None)
     config = SimpleNamespace(index_head_dim=128)
     model = SimpleNamespace(dtype=model_dtype, hf_config=config, context_len=1024)
-    assert doctor._saved(plan, cfg, model).startswith(expected)
+    assert doctor._saved_here(plan, cfg, model).startswith(expected)
 
 
 def test_it_needs_nothing_but_the_base(folder: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sglang_indexcache.ask.protocol import RankState, check_answered_under, named
 from sglang_indexcache.errors import SearchError, ServerUnavailableError
-from sglang_indexcache.pattern import PATTERN_OF_REQUEST, Pattern, other_pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
 
@@ -20,7 +21,7 @@ _LEAST_RATE = 1000.0
 class LiveEngine(Protocol):
     """What the evaluator needs of an engine: ``serving.Client``, or an in-process engine."""
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[RankState]:
         """What IndexCache reports, one entry per data-parallel rank."""
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
@@ -92,7 +93,7 @@ class ServedEvaluator:
                 "max_new_tokens": 1,
                 "temperature": 0.0,
                 "ignore_eos": True,
-                "custom_params": {PATTERN_OF_REQUEST: str(pattern)},
+                **named(str(pattern)),
             },
             return_logprob=True,
             logprob_start_len=0,
@@ -114,15 +115,15 @@ class ServedEvaluator:
             )
 
 
-def _checkpoint(states: list[dict[str, Any]]) -> tuple[str, str]:
+def _checkpoint(states: list[RankState]) -> tuple[str, str]:
     """Architecture, and which layers have an indexer, of an engine in live mode."""
     [state, *_] = states
-    if state["mode"] != "live":
+    if state.mode != "live":
         raise SearchError(
             "the engine runs in static mode, where shared layers have no indexer. Start it "
             "with --indexcache-mode live."
         )
-    return state["architecture"], state["checkpoint_pattern"]
+    return state.checkpoint
 
 
 def _losses(reply: Any, ids: list[int], pattern: Pattern) -> Floats:
@@ -131,8 +132,7 @@ def _losses(reply: Any, ids: list[int], pattern: Pattern) -> Floats:
     if (info.get("finish_reason") or {}).get("type") == "abort":
         reason = info["finish_reason"].get("message", "without a reason")
         raise ServerUnavailableError(f"the engine gave a sequence up: {reason}")
-    if wrong := other_pattern(info, str(pattern)):
-        raise SearchError(f"the engine {wrong}")
+    check_answered_under(info, str(pattern), "the engine")
     if info["cached_tokens"]:
         raise SearchError(
             f"the engine answered from its cache ({info['cached_tokens']} tokens), which may be "

@@ -224,7 +224,7 @@ def test_evaluations_of_other_files_are_not_paired(tmp_path: Path) -> None:
 
 
 def test_an_older_journal_is_read_and_its_report_is_not_compared(tmp_path: Path) -> None:
-    with serving(Fake(in_requests=True)) as url:
+    with serving(Fake()) as url:
         found = evaluate(tmp_path, url, replace(PLAN, contexts=2))
     assert found.facts["material"].endswith(f"-{PLAN.questions}")
     path = tmp_path / NAME

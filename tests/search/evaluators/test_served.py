@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.pool import ServerPool
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
+from tests.fakes import state
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6), (7, 8, 9), (3, 2, 1)), 2, "test")
 
@@ -20,17 +22,15 @@ class Cardboard:
     """Token t costs t/10 nats, and one nat more for each S layer."""
 
     def __init__(self, ranks: int = 2, mode: str = "live") -> None:
-        state = {"pattern": "FFFF", "mode": mode, "checkpoint_pattern": "FFFF"}
-        state["architecture"] = "Cardboard"
-        self.ranks = [dict(state) for _ in range(ranks)]
+        self.ranks = [state("FFFF", mode, architecture="Cardboard")] * ranks
         self.cached, self.lost = 0, 0
         self.told: list[str] | str | None = "what was asked"
         self.requests: list[dict[str, Any]] = []
         self.timeouts: list[float | None] = []
         self.url = "cardboard"
 
-    def states(self) -> list[dict[str, Any]]:
-        return [dict(rank) for rank in self.ranks]
+    def states(self) -> list[RankState]:
+        return self.ranks
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self.requests.append(body)
@@ -75,7 +75,7 @@ def test_what_the_engine_serves_to_others_does_not_matter() -> None:
     engine = Cardboard()
     evaluator = ServedEvaluator(engine, DATA)
     alone = evaluator.loss(Pattern("FSFS"), [0]).values
-    engine.ranks[0]["pattern"] = "FSSS"
+    engine.ranks = [state("FSSS", "live", architecture="Cardboard", checkpoint_pattern="FFFF")]
     assert list(evaluator.loss(Pattern("FSFS"), [0]).values) == list(alone)
 
 
@@ -85,7 +85,7 @@ def test_what_the_engine_serves_to_others_does_not_matter() -> None:
 def test_an_answer_under_another_pattern_is_refused(told: Any, said: str) -> None:
     engine = Cardboard()
     engine.told = told
-    with pytest.raises(SearchError, match=f"asked for pattern FSFS and answered {said}"):
+    with pytest.raises(ServerError, match=f"asked for pattern FSFS and answered {said}"):
         ServedEvaluator(engine, DATA).loss(Pattern("FSFS"), [0])
 
 

@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 
-from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.data.retrieval import TASKS, Document, TaskWords, chance
-from sglang_indexcache.heal.data.text import Text
+from sglang_indexcache.data.machine import MachineText
+from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords, chance
+from sglang_indexcache.errors import DataError
 from tests.heal.tokenizers import tokenizer
 
 
@@ -20,8 +20,8 @@ def words() -> TaskWords:
 
 
 @pytest.fixture(scope="module")
-def text() -> Text:
-    return Text.of_machine(tokenizer(), 500_000)
+def text() -> MachineText:
+    return MachineText.read(tokenizer(), 500_000)
 
 
 def solve(task: str, before: str) -> str:
@@ -45,7 +45,7 @@ def follow(before: str, name: str) -> str:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [64, 200])
 def test_every_answer_follows_from_the_context(
-    task: str, length: int, words: TaskWords, text: Text, seed: int
+    task: str, length: int, words: TaskWords, text: MachineText, seed: int
 ) -> None:
     draw = random.Random(seed)
     for _ in range(10):
@@ -64,7 +64,7 @@ def decode_apart(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_only_the_predictable_is_learned(task: str, words: TaskWords, text: Text) -> None:
+def test_only_the_predictable_is_learned(task: str, words: TaskWords, text: MachineText) -> None:
     document = TASKS[task](words, text.train, 200, random.Random(1))
     random_names = set(words.names)
     for token, learn, answer in zip(document.ids, document.learn, document.answer, strict=True):
@@ -76,7 +76,7 @@ def test_only_the_predictable_is_learned(task: str, words: TaskWords, text: Text
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [128, 256, 512])
 def test_chance_is_what_guessing_a_value_of_the_document_gives(
-    task: str, length: int, words: TaskWords, text: Text, seed: int
+    task: str, length: int, words: TaskWords, text: MachineText, seed: int
 ) -> None:
     print(f"seed {seed}")
     draw, rates = random.Random(seed), []
@@ -93,7 +93,7 @@ def test_chance_is_what_guessing_a_value_of_the_document_gives(
 
 
 def test_a_needle_can_be_further_away_than_the_selection_is_wide(
-    words: TaskWords, text: Text
+    words: TaskWords, text: MachineText
 ) -> None:
     """At 512 tokens some asked fact lies more than 256 tokens before its question."""
     distances = []
@@ -106,11 +106,11 @@ def test_a_needle_can_be_further_away_than_the_selection_is_wide(
 
 
 def test_cutting_cuts_everything() -> None:
-    document = Document()
+    document = TaskDocument()
     document.add([1, 2, 3], learn=True)
-    assert document.cut(2) == Document([1, 2], [True, True], [False, False])
+    assert document.cut(2) == TaskDocument([1, 2], [True, True], [False, False])
 
 
 def test_a_vocabulary_without_words_is_a_clear_error() -> None:
-    with pytest.raises(TrainingError, match="one-token words"):
+    with pytest.raises(DataError, match="one-token words"):
         TaskWords(tokenizer(300))

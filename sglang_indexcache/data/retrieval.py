@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.data.text import Tokens, window
+from sglang_indexcache.data.machine import Tokens, window
+from sglang_indexcache.errors import DataError
 
 MIN_WORDS = 64
 ANSWERS = 4
@@ -30,7 +30,7 @@ TOKENS_A_PAIR = 3
 
 
 @dataclass
-class Document:
+class TaskDocument:
     """A token sequence and what may be learned from it.
 
     Attributes:
@@ -52,9 +52,9 @@ class Document:
         self.learn += [learn] * len(ids)
         self.answer += [answer] * len(ids)
 
-    def cut(self, length: int) -> Document:
+    def cut(self, length: int) -> TaskDocument:
         """The first ``length`` tokens."""
-        return Document(self.ids[:length], self.learn[:length], self.answer[:length])
+        return TaskDocument(self.ids[:length], self.learn[:length], self.answer[:length])
 
 
 class TaskWords:
@@ -65,7 +65,7 @@ class TaskWords:
         values: tokens that are answered; disjoint from the names.
 
     Raises:
-        TrainingError: if the tokenizer has fewer than :data:`MIN_WORDS` such words.
+        DataError: if the tokenizer has fewer than :data:`MIN_WORDS` such words.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -73,7 +73,7 @@ class TaskWords:
         # A byte-level BPE writes the leading space as U+0120.
         words = sorted(i for piece, i in pieces.items() if re.fullmatch("\u0120[A-Za-z]+", piece))
         if len(words) < MIN_WORDS:
-            raise TrainingError(
+            raise DataError(
                 f"the tokenizer has {len(words)} one-token words and retrieval needs {MIN_WORDS}. "
                 "Use a larger vocabulary."
             )
@@ -87,13 +87,13 @@ class TaskWords:
         return [(name, draw.choice(self.values)) for name in draw.sample(self.names, count)]
 
 
-def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
+def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
     """Associative recall: a list of name-value pairs, then names that ask for their values."""
     del text
     room = length - len(words.ask)
     share = draw.uniform(*RECALL_SHARE)
     pairs = words.draw(max(1, min(int(share * room / TOKENS_A_PAIR), len(words.names))), draw)
-    document = Document()
+    document = TaskDocument()
     for name, value in pairs:
         document.add([name, value, *words.comma])
     document.add(words.ask)
@@ -105,19 +105,19 @@ def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> 
     return document.cut(length)
 
 
-def needles(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
+def needles(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
     """Notes hidden in source text; at the end some of them are asked for."""
     return _hidden(words, text, length, draw, hops=1)
 
 
-def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> Document:
+def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
     """Variable tracking: a value is assigned along a chain of names hidden in source text."""
     return _hidden(words, text, length, draw, hops=2)
 
 
 def _hidden(
     words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int
-) -> Document:
+) -> TaskDocument:
     chains = [words.draw(hops, draw) for _ in range(facts_in(length))]
     names = draw.sample(words.names, hops * len(chains))
     facts: list[list[tuple[list[int], bool]]] = []
@@ -131,7 +131,7 @@ def _hidden(
         facts.append(lines)
         questions.append((own[-1], value))
     asked = [draw.choice(questions) for _ in range(ANSWERS)]
-    tail = Document()
+    tail = TaskDocument()
     for name, value in asked:
         tail.add([*words.ask, name, *words.be])
         tail.add([value], learn=True, answer=True)
@@ -151,11 +151,11 @@ def _fact(words: TaskWords, hops: int, name: int, value: int) -> list[int]:
 
 def _scattered(
     facts: list[list[tuple[list[int], bool]]],
-    tail: Document,
+    tail: TaskDocument,
     text: Tokens,
     length: int,
     draw: random.Random,
-) -> Document:
+) -> TaskDocument:
     """The facts in random places of a text, each chain in its order, then the questions."""
     used = len(tail) + sum(len(ids) for chain in facts for ids, _ in chain)
     filler = window(text, max(length - used, 1), draw)
@@ -164,7 +164,7 @@ def _scattered(
         for number, chain in enumerate(facts)
         for order, place in enumerate(sorted(draw.randrange(len(filler)) for _ in chain))
     )
-    document, at = Document(), 0
+    document, at = TaskDocument(), 0
     for place, number, order in places:
         document.add(filler[at:place], learn=True)
         document.add(facts[number][order][0])
@@ -175,7 +175,7 @@ def _scattered(
     return document.cut(length)
 
 
-Task = Callable[[TaskWords, Tokens, int, random.Random], Document]
+Task = Callable[[TaskWords, Tokens, int, random.Random], TaskDocument]
 TASKS: dict[str, Task] = {"recall": recall, "needles": needles, "tracking": tracking}
 
 

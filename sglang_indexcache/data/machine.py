@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.errors import DataError
 from sglang_indexcache.support.text import machine_text
 
 HELD_OUT_EVERY = 10
@@ -22,7 +22,7 @@ Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Text:
+class MachineText:
     """Tokenised source files.
 
     Attributes:
@@ -34,7 +34,7 @@ class Text:
     held_out: Tokens
 
     @classmethod
-    def of_machine(cls, tokenizer: PreTrainedTokenizerBase, limit: int) -> Text:
+    def read(cls, tokenizer: PreTrainedTokenizerBase, limit: int) -> MachineText:
         """Tokenise the standard library's top-level modules.
 
         Args:
@@ -42,13 +42,13 @@ class Text:
             limit: characters, at most.
 
         Raises:
-            TrainingError: if too little text was found to hold any out.
+            DataError: if too little text was found to hold any out.
         """
         files = list(machine_text(limit))
         if len(files) < HELD_OUT_EVERY:
-            raise TrainingError(
-                f"found {len(files)} modules of the standard library; training needs at least "
-                f"{HELD_OUT_EVERY}. Raise data.text_characters."
+            raise DataError(
+                f"found {len(files)} modules of the standard library; it takes at least "
+                f"{HELD_OUT_EVERY} to hold some out. Give a larger limit."
             )
         ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(files)["input_ids"]]
         held_out = ids[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
@@ -65,15 +65,6 @@ def window(tokens: Tokens, length: int, draw: random.Random) -> list[int]:
     start = draw.randrange(len(tokens) - length)
     found: list[int] = tokens[start : start + length].tolist()
     return found
-
-
-def unigram_loss(train: Tokens, test: Tokens, vocab_size: int) -> float:
-    """Nats per token of ``test`` under the add-one unigram frequencies of ``train``.
-
-    What a model without any context reaches; a language model must be far below.
-    """
-    counts = np.bincount(train, minlength=vocab_size) + 1.0
-    return float(-np.log(counts / counts.sum())[test].mean())
 
 
 def _join(rows: list[list[int]]) -> Tokens:

@@ -8,40 +8,53 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from sglang_indexcache.data.documents import read_documents
-from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
+from sglang_indexcache.data.marking import Marker, is_held_out
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.data.retrieval import Document
+from sglang_indexcache.heal.packing import PADDING
+
+Piece = NDArray[np.int32]
+"""``[length]`` token ids of a document, or of a window of a longer one."""
+
+PackedRow = tuple[Piece, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A document, or a window of a longer one.
+@dataclass(frozen=True)
+class PackedBatch:
+    """``B`` rows of ``T`` tokens.
 
     Attributes:
-        ids: ``[length]`` int32.
-        answers: ``[length]`` bool.
+        ids: ``[B, T]`` int64.
+        documents: ``[B, T]`` int64, the document of each token within its row;
+            :data:`~sglang_indexcache.heal.packing.PADDING` fills a row up.
+        positions: ``[B, T]`` int64, counted from 0 in each document.
     """
 
-    ids: NDArray[np.int32]
-    answers: Mask
+    ids: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def document(self) -> Document:
-        """What of it may be learned: its answers, or everything where none are marked."""
-        answers = self.answers.tolist()
-        learn = answers if self.answers.any() else [True] * len(self)
-        return Document(self.ids.tolist(), learn, answers)
-
-
-FILES = "files"
-"""Their name in a mixture."""
-
-Row = tuple[Piece, ...]
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], length: int, padding: int) -> PackedBatch:
+        """Pad rows to ``length`` tokens with the token id ``padding``."""
+        shape = (len(rows), length)
+        batch = cls(
+            ids=torch.full(shape, padding),
+            documents=torch.full(shape, PADDING),
+            positions=torch.zeros(shape, dtype=torch.int64),
+        )
+        for number, row in enumerate(rows):
+            at = 0
+            for document, piece in enumerate(row):
+                here = (number, slice(at, at + len(piece)))
+                batch.ids[here] = torch.from_numpy(piece).long()
+                batch.documents[here] = document
+                batch.positions[here] = torch.arange(len(piece))
+                at += len(piece)
+        return batch
 
 
 @dataclass
@@ -50,7 +63,7 @@ class _Packer:
 
     length: int
     wanted: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PackedRow] = field(default_factory=list)
     begun: list[Piece] = field(default_factory=list)
 
     @property
@@ -78,8 +91,8 @@ class FileRows:
         seed: of the order in which rows are drawn.
     """
 
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
+    train: tuple[PackedRow, ...]
+    held_out: tuple[PackedRow, ...]
     seed: int = 0
 
     @classmethod
@@ -125,11 +138,7 @@ class FileRows:
             )
         return found
 
-    def part(self, held_out: bool) -> tuple[Row, ...]:
-        """The held-out rows or those to train on."""
-        return self.held_out if held_out else self.train
-
-    def drawn(self, number: int) -> Row:
+    def drawn(self, number: int) -> PackedRow:
         """The training row of this number: every row once, in an order of its own, then again."""
         epoch, place = divmod(number, len(self.train))
         order = list(range(len(self.train)))
@@ -141,7 +150,7 @@ class FileRows:
         """SHA-256 over all tokens: equal if the data is."""
         content = hashlib.sha256()
         for row in (*self.train, *self.held_out):
-            content.update(b"\n" + b" ".join(piece.ids.tobytes() for piece in row))
+            content.update(b"\n" + b" ".join(piece.tobytes() for piece in row))
         return content.hexdigest()
 
 
@@ -149,9 +158,8 @@ def _pieces(sources: Sequence[str], marker: Marker, length: int) -> Iterator[tup
     """Whether it is held out, and a document or one of its windows."""
     for source in sources:
         for document in read_documents(source):
-            marked: Marked = marker.marked(document)
+            marked = marker.marked(document)
             held_back = is_held_out(marked.ids)
             ids = np.asarray(marked.ids, dtype=np.int32)
             for start in range(0, len(ids), length):
-                here = slice(start, start + length)
-                yield held_back, Piece(ids[here], marked.answers[here])
+                yield held_back, ids[start : start + length]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_indexcache.data.marking import is_held_out
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.data.files import FileRows
+from sglang_indexcache.heal.rows import FileRows, PackedBatch
 from tests.data.letters import letters, text_of
 
 LENGTH = 12
@@ -28,7 +29,7 @@ def read(*sources: str, train: int = 1000, held_out: int = 1000, seed: int = 0) 
 
 
 def written(rows: tuple[tuple[object, ...], ...]) -> list[str]:
-    return [text_of(piece.ids.tolist()) for row in rows for piece in row]  # type: ignore[attr-defined]
+    return [text_of(piece.tolist()) for row in rows for piece in row]  # type: ignore[attr-defined]
 
 
 def test_every_document_is_there_once_and_whole_unless_it_is_longer_than_a_row(source: str) -> None:
@@ -36,9 +37,8 @@ def test_every_document_is_there_once_and_whole_unless_it_is_longer_than_a_row(s
     assert "".join(sorted(written(found.train) + written(found.held_out))) == "".join(
         sorted(text[i : i + LENGTH] for text in TEXTS for i in range(0, len(text), LENGTH))
     )
-    for held_out in (False, True):
-        for row in found.part(held_out):
-            assert 0 < sum(map(len, row)) <= LENGTH
+    for row in (*found.train, *found.held_out):
+        assert 0 < sum(map(len, row)) <= LENGTH
     assert any(len(row) > 1 for row in found.train)
 
 
@@ -48,10 +48,10 @@ def test_all_windows_of_a_document_are_on_one_side(tmp_path: Path) -> None:
     texts = [chr(ord("A") + i) * (3 * LENGTH + i) for i in range(26)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     found = read(str(path))
-    for held_out in (False, True):
+    for held_out, rows in ((False, found.train), (True, found.held_out)):
         mine = {text for text in texts if is_held_out(list(map(ord, text))) is held_out}
         assert len(mine) > 1
-        assert "".join(sorted(written(found.part(held_out)))) == "".join(
+        assert "".join(sorted(written(rows))) == "".join(
             sorted(text[i : i + LENGTH] for text in mine for i in range(0, len(text), LENGTH))
         )
 
@@ -76,21 +76,15 @@ def test_rows_are_drawn_once_each_before_any_comes_again(source: str) -> None:
     assert [written((again.drawn(i),)) for i in range(count)] != first
 
 
-def test_only_answers_are_learned_where_some_are_marked(tmp_path: Path) -> None:
-    path = tmp_path / "asked.jsonl"
-    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "plain"}]))
-    found = read(str(path))
-    pieces = [piece for part in (found.train, found.held_out) for row in part for piece in row]
-    documents = [piece.document() for piece in pieces]
-    learned = {
-        text_of(d.ids): "".join(chr(t) for t, is_in in zip(d.ids, d.learn, strict=True) if is_in)
-        for d in documents
-    }
-    assert learned == {f"{i}+{i}={2 * i}": str(2 * i) for i in range(20)} | {"plain": "plain"}
-
-
 def test_too_little(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(TrainingError, match="one document in four is held out"):
         read(str(tmp_path / "short.txt"))
+
+
+def test_rows_become_a_batch() -> None:
+    rows = [tuple(np.asarray(ids, dtype=np.int32) for ids in row) for row in ([[5, 6], [7]], [[8]])]
+    batch = PackedBatch.of(rows, length=4, padding=9)
+    assert batch.ids.tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
+    assert batch.documents.tolist() == [[0, 0, 1, -1], [0, -1, -1, -1]]
+    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]

@@ -1,0 +1,1 @@
+"""A small model trained as a whole: what made tiny-dsa, and the paper's Table 3 in small."""

@@ -1,0 +1,309 @@
+"""What a server reports of IndexCache, and when its answers are believed.
+
+The server writes one :class:`RankState` for each data-parallel rank, and everybody who asks it
+reads that. The rules are here once: which servers are alike, whether the layers obeyed a pattern,
+and whether an answer was made under the pattern that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
+
+from sglang_indexcache import __version__
+from sglang_indexcache.errors import ServerError, ServerUnavailableError
+from sglang_indexcache.pattern import Pattern
+
+PATTERN_OF_REQUEST = "indexcache_pattern"
+"""Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
+and where an answer says under which it was made, in ``meta_info``, as a list of one."""
+
+STATE = "indexcache"
+"""The key of a rank's report in ``/server_info``, below ``internal_states[i]``."""
+
+ENGINE_FACTS = (
+    "model_path",
+    "version",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "attention_backend",
+    "tp_size",
+    "dp_size",
+    "pp_size",
+    "ep_size",
+    "enable_dp_attention",
+    "page_size",
+    "chunked_prefill_size",
+    "disable_radix_cache",
+    "enable_deterministic_inference",
+    "speculative_algorithm",
+    "moe_runner_backend",
+    "sampling_backend",
+    "device",
+)
+"""What of SGLang's ``/server_info`` can change answers: alike on servers that are compared."""
+
+
+class RankState(BaseModel):
+    """What one data-parallel rank reports. It answers for the ranks and stages behind it.
+
+    Counters only rise while a server runs, except that a switch may begin them anew. They see what
+    a layer's Python does: replays of decode graphs do not run it.
+
+    Attributes:
+        version: of sglang-indexcache.
+        pattern: what requests get that name none; that of the shortest prompts, where the prompt's
+            length decides.
+        policy: the pattern for each prompt length, as ``--indexcache-pattern`` takes it.
+        source: who asked for the policy.
+        mode: "static", or "live", where every layer keeps its indexer.
+        architecture: of the model.
+        checkpoint_pattern: which layers of the checkpoint have an indexer.
+        adapter: the adapter's folder; "" without one.
+        adapter_digest: SHA-256 of its weights.
+        adapter_in_effect: whether its indexers are at work, not the checkpoint's.
+        switches: how often the policy was replaced.
+        last_rejection: why the last switch was refused; "" if it was not.
+        requests: unfinished requests, running or queued, by pattern.
+        forwards: begun so far.
+        mixed_forwards: those of them with requests of several patterns.
+        rows: rows (tokens) forwarded so far, by pattern.
+        forwards_under: forwards so far, by their patterns, sorted and joined by "+".
+        indexer_selections: how often each layer's indexer scored keys and selected.
+        index_reuses: how often each layer took another layer's indices.
+        index_key_writes: how often each layer stored index keys without scoring.
+        graph_replays: replays of decode graphs, by the graph's label.
+        indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
+            "_processor"). On a CPU only: a GPU's kernels run behind the clock.
+        index_k_bytes_per_token: of the allocated buffers over this process's layers.
+        indexer_weight_bytes: by layer number, of this process's layers that have an indexer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: str
+    pattern: str
+    policy: str
+    source: str
+    mode: Literal["static", "live"]
+    architecture: str
+    checkpoint_pattern: str
+    adapter: str = ""
+    adapter_digest: str = ""
+    adapter_in_effect: bool = False
+    switches: int = 0
+    last_rejection: str = ""
+    requests: dict[str, int] = {}
+    forwards: int = 0
+    mixed_forwards: int = 0
+    rows: dict[str, int] = {}
+    forwards_under: dict[str, int] = {}
+    indexer_selections: list[int]
+    index_reuses: list[int]
+    index_key_writes: list[int]
+    graph_replays: dict[str, int] = {}
+    indexer_seconds: dict[str, float] = {}
+    index_k_bytes_per_token: int = 0
+    indexer_weight_bytes: dict[str, int] = {}
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pattern."""
+        return len(self.pattern)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def full_layers(self) -> int:
+        """Layers that run their indexer."""
+        return self.pattern.count("F")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def shared_layers(self) -> int:
+        """Layers that reuse another's indices."""
+        return self.pattern.count("S")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def retention(self) -> float:
+        """Share of layers that run their indexer."""
+        return float(Pattern(self.pattern).retention)
+
+    @property
+    def checkpoint(self) -> tuple[str, str]:
+        """Architecture, and which layers have an indexer: what no restart may change."""
+        return self.architecture, self.checkpoint_pattern
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], server: str) -> RankState:
+        """What a rank said under :data:`STATE`.
+
+        Args:
+            data: as it arrived.
+            server: whose report it is, for the message.
+
+        Raises:
+            ServerError: the rank could not report, or runs another version of this package.
+        """
+        if "error" in data:
+            raise ServerError(
+                f"{server} cannot say what IndexCache does: {data['error']}. Its log has the "
+                "details."
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            fields = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+            raise ServerError(
+                f"{server} reports a state that this version cannot read ({fields}): it runs "
+                f"sglang-indexcache {data.get('version', 'of unknown version')}, this is "
+                f"{__version__}. Install the same on both sides."
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dictionaries, as ``/server_info`` carries them."""
+        return self.model_dump(mode="json")
+
+
+def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
+    """The report of every data-parallel rank that runs IndexCache.
+
+    Args:
+        info: SGLang's ``/server_info``.
+        server: whose, for the message.
+
+    Raises:
+        ServerError: see :meth:`RankState.from_json`.
+    """
+    found = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
+    return [RankState.from_json(state, server) for state in found]
+
+
+def named(pattern: str) -> dict[str, Any]:
+    """The sampling parameters in which a request names its pattern."""
+    return {"custom_params": {PATTERN_OF_REQUEST: pattern}}
+
+
+def check_answered_under(info: Mapping[str, Any], pattern: str, server: str) -> None:
+    """Refuse an answer that was not made under the pattern asked for, or does not say so.
+
+    Args:
+        info: the answer's ``meta_info``.
+        pattern: F/S, as the request named it.
+        server: whose answer it is, for the message.
+
+    Raises:
+        ServerError: naming what was asked and what came back.
+    """
+    if (told := info.get(PATTERN_OF_REQUEST)) == [pattern]:
+        return
+    said = f"under {told[0]}" if told else "without saying under which pattern"
+    raise ServerError(
+        f"{server} was asked for pattern {pattern} and answered {said}. Does it run another "
+        "version of sglang-indexcache? Install the same on both sides; `indexcache server doctor "
+        "--url` says what is wrong with its plugin."
+    )
+
+
+def check_obeyed(
+    before: Sequence[RankState],
+    after: Sequence[RankState],
+    patterns: Iterable[str],
+    server: str,
+    *,
+    alone: bool = False,
+) -> None:
+    """Refuse a server whose layers did not do what the patterns of its requests say.
+
+    A layer that is F for some of the patterns must have run its indexer, and a layer that is S for
+    all of them must have reused indices. Prefills are counted, replays of decode graphs are not, so
+    some request in between must have been prefilled.
+
+    Args:
+        before: the server's states before requests were made.
+        after: its states now.
+        patterns: F/S, of all requests in between.
+        server: for the message.
+        alone: that nobody else used the server and every rank was asked: then each rank is judged
+            by itself, and no layer that is S for all patterns may have run its indexer.
+
+    Raises:
+        ServerUnavailableError: it was restarted in between; ask again.
+        ServerError: naming the layers.
+    """
+    asked = sorted(set(patterns))
+    kinds = [set(kinds) for kinds in zip(*asked, strict=True)]
+    if len(before) != len(after) or any(
+        new.forwards < old.forwards for old, new in zip(before, after, strict=True)
+    ):
+        raise ServerUnavailableError(f"{server} was restarted meanwhile: it counts anew")
+    pairs = list(zip(before, after, strict=True))
+    ran = [_risen(old.indexer_selections, new.indexer_selections) for old, new in pairs]
+    reused = [_risen(old.index_reuses, new.index_reuses) for old, new in pairs]
+    if not alone:  # a rank may have had requests of one of the patterns only
+        ran, reused = [_total(ran)], [_total(reused)]
+    for runs, reuses in zip(ran, reused, strict=True):
+        wrong = [
+            layer
+            for layer, kind in enumerate(kinds)
+            if ("F" in kind and not runs[layer])
+            or (kind == {"S"} and (not reuses[layer] or (alone and runs[layer])))
+        ]
+        if wrong:
+            others = ", or others use the server" if alone else ""
+            raise ServerError(
+                f"{server} ignores the pattern: asked for {' and '.join(asked)}, its layers "
+                f"{', '.join(map(str, wrong))} did not do what that says (indexer runs by layer: "
+                f"{runs}; reuses: {reuses}){others}. Ask `indexcache server doctor --url` what is "
+                "wrong with its plugin."
+            )
+
+
+def _risen(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    return [new - old for old, new in zip(before, after, strict=True)]
+
+
+def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(layer) for layer in zip(*ranks, strict=True)]
+
+
+def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
+    """What a server says of itself that may not differ between servers that are compared.
+
+    Args:
+        info: its ``/server_info``.
+        server: whose, for messages.
+
+    Raises:
+        ServerError: see :meth:`RankState.from_json`.
+    """
+    found = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
+    for state in states_of(info, server)[:1]:
+        found |= {
+            name: getattr(state, name) for name in ("architecture", "checkpoint_pattern", "mode")
+        }
+        found["indexcache"] = state.version
+    return found
+
+
+def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """In what servers differ that should be alike; empty if they are.
+
+    Args:
+        servers: by name, what each says of itself.
+
+    Returns:
+        For each fact that is not the same everywhere, the names of the servers by what they say.
+    """
+    differing: dict[str, dict[str, list[str]]] = {}
+    for fact in sorted({fact for said in servers.values() for fact in said}):
+        names: dict[str, list[str]] = {}
+        for name, said in servers.items():
+            names.setdefault(str(said.get(fact, "")), []).append(name)
+        if len(names) > 1:
+            differing[fact] = names
+    return differing

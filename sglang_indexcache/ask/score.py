@@ -1,0 +1,235 @@
+"""Ask a running engine for the log-probabilities of given tokens (teacher forcing).
+
+SGLang's ``/generate`` scores a prompt's tokens from ``logprob_start_len`` on and uses its prefix
+cache up to there; the first entry that comes back is empty. So a sequence that is scored from its
+beginning is never read from a cache, and one of which only the end is scored shares its beginning
+with what was asked under the same key before. Nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang_indexcache.ask.protocol import RankState, check_answered_under, named
+from sglang_indexcache.errors import ServerError, ServerUnavailableError
+
+_LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
+"""A call may take ten minutes and a second more for every 1,000 tokens: an engine that prefills
+fewer tokens a second is taken for one that hangs."""
+
+_ABOVE_ZERO = 1e-3
+"""How far above zero rounding may put a log-probability."""
+
+Top = list[tuple[int, float]]
+"""The likeliest token ids at a place with their log-probabilities in nats, best first."""
+
+
+class Engine(Protocol):
+    """A running engine: ``ask.client.Client``, or one in this process."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    def states(self) -> list[RankState]:
+        """What IndexCache reports, one entry per data-parallel rank."""
+
+    def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
+        """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One sequence to ask with.
+
+    Attributes:
+        ids: its tokens.
+        pattern: F/S, which the request names and the answer must name; "" names none.
+        key: its cached prefixes are shared only with prompts of the same key (``extra_key``).
+        scored: how many of its last tokens are scored, fewer than all.
+        parameters: ``sampling_params`` besides.
+    """
+
+    ids: Sequence[int]
+    pattern: str = ""
+    key: str = ""
+    scored: int = 0
+    parameters: Mapping[str, Any] | None = None
+
+    @property
+    def start(self) -> int:
+        """``logprob_start_len``: the place before the first scored token."""
+        return len(self.ids) - self.scored - 1
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What came back for a prompt's scored tokens.
+
+    Attributes:
+        logprobs: ``[scored]`` in nats.
+        tops: ``[scored]``, the likeliest tokens at each place; empty if none were asked for.
+        cached: tokens of the prompt that came from the prefix cache.
+        computed: tokens of the prompt that did not.
+    """
+
+    logprobs: list[float]
+    tops: list[Top]
+    cached: int
+    computed: int
+
+
+def time_allowed(tokens: int) -> float:
+    """Seconds that the answer to a call with so many prompt tokens may take."""
+    return _LEAST_SECONDS + tokens / _LEAST_RATE
+
+
+def score(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    top: int = 0,
+    timeout: float | None = None,
+    priority: int | None = None,
+) -> list[TokenScores]:
+    """The log-probabilities of each prompt's last ``scored`` tokens, given all before them.
+
+    All prompts go out as one request, so an engine batches them and its data-parallel ranks share
+    them.
+
+    Args:
+        engine: which to ask.
+        prompts: at least one token of each is scored.
+        top: how many of the likeliest tokens to report at each place.
+        timeout: seconds; by default :func:`time_allowed` of all tokens.
+        priority: of the request, as SGLang counts it; None names none.
+
+    Raises:
+        ServerUnavailableError: no answer, or the engine gave a request up.
+        ServerError: an answer that is not one to what was asked.
+    """
+    body: dict[str, Any] = {
+        "return_logprob": True,
+        "logprob_start_len": [prompt.start for prompt in prompts],
+    }
+    if top:
+        body["top_logprobs_num"] = top
+    if priority is not None:
+        body["priority"] = priority
+    replies = ask(engine, prompts, timeout=timeout, **body)
+    return [
+        _read(reply["meta_info"], prompt, top, engine.name)
+        for reply, prompt in zip(replies, prompts, strict=True)
+    ]
+
+
+def ask(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    new_tokens: Sequence[int] | int = 0,
+    *,
+    timeout: float | None = None,
+    **body: Any,
+) -> list[dict[str, Any]]:
+    """Each prompt's reply, once it is found to be an answer to that prompt under its pattern.
+
+    Args:
+        engine: which to ask.
+        prompts: what to ask.
+        new_tokens: to generate at most, greedily; one number for all, or one for each.
+        timeout: seconds; by default :func:`time_allowed` of all tokens.
+        body: besides, as SGLang wants it.
+
+    Raises:
+        ServerUnavailableError: no answer, or the engine gave a request up.
+        ServerError: no reply of SGLang's, one to another prompt, or one under another pattern.
+    """
+    limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+    if any(prompt.key for prompt in prompts):
+        body["extra_key"] = [prompt.key for prompt in prompts]
+    replies = engine.generate(
+        timeout=time_allowed(sum(len(one.ids) for one in prompts)) if timeout is None else timeout,
+        input_ids=[list(prompt.ids) for prompt in prompts],
+        sampling_params=[
+            {
+                "max_new_tokens": limit,
+                "temperature": 0.0,
+                **(prompt.parameters or {}),
+                **(named(prompt.pattern) if prompt.pattern else {}),
+            }
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ],
+        **body,
+    )
+    if not isinstance(replies, list) or len(replies) != len(prompts):
+        raise ServerError(
+            f"{engine.name} answered {len(prompts)} prompts with something else. Is it SGLang's "
+            "own /generate, without a proxy that changes what goes through?"
+        )
+    for reply, prompt in zip(replies, prompts, strict=True):
+        _check(reply, prompt, engine.name)
+    return replies
+
+
+def _check(reply: Any, prompt: Prompt, server: str) -> None:
+    info = reply.get("meta_info") if isinstance(reply, dict) else None
+    if not isinstance(info, dict) or not {"prompt_tokens", "cached_tokens"} <= set(info):
+        raise ServerError(
+            f"{server} answered something that is no reply of SGLang's /generate. Is there another "
+            "program at this address?"
+        )
+    if (info.get("finish_reason") or {}).get("type") == "abort":
+        reason = info["finish_reason"].get("message", "without a reason")
+        raise ServerUnavailableError(f"{server} gave a request up: {reason}")
+    if prompt.pattern:
+        check_answered_under(info, prompt.pattern, server)
+    if info["prompt_tokens"] != len(prompt.ids):
+        raise ServerError(
+            f"{server} read {info['prompt_tokens']:,} of a prompt's {len(prompt.ids):,} tokens: it "
+            "cuts long prompts. Start it without --allow-auto-truncate and with a "
+            "--context-length that holds them, or ask for shorter ones."
+        )
+
+
+def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> TokenScores:
+    cached = int(info["cached_tokens"])
+    if cached > prompt.start:
+        raise ServerError(
+            f"{server} answered from its cache ({cached} tokens, and the scored ones begin at "
+            f"{prompt.start}), which may be another pattern's. Start it with "
+            "--disable-radix-cache."
+        )
+    entries = list(info.get("input_token_logprobs") or [])[1:]
+    rows = list(info.get("input_top_logprobs") or [])[1:] if top else []
+    if len(entries) != prompt.scored or (top and len(rows) != prompt.scored):
+        raise ServerError(
+            f"{server} scored {len(entries)} tokens where {prompt.scored} were asked for. Is it an "
+            "SGLang that knows logprob_start_len and top_logprobs_num, with a --context-length "
+            "that holds the prompt?"
+        )
+    for entry, token in zip(entries, prompt.ids[len(prompt.ids) - prompt.scored :], strict=True):
+        # SGLang reports the vocabulary's last entry as 0: it keeps image placeholders out so.
+        if entry[1] not in (token, 0):
+            raise ServerError(
+                f"{server} scored other tokens than those that were asked for. Is there something "
+                "between it and this command that changes prompts?"
+            )
+    likely = [one for row in rows for one in row]
+    if not all(rows) or not all(_is_logprob(one[0]) for one in (*entries, *likely)):
+        raise ServerError(
+            f"{server} answered with a log-probability that is none. Look at its log for NaN; a "
+            "wrong --kv-cache-dtype or a broken checkpoint gives such answers."
+        )
+    return TokenScores(
+        [float(entry[0]) for entry in entries],
+        [sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda one: -one[1]) for row in rows],
+        cached,
+        int(info["prompt_tokens"]) - cached,
+    )
+
+
+def _is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value <= _ABOVE_ZERO

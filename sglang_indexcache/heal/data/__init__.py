@@ -1,1 +1,0 @@
-"""Training data that every machine with Python can rebuild: source text and retrieval tasks."""

@@ -1,0 +1,123 @@
+"""What is believed of a server: its state, its layers and its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.ask.protocol import (
+    RankState,
+    alike,
+    check_answered_under,
+    check_obeyed,
+    facts,
+    states_of,
+)
+from sglang_indexcache.errors import ServerError, ServerUnavailableError
+from tests.fakes import state
+
+
+def test_a_state_is_the_same_after_its_way_through_json() -> None:
+    sent = state("FSSF", requests={"FSSF": 2}, forwards=3, index_reuses=[0, 1, 1, 0])
+    assert RankState.from_json(sent.to_json(), "it") == sent
+    assert sent.to_json()["retention"] == 0.5
+
+
+def test_a_state_of_another_version_is_told_as_that() -> None:
+    told = {k: v for k, v in state().to_json().items() if k != "index_reuses"} | {"version": "9.9"}
+    with pytest.raises(ServerError, match=r"it .*\(index_reuses\).* 9\.9.*same on both sides"):
+        RankState.from_json(told, "it")
+
+
+def test_a_rank_that_could_not_report_is_told() -> None:
+    info = {"internal_states": [{"other": 1}, {"indexcache": {"error": "KeyError: 'x'"}}]}
+    with pytest.raises(ServerError, match="it cannot say what IndexCache does: KeyError: 'x'"):
+        states_of(info, "it")
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"indexcache_pattern": ["FFFF"]}, "under FFFF"),
+        ({"indexcache_pattern": []}, "without saying under which pattern"),
+        ({}, "without saying under which pattern"),
+    ],
+)
+def test_an_answer_under_another_pattern_or_none_is_refused(info: Any, said: str) -> None:
+    with pytest.raises(ServerError, match=f"it was asked for pattern FSFS and answered {said}"):
+        check_answered_under(info, "FSFS", "it")
+
+
+def test_an_answer_under_the_pattern_is_believed() -> None:
+    check_answered_under({"indexcache_pattern": ["FSFS"]}, "FSFS", "it")
+
+
+def counted(runs: list[int], reuses: list[int], forwards: int = 9) -> RankState:
+    return state("FFF", indexer_selections=runs, index_reuses=reuses, forwards=forwards)
+
+
+START = counted([5, 5, 5], [5, 5, 5], forwards=1)
+
+
+@pytest.mark.parametrize(
+    ("runs", "reuses", "patterns", "alone", "layers"),
+    [
+        ([6, 5, 5], [5, 6, 6], ["FSS"], True, None),
+        ([6, 5, 5], [5, 6, 6], ["FSS"], False, None),
+        ([6, 6, 5], [5, 6, 6], ["FSS", "FFS"], False, None),
+        ([6, 6, 5], [5, 5, 6], ["FSS", "FFS"], False, None),  # mixed: layer 1 always ran
+        ([6, 6, 5], [5, 6, 6], ["FSS"], False, None),  # somebody else's pattern
+        ([6, 6, 5], [5, 6, 6], ["FSS"], True, "1"),
+        ([6, 5, 5], [5, 5, 6], ["FSS"], False, "1"),  # an S layer that reused nothing
+        ([6, 5, 5], [5, 6, 6], ["FFS"], False, "1"),  # an F layer whose indexer did not run
+        ([5, 5, 5], [5, 5, 5], ["FSS"], False, "0, 1, 2"),
+        ([6, 6, 6], [5, 5, 5], ["FSS"], True, "1, 2"),
+    ],
+)
+def test_layers_do_what_the_patterns_say(
+    runs: list[int], reuses: list[int], patterns: list[str], alone: bool, layers: str | None
+) -> None:
+    after = counted(runs, reuses)
+    if layers is None:
+        check_obeyed([START], [after], patterns, "it", alone=alone)
+    else:
+        with pytest.raises(ServerError, match=f"it ignores the pattern.* layers {layers} did not"):
+            check_obeyed([START], [after], patterns, "it", alone=alone)
+
+
+def test_ranks_that_had_requests_of_one_pattern_each() -> None:
+    """Together they obeyed both patterns; alone on the server, each must obey by itself."""
+    first, second = counted([6, 5, 5], [5, 6, 6]), counted([6, 6, 5], [5, 5, 6])
+    check_obeyed([START] * 2, [first, second], ["FSS", "FFS"], "it")
+    idle = counted([5, 5, 5], [5, 5, 5])
+    check_obeyed([START] * 2, [first, idle], ["FSS"], "it")
+    with pytest.raises(ServerError, match="layers 0, 1, 2 did not"):
+        check_obeyed([START] * 2, [first, idle], ["FSS"], "it", alone=True)
+
+
+@pytest.mark.parametrize("after", [[], [counted([0, 0, 0], [0, 0, 0], forwards=0)]])
+def test_a_restart_is_no_disobedience(after: list[RankState]) -> None:
+    with pytest.raises(ServerUnavailableError, match="it was restarted meanwhile"):
+        check_obeyed([START], after, ["FSS"], "it")
+
+
+def test_alike_names_who_says_what() -> None:
+    own = {"dtype": "bfloat16", "tp_size": 1}
+    assert alike({"a": own, "b": dict(own)}) == {}
+    assert alike({"a": own, "b": own | {"dtype": "float16"}, "c": {**own, "device": "cpu"}}) == {
+        "dtype": {"bfloat16": ["a", "c"], "float16": ["b"]},
+        "device": {"": ["a", "b"], "cpu": ["c"]},
+    }
+
+
+def test_facts_are_what_can_change_answers() -> None:
+    ours = state("FS", "live", forwards=7)
+    info = {"dtype": "float32", "port": 1, "internal_states": [{"indexcache": ours.to_json()}]}
+    assert facts(info, "it") == {
+        "dtype": "float32",
+        "mode": "live",
+        "architecture": ours.architecture,
+        "checkpoint_pattern": "FF",
+        "indexcache": ours.version,
+    }

@@ -1,0 +1,14 @@
+"""What stands in tests for a running model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.serving.active import ActivePattern
+from tests.serving.plans import plan
+
+
+def state(pattern: str = "FSFS", mode: str = "static", **fields: Any) -> RankState:
+    """What the serving code itself reports of a rank under ``pattern``; ``fields`` differ."""
+    return ActivePattern(plan(pattern, mode=mode)).report().model_copy(update=fields)

@@ -1,0 +1,151 @@
+"""``server doctor`` on a machine without a GPU, for the command lines of a node that has them.
+
+One process for all: SGLang takes ten seconds to load, and PyTorch cannot unlearn that it has GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from sglang_indexcache.models import BY_NAME
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+PUBLISHED = {
+    "dtype": "bfloat16",
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {**FP8, "weight_block_size": [128, 128]},
+}
+CONTEXTS = {"glm-5": 202752, "deepseek-v3.2": 163840}
+
+EAGLE = (
+    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4"
+)
+DP = "--dp 8 --enable-dp-attention"
+UNIFORM = "--indexcache-pattern uniform:1/4"
+
+PASS = {
+    "glm-5": [
+        "--tp 8 --indexcache-pattern 1/4",
+        f"--tp 8 --indexcache-pattern 1/4 {EAGLE} --kv-cache-dtype fp8_e4m3",
+        f"--tp 8 --indexcache-pattern 1/2 {DP} {EAGLE}",
+        f"--tp 8 --indexcache-pattern 1/4 {DP} --moe-a2a-backend deepep --deepep-mode auto",
+        "--tp 8 --indexcache-pattern 1/4 --enable-hierarchical-cache",
+        "--tp 8 --indexcache-mode live --indexcache-graphs short,full,1/4",
+    ],
+    "deepseek-v3.2": [
+        f"--tp 8 {UNIFORM} {DP} {EAGLE}",
+        f"--tp 8 {UNIFORM} {DP} {EAGLE} --moe-a2a-backend deepep --kv-cache-dtype fp8_e4m3",
+        f"--tp 8 {UNIFORM} --disaggregation-mode prefill",
+        f"--tp 8 {UNIFORM} {DP} --moe-a2a-backend deepep --enable-two-batch-overlap",
+    ],
+}
+REFUSED = [  # with every reason, each of which holds on a node with GPUs
+    (
+        f"--tp 8 --indexcache-mode live {EAGLE} --use-ray",
+        ["does not work with --use-ray", "live mode does not work with --speculative-algorithm"],
+    ),
+    (
+        "--tp 8 --indexcache-mode live --pp-size 4 --indexcache-pattern 1/4 --enable-flexkv",
+        ["FlexKV finds KV by its tokens alone", "stage"],
+    ),
+    ("--tp 8 --indexcache-pattern 1/4 --no-such-flag", ["unrecognized arguments: --no-such-flag"]),
+    (
+        f"--tp 8 --indexcache-pattern 1/4 --use-ray --kv-cache-dtype fp8_e4m3 {EAGLE} --dp 3 "
+        "--enable-dp-attention",
+        ["does not work with --use-ray", "SGLang refuses"],
+    ),
+    ("--tp 8 --json-model-override-args {index", ["--json-model-override-args is not JSON"]),
+]
+
+CODE = """
+import io, json, sys
+from rich.console import Console
+from sglang_indexcache.serving.doctor import examine
+
+found = []
+for arguments in json.load(sys.stdin):
+    said = io.StringIO()
+    fine = examine(arguments, Console(file=said, width=300))
+    found.append((fine, said.getvalue()))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, str]]:
+    """What the doctor said, by family and command line."""
+    commands = [(name, line) for name, lines in PASS.items() for line in lines]
+    commands += [("glm-5", line) for line, _ in REFUSED]
+    folders = {name: config_only(name, tmp_path_factory.mktemp(name)) for name in PASS}
+    arguments = [["--model-path", str(folders[name]), *line.split()] for name, line in commands]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        input=json.dumps(arguments),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    return {f"{name} {line}": found for (name, line), found in zip(commands, said, strict=True)}
+
+
+def config_only(name: str, folder: Path) -> Path:
+    """A folder with the config of a published model; transformers' defaults are its shape."""
+    family = BY_NAME[name]
+    config: dict[str, Any] = AutoConfig.for_model(family.model_type).to_dict()
+    config |= {**family.extra_config, **PUBLISHED, "architectures": [family.architecture]}
+    config["max_position_embeddings"] = CONTEXTS[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command", [f"{name} {line}" for name, lines in PASS.items() for line in lines]
+)
+def test_usual_command_lines_of_a_gpu_node_pass(
+    examined: dict[str, tuple[bool, str]], command: str
+) -> None:
+    fine, said = examined[command]
+    assert fine, said
+    first, second, *_ = said.splitlines()
+    assert first.startswith("checked for")
+    assert "NVIDIA H200" in first
+    assert second == "no problem found"
+    if "live" not in command:
+        shared = {"1/4": 56, "1/2": 38} if command.startswith("glm-5") else {"uniform:1/4": 45}
+        saved = 132 * shared[command.partition("--indexcache-pattern ")[2].split()[0]]
+        assert f"{saved} of {132 * (78 if 'glm-5' in command else 61)} bytes per token" in said
+
+
+def test_the_first_line_says_that_this_machine_has_no_gpu(
+    examined: dict[str, tuple[bool, str]],
+) -> None:
+    _, said = next(iter(examined.values()))
+    assert said.startswith(
+        "checked for  a node of 8 NVIDIA H200 (this machine has no GPU; --device may also be cpu, "
+        "h100, b200)\n"
+    )
+
+
+@pytest.mark.parametrize(("line", "reasons"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_every_reason_is_told_in_one_run_and_holds_on_a_gpu_node(
+    examined: dict[str, tuple[bool, str]], line: str, reasons: list[str]
+) -> None:
+    fine, said = examined[f"glm-5 {line}"]
+    assert not fine
+    problems = [one for one in said.splitlines() if one.startswith("problem")]
+    assert len(problems) == len(reasons), said
+    for problem, reason in zip(problems, reasons, strict=True):
+        assert reason in problem
+    assert "needs a GPU" not in said
