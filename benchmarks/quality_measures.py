@@ -37,9 +37,10 @@ from scipy.special import ndtri
 from transformers import AutoTokenizer
 
 from benchmarks.search_objectives import spearman
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.protocol import check_answered_under, named
 from sglang_indexcache.bench.tables import Grid
-from sglang_indexcache.client import Client, Server
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks import Context, Tokenizer, make_context

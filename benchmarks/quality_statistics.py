@@ -29,7 +29,7 @@ import numpy.typing as npt
 from scipy.stats import binom
 
 from sglang_indexcache.evaluate.tasks import QUESTIONS
-from sglang_indexcache.evaluate.verdict import SAME, Kind, Reading, read, repeats_itself, sees
+from sglang_indexcache.evaluate.verdict import SAME, Judgement, Kind, read, repeats_itself, sees
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats
 from sglang_indexcache.stats.power import Design, spread, spread_over_cells
 from sglang_indexcache.study.provenance import machine, versions
@@ -194,7 +194,7 @@ def differences(world: World, pairing: Pairing, reference: Any, arm: Any) -> Dif
     return Differences(values, cells, names, flips, behind)
 
 
-def evaluate(world: World, answers: Answers, pairing: Pairing) -> tuple[int, Reading]:
+def evaluate(world: World, answers: Answers, pairing: Pairing) -> tuple[int, Judgement]:
     """Judge at each planned look until a claim is made: the look, and what it says."""
     design = world.design
     for look in range(1, design.looks + 1):

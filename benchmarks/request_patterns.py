@@ -23,11 +23,11 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import read_target
 from sglang_indexcache.bench.results import Configuration, configurations
 from sglang_indexcache.bench.servers import StartedServers
-from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.search_objectives import CHECKPOINT, USERS_TASKS, Documents, over_full, rows_of
-from sglang_indexcache.client import Client, Server
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.data.retrieval import TaskDocument
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern

@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Checkpoint": "checkpoint",
-    "Client": "client",
+    "Client": "ask.client",
     "IndexCacheError": "errors",
     "Library": "library",
     "Pattern": "pattern",
@@ -41,8 +41,8 @@ _MODULES = {
 __all__ = tuple(_MODULES)
 
 if TYPE_CHECKING:
+    from sglang_indexcache.ask.client import Client as Client
     from sglang_indexcache.checkpoint import Checkpoint as Checkpoint
-    from sglang_indexcache.client import Client as Client
     from sglang_indexcache.errors import IndexCacheError as IndexCacheError
     from sglang_indexcache.heal.losses import distillation_loss as distillation_loss
     from sglang_indexcache.hf import share as share

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from types import TracebackType
 
+_MOST_QUOTED = 100
+
+
+def quoted(text: str) -> str:
+    """What a user wrote, in quotes, and cut where it would drown the sentence around it."""
+    if len(text) <= _MOST_QUOTED:
+        return repr(text)
+    return f"{text[:_MOST_QUOTED]!r} and {len(text) - _MOST_QUOTED:,} characters more"
+
 
 class IndexCacheError(ValueError):
     """Base of every error that this package raises on bad input."""

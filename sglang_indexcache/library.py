@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import LibraryError, PatternError
+from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import shipped, write_whole
 from sglang_indexcache.support.lengths import format_length
@@ -28,6 +28,8 @@ LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
 
 _RATIO = re.compile(r"(\d+)/(\d+)")
+_LONGEST_RATIO = 12
+"""Characters; Python does not read numbers of thousands of digits."""
 
 
 class _Strict(BaseModel):
@@ -276,10 +278,16 @@ class Library:
         """The entry called ``name``; LibraryError with the known names if there is none."""
         if name in self.entries:
             return self.entries[name]
+        if "<" in name:
+            raise LibraryError(
+                f"one pattern is wanted here, got a choice by prompt length: {quoted(name)}. Only "
+                "the pattern of a server may depend on it."
+            )
         known = ", ".join(self.entries) or "none"
         raise LibraryError(
-            f"no pattern is called {name!r}. Known names: {known}. A value may also be an F/S "
-            "string, a YAML path, a ratio such as 1/4, uniform:1/4, or full."
+            f"no pattern is called {quoted(name)}. Known names: {known}. A value may also be an "
+            "F/S string, a ratio such as 1/4, uniform:1/4, full, or, where files are read, the "
+            "path of a YAML file."
         )
 
     def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
@@ -310,6 +318,8 @@ class Library:
                 f"which layers {value!r} keeps depends on the model. Say which one (--model), or "
                 "give an F/S string, a library name or a YAML file."
             )
+        elif ratio and len(value) > _LONGEST_RATIO:
+            raise PatternError(f"a ratio is one of small numbers such as 1/4, got {quoted(value)}")
         elif ratio:
             exact = Fraction(int(ratio[1]), int(ratio[2]) or 1)
             resolved = self._by_ratio(value, exact, checkpoint)
@@ -349,8 +359,11 @@ class Library:
 
 
 def names_a_file(value: str) -> bool:
-    """Whether what a user wrote for a pattern is the path of a YAML file, there or not."""
-    if value.startswith("uniform:") or _RATIO.fullmatch(value):
+    """Whether what a user wrote for a pattern is the path of a YAML file, there or not.
+
+    A choice by prompt length is none, though it may hold a ratio.
+    """
+    if "<" in value or value.startswith("uniform:") or _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value
 
@@ -371,18 +384,18 @@ def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
 
 def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
     match = _RATIO.fullmatch(ratio)
-    if not match or match[1] != "1" or not match[2].strip("0"):
+    short = match and len(ratio) <= _LONGEST_RATIO
+    if not match or not short or match[1] != "1" or int(match[2]) < 1:
         raise PatternError(
             "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
-            f"uniform:{ratio}"
+            f"{quoted('uniform:' + ratio)}"
         )
-    layers, wanted = checkpoint.num_layers, match[2].lstrip("0")
-    if len(wanted) > 9 or int(wanted) > layers:
+    if (every := int(match[2])) > checkpoint.num_layers:
         raise PatternError(
-            f"uniform:1/{wanted[:9]} wants one F layer in more than the {layers} that there are. "
-            f"The fewest that a pattern can have is one: uniform:1/{layers}."
+            f"{quoted('uniform:' + ratio)} wants one F layer in {every}, and there are "
+            f"{checkpoint.num_layers}. One alone is uniform:1/{checkpoint.num_layers}."
         )
-    pattern = Pattern.uniform(layers, int(wanted))
+    pattern = Pattern.uniform(checkpoint.num_layers, every)
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 

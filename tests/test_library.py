@@ -117,6 +117,9 @@ def test_full_means_all_that_the_checkpoint_ships(library: Library) -> None:
         ("", PatternError, "empty"),
         ("SFFF", PatternError, "starts with S"),
         ("/no/such/file.yaml", LibraryError, "cannot read pattern file"),
+        ("1/" + "9" * 5000, PatternError, "a ratio is one of small numbers such as 1/4"),
+        ("uniform:1/" + "9" * 5000, PatternError, "uniform:1/r.*4,910 characters more"),
+        ("full < 32K <= 1/2", LibraryError, "one pattern is wanted here"),
     ],
 )
 def test_bad_values(
@@ -224,7 +227,7 @@ def test_another_models_pattern_is_named_as_such(library: Library) -> None:
     ("value", "expected"),
     [("a.yaml", True), ("b.yml", True), ("../b", True), ("/etc/passwd", True), ("FSFS", False),
      ("1/4", False), ("uniform:1/4", False), ("uniform:x/4", False), ("full", False),
-     ("glm-5-1of4", False)],
+     ("glm-5-1of4", False), ("full < 32K <= 1/4", False)],
 )  # fmt: skip
 def test_what_names_a_file(value: str, expected: bool) -> None:
     assert names_a_file(value) is expected

@@ -35,7 +35,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
     "ask": (BASE, SMALL | {"httpx"}),
-    "client": (BASE | {"ask"}, SMALL | {"httpx"}),
     "hf": (BASE, SMALL),
     "support": (
         BASE | {"study.plots"},
@@ -45,7 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"ask", "client", "data", "hf", "stats", "study", "support"},
+        BASE | {"ask", "data", "hf", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
@@ -58,14 +57,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "stats": ({"errors"}, {"numpy", "scipy"}),
     "evaluate": (
-        BASE | {"ask", "client", "data", "stats", "study", "support"},
+        BASE | {"ask", "data", "stats", "study", "support"},
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
         | {"matplotlib", "jinja2", "zstandard"},
     ),
     "bench": (
-        BASE | {"ask", "client", "study", "support"},
+        BASE | {"ask", "study", "support"},
         SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
     ),
 }

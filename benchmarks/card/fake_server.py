@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.client import Client
 from sglang_indexcache.pattern import Pattern
 
 
 class FakeServer:
-    """As :class:`sglang_indexcache.client.Server`, in this process.
+    """As :class:`sglang_indexcache.ask.launch.Server`, in this process.
 
     Attributes:
         pattern: what its answers depend on; from the flags, or the override of stock SGLang.

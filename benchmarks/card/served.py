@@ -16,8 +16,9 @@ from typing import Any
 from benchmarks.card.claims import MissingError, RefutedError, Report, expect, need
 from benchmarks.card.engine import MODEL
 from benchmarks.card.fake_server import FakeServer
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.client import Client, Server
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 

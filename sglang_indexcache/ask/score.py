@@ -40,6 +40,13 @@ class Engine(Protocol):
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
+    def low_priority(self) -> int:
+        """The ``priority`` of requests that shall wait for all others.
+
+        Raises:
+            ServerError: it does not go by priorities.
+        """
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -92,8 +99,6 @@ def score(
     prompts: Sequence[Prompt],
     *,
     top: int = 0,
-    timeout: float | None = None,
-    priority: int | None = None,
 ) -> list[TokenScores]:
     """The log-probabilities of each prompt's last ``scored`` tokens, given all before them.
 
@@ -104,8 +109,6 @@ def score(
         engine: which to ask.
         prompts: at least one token of each is scored.
         top: how many of the likeliest tokens to report at each place.
-        timeout: seconds; by default :func:`time_allowed` of all tokens.
-        priority: of the request, as SGLang counts it; None names none.
 
     Raises:
         ServerUnavailableError: no answer, or the engine gave a request up.
@@ -117,9 +120,7 @@ def score(
     }
     if top:
         body["top_logprobs_num"] = top
-    if priority is not None:
-        body["priority"] = priority
-    replies = ask(engine, prompts, timeout=timeout, **body)
+    replies = ask(engine, prompts, **body)
     return [
         _read(reply["meta_info"], prompt, top, engine.name)
         for reply, prompt in zip(replies, prompts, strict=True)
@@ -130,8 +131,6 @@ def ask(
     engine: Engine,
     prompts: Sequence[Prompt],
     new_tokens: Sequence[int] | int = 0,
-    *,
-    timeout: float | None = None,
     **body: Any,
 ) -> list[dict[str, Any]]:
     """Each prompt's reply, once it is found to be an answer to that prompt under its pattern.
@@ -140,7 +139,6 @@ def ask(
         engine: which to ask.
         prompts: what to ask.
         new_tokens: to generate at most, greedily; one number for all, or one for each.
-        timeout: seconds; by default :func:`time_allowed` of all tokens.
         body: besides, as SGLang wants it.
 
     Raises:
@@ -151,7 +149,7 @@ def ask(
     if any(prompt.key for prompt in prompts):
         body["extra_key"] = [prompt.key for prompt in prompts]
     replies = engine.generate(
-        timeout=time_allowed(sum(len(one.ids) for one in prompts)) if timeout is None else timeout,
+        timeout=time_allowed(sum(len(prompt.ids) for prompt in prompts)),
         input_ids=[list(prompt.ids) for prompt in prompts],
         sampling_params=[
             {

@@ -20,7 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed
+from sglang_indexcache.ask.stream import Clock, StreamedAnswer, stream
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.bench.results import (
@@ -41,10 +43,9 @@ from sglang_indexcache.bench.servers import (
     indexer_seconds,
     server_facts,
 )
-from sglang_indexcache.bench.stream import Answer, Clock, steady_window, stream
+from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import write_whole
@@ -262,7 +263,7 @@ class _Visit:
                 yield self._full(length)
         check_served(self._client, self._configuration, self._target.model)
         said, pattern = self._client.states(), self._configuration.pattern
-        check_obeyed(before, said, [pattern], f"the server at {self._client.url}", alone=True)
+        check_obeyed(before, said, [pattern], self._client.name, alone=True)
 
     def concurrency(self, length: int) -> int:
         """Requests at once on all ranks for the full KV cache."""
@@ -304,7 +305,9 @@ class _Visit:
             for count in sorted({self.concurrency(length) for length in self._settings.lengths}):
                 self._send(self._server.page, count, WARM_UP_TOKENS, "warm-up")
 
-    def _send(self, length: int, count: int, new_tokens: int, *seed: object) -> list[Answer]:
+    def _send(
+        self, length: int, count: int, new_tokens: int, *seed: object
+    ) -> list[StreamedAnswer]:
         prompts = random_prompts(
             count, length, self._target.vocab_size, self._settings.seed, self._round, length, *seed
         )
@@ -312,7 +315,9 @@ class _Visit:
         pattern = self._configuration.pattern if self._server.mode == "live" else None
         return stream(self._client, prompts, new_tokens, self._clock, pattern)
 
-    def _timed(self, length: int, count: int, *seed: object) -> tuple[list[Answer], IndexerTime]:
+    def _timed(
+        self, length: int, count: int, *seed: object
+    ) -> tuple[list[StreamedAnswer], IndexerTime]:
         """Answers, and the seconds that the indexers took for them."""
         before = indexer_seconds(self._client, self._settings.clock)
         answers = self._send(length, count, self._settings.new_tokens, *seed)

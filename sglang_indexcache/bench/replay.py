@@ -20,16 +20,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed, named
+from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench import figures
 from sglang_indexcache.bench.environment import Environment, busy_cores, environment
 from sglang_indexcache.bench.latency import Target
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, Strict, save
 from sglang_indexcache.bench.servers import Servers, check_served, server_facts
-from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.tables import Grid, foreign_work, what_was_served, where_and_when
 from sglang_indexcache.bench.traffic import Mix, Session, Words, random_prompts, sessions, trace
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length
@@ -186,8 +186,9 @@ def run(
                 pattern = configuration.pattern if here.mode == "live" else None
                 _warm_up(client, here, target.vocab_size, pattern)
                 raw = _drive(client, model, path, mix, folder, pattern)
-                at = f"the server at {client.url}"
-                check_obeyed(before, client.states(), [configuration.pattern], at, alone=True)
+                check_obeyed(
+                    before, client.states(), [configuration.pattern], client.name, alone=True
+                )
                 check_served(client, configuration, target.model)
             turns = read_turns(raw, conversations, mix)
             replays.append(

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Protocol
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
+from sglang_indexcache.ask.stream import Clock
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.results import ClockName, Configuration, Model, ServerFacts
-from sglang_indexcache.bench.stream import Clock
-from sglang_indexcache.client import Client, Server
 from sglang_indexcache.errors import BenchError, ServerError
 
 TIMEOUT = 3600.0

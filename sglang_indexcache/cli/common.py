@@ -11,15 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from sglang_indexcache.errors import IndexCacheError, OutputError
+from sglang_indexcache.errors import IndexCacheError, OutputError, SettingsError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.client import Client
+    from sglang_indexcache.ask.client import Client
 
 out = Console()
 
@@ -30,7 +31,7 @@ EXTRAS = {
     "eval": "search",
     "bench": "search",
     "heal": "heal",
-    "kernels": "serve",
+    "kernels": "kernels",
     "demo": "serve",
 }
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
@@ -65,7 +66,7 @@ def writable(folder: Path | None) -> Path | None:
     return folder
 
 
-ModelOption = Annotated[Path, typer.Option(help="The checkpoint's folder.")]
+ModelOption = Annotated[Path, typer.Option(metavar="FOLDER", help="The checkpoint's folder.")]
 OutputOption = Annotated[
     Path,
     typer.Option(
@@ -79,28 +80,49 @@ OutputOption = Annotated[
 PatternOption = Annotated[
     str,
     typer.Option(
+        metavar="PATTERN",
         help="Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as "
-        "1/4 (looked up in the library), a library pattern's name or a YAML file."
+        "1/4 (looked up in the library), a library pattern's name or a YAML file.",
     ),
 ]
 PatternsOption = Annotated[
     list[str] | None,
-    typer.Option("--pattern", help="A pattern in any form, or NAME=PATTERN. Repeat it."),
+    typer.Option(
+        "--pattern", metavar="PATTERN", help="A pattern in any form, or NAME=PATTERN. Repeat it."
+    ),
 ]
-ContextOption = Annotated[str, typer.Option(help=f"Length of each context: {CONTEXTS}.")]
+ContextOption = Annotated[
+    str, typer.Option(metavar="TOKENS", help=f"Length of each context: {CONTEXTS}.")
+]
 ContextsOption = Annotated[
-    list[str] | None, typer.Option("--context", help=f"Context length: {CONTEXTS}. Repeat it.")
+    list[str] | None,
+    typer.Option("--context", metavar="TOKENS", help=f"Context length: {CONTEXTS}. Repeat it."),
 ]
-SeedOption = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
-UrlOption = Annotated[str, typer.Option(help="Base URL of the server.")]
+SeedOption = Annotated[
+    int, typer.Option(metavar="NUMBER", help="Seed of everything that is drawn at random.")
+]
+SERVERS = "Servers that run"
+"""The panel of help with what says which servers to ask."""
+
+UrlOption = Annotated[
+    str, typer.Option(metavar="URL", rich_help_panel=SERVERS, help="Base URL of the server.")
+]
 UrlsOption = Annotated[
-    list[str] | None, typer.Option("--url", help="Base URL of a running server. Repeat it.")
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        rich_help_panel=SERVERS,
+        help="Base URL of a running server. Repeat it.",
+    ),
 ]
 # Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
 # be sent to a server by accident.
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(
+        metavar="KEY",
+        rich_help_panel=SERVERS,
         envvar="SGLANG_API_KEY",
         help="API key of the servers at --url. Better in the variable: others on this machine can "
         "read a command line.",
@@ -109,6 +131,8 @@ ApiKeyOption = Annotated[
 AdminApiKeyOption = Annotated[
     str | None,
     typer.Option(
+        metavar="KEY",
+        rich_help_panel=SERVERS,
         envvar="SGLANG_ADMIN_API_KEY",
         help="Admin API key of the servers at --url, if they have one: it is needed to switch "
         "patterns and to flush caches.",
@@ -155,12 +179,27 @@ def connect(
     admin_api_key: str | None = None,
     timeout: float = 600.0,
 ) -> list[Client]:
-    """A client of each server. The keys go no further than these, so that nothing records them."""
-    from sglang_indexcache.client import Client
+    """A client of each server. The keys go no further than these, so that nothing records them.
 
-    return [
-        Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls or ()
-    ]
+    Raises:
+        SettingsError: a URL that is none.
+    """
+    from sglang_indexcache.ask.client import Client
+
+    urls = [_checked(url) for url in urls or ()]
+
+    return [Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls]
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    where = parts.path.rstrip("/").removesuffix("/v1")
+    meant = f"{parts.scheme}://{parts.netloc}{where}"
+    if not parts.hostname or parts.scheme not in ("http", "https"):
+        raise SettingsError(f"--url wants the address of a server, http://HOST:PORT, got {url!r}")
+    if meant != url.rstrip("/"):
+        raise SettingsError(f"--url {url} is not the base URL of a server. Did you mean {meant}?")
+    return url
 
 
 def group(help: str) -> typer.Typer:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = group("List, check and build our GPU kernels.")
 
 
-@app.command("list")
+@app.command("list", epilog="Example: indexcache kernels list")
 def list_command() -> None:
     """Say which implementation of every operation can run on this machine, and why not."""
     from rich.box import SIMPLE
@@ -43,17 +43,20 @@ def list_command() -> None:
     )
 
 
-@app.command("check")
+@app.command("check", epilog="Example: indexcache kernels check --implementation triton")
 def check_command(
     implementation: Annotated[
         str | None,
-        typer.Option(help="Check only this one, by its name in the list. Default: all."),
+        typer.Option(
+            metavar="NAME", help="Check only this one, by its name in the list. Default: all."
+        ),
     ] = None,
     sizes: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help="Which cases: small, wide (also many short rows) or large (also up to a million "
-            "tokens). Default: large on a GPU, small without one."
+            "tokens). Default: large on a GPU, small without one.",
         ),
     ] = None,
     seed: SeedOption = 0,
@@ -93,7 +96,7 @@ def _check(runner: Runner, group_name: str) -> tuple[int, int]:
     return passed, failed
 
 
-@app.command("build")
+@app.command("build", epilog="Example: indexcache kernels build --show")
 def build_command(
     show: Annotated[
         bool, typer.Option("--show", help="Print the registers and spills of every kernel.")

@@ -13,19 +13,22 @@ from rich.table import Table
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import group, out, writable
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import Findings
 from sglang_indexcache.study.provenance import checkpoint_digest
 
 if TYPE_CHECKING:
-    from sglang_indexcache.library import Entry
+    from sglang_indexcache.library import Entry, Resolved
 
 app = group("The pattern library.")
 
 
-@app.command("list")
+@app.command("list", epilog="Example: indexcache patterns list --model MODEL")
 def list_patterns(
     model: Annotated[
-        Path | None, typer.Option(help="Only patterns that fit this checkpoint's config.json.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Only patterns that fit this checkpoint's config.json."
+        ),
     ] = None,
 ) -> None:
     """List the library's patterns."""
@@ -48,12 +51,20 @@ def list_patterns(
     out.print(table if entries else "no pattern in the library fits this checkpoint")
 
 
-@app.command("show")
+@app.command("show", epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml")
 def show_patterns(
-    patterns: Annotated[list[str], typer.Argument(help="Patterns in any form.")],
+    patterns: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATTERN...",
+            help="Patterns in any form: an F/S string, a name from the library, a YAML file.",
+        ),
+    ],
     model: Annotated[
         Path | None,
-        typer.Option(help="The checkpoint that full, uniform:1/4 and ratios are for."),
+        typer.Option(
+            metavar="FOLDER", help="The checkpoint that full, uniform:1/4 and ratios are for."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -66,13 +77,20 @@ def show_patterns(
         ),
     ] = None,
 ) -> None:
-    """Show which layer serves which, and of the library's patterns their source and quality."""
+    """Show which layer serves which, and where a pattern comes from and how good it is.
+
+    It checks pattern files as well: each problem is told, and the exit code is then 1.
+    """
     from sglang_indexcache.library import Library
     from sglang_indexcache.support.drawing import to_image, to_terminal
 
     checkpoint = None if model is None else Checkpoint.read(model)
     library = Library.default()
-    found = {value: library.resolve(value, checkpoint) for value in patterns}
+    found: dict[str, Resolved] = {}
+    problems = Findings()
+    for value in patterns:
+        with problems:
+            found[value] = library.resolve(value, checkpoint)
     for value, resolved in found.items():
         entry = resolved.entry
         title = f"{entry.name}: {entry.model.name}" if entry else value
@@ -81,6 +99,7 @@ def show_patterns(
             _show_provenance(entry)
             if model is not None:
                 out.print(f"here       {entry.known(partial(checkpoint_digest, model))}")
+    problems.report()
     if output is None:
         return
     titled = [
@@ -121,23 +140,3 @@ def _show_provenance(entry: Entry) -> None:
             shown = ["" if value is None else f"{value:g} {speed.unit}" for value in speeds]
             table.add_row(speed.metric, speed.context, *shown, speed.where)
         out.print(table)
-
-
-@app.command("validate")
-def validate_patterns(
-    files: Annotated[list[Path], typer.Argument(help="Pattern files (YAML).")],
-) -> None:
-    """Check pattern files; exit code 1 if one is wrong."""
-    from sglang_indexcache.library import load_entry
-
-    failures = 0
-    for path in files:
-        try:
-            entry = load_entry(path)
-        except IndexCacheError as error:
-            typer.secho(f"indexcache: error: {error}", err=True, fg="red")
-            failures += 1
-        else:
-            typer.echo(f"{path}: {entry.name}, {entry.parsed.summary()}")
-    if failures:
-        raise typer.Exit(1)

@@ -31,8 +31,8 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
-    from sglang_indexcache.search.evaluators.pool import Engine, Manners
-    from sglang_indexcache.search.evaluators.served import LiveEngine
+    from sglang_indexcache.ask.pool import LoadPolicy
+    from sglang_indexcache.ask.score import Engine
     from sglang_indexcache.search.objective import Score
     from sglang_indexcache.search.sources import Data, Source
 
@@ -187,8 +187,8 @@ def run_command(
     options = Options.parse(method, refine, budget)
     measured = Data(data, _length(context), batches, per_batch, held_out, seed, score=_score(score))
     servers = connect(url, api_key, admin_api_key)
-    manners = _manners(servers, timeout, at_once, low_priority)
-    source = _source(measured, model, servers, engine, synthetic, dtype, manners)
+    load = _load(servers, timeout, at_once, low_priority)
+    source = _source(measured, model, servers, engine, synthetic, dtype, load)
     with source.open() as setup:
         own = setup.checkpoint.own
         constraints = Constraints.make(
@@ -239,8 +239,8 @@ def compare_command(
         score=_score(score),
     )
     servers = connect(url, api_key, admin_api_key)
-    manners = _manners(servers, timeout, at_once, low_priority)
-    source = _source(measured, model, servers, engine, dtype=dtype, manners=manners)
+    load = _load(servers, timeout, at_once, low_priority)
+    source = _source(measured, model, servers, engine, dtype=dtype, load=load)
     with source.open() as setup:
         parsed = [setup.resolve(value) for value in patterns]
         for notice in setup.notices:
@@ -330,7 +330,7 @@ def stability_command(
     measured = Data(data, _length(context), batches, per_batch, seed=seed, score=_score(score))
     servers = connect(url, api_key, admin_api_key)
     sources = [
-        _source(part, model, servers, engine, synthetic, dtype, _manners(servers, timeout))
+        _source(part, model, servers, engine, synthetic, dtype, _load(servers, timeout))
         for part in measured.parts(sets)
     ]
     result = search_each(sources, target, options, output, out)
@@ -404,10 +404,10 @@ def _source(
     keywords: list[str] | None = None,
     synthetic: int = 0,
     dtype: str | None = None,
-    manners: Manners | None = None,
+    load: LoadPolicy | None = None,
 ) -> Source:
     """The source that the options of a command describe."""
-    from sglang_indexcache.search.evaluators.pool import ONE_CALL
+    from sglang_indexcache.ask.pool import ONE_CALL
     from sglang_indexcache.search.sources import InProcess, Local, Served, Synthetic
 
     if sum(map(bool, (servers, keywords, synthetic))) > 1:
@@ -425,32 +425,32 @@ def _source(
     if model is None:
         raise SearchError("give the checkpoint's folder with --model")
     if servers:
-        return Served(model, data, tuple(servers), manners or ONE_CALL, _tell)
+        return Served(model, data, tuple(servers), load or ONE_CALL, _tell)
     if keywords:
         return InProcess(model, data, lambda: _engine(model, keywords))
     return Local(model, data, dtype or "float32")
 
 
-def _manners(
+def _load(
     servers: Sequence[Engine],
     timeout: float | None,
     at_once: int | None = None,
     low_priority: bool = False,
-) -> Manners:
+) -> LoadPolicy:
     """How to ask the servers, of which there must be some to ask in any way."""
-    from sglang_indexcache.search.evaluators.pool import Manners
+    from sglang_indexcache.ask.pool import LoadPolicy
 
     asked = {"--timeout": timeout, "--at-once": at_once, "--low-priority": low_priority}
     if not servers and (flag := next((flag for flag, value in asked.items() if value), None)):
         raise SearchError(f"{flag} is for the servers of --url")
-    return Manners(timeout, at_once or 1, low_priority)
+    return LoadPolicy(timeout, at_once or 1, low_priority)
 
 
 def _tell(line: str) -> None:
     out.print(f"[yellow]servers[/yellow]  {escape(line)}", highlight=False)
 
 
-def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[LiveEngine]:
+def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[Engine]:
     from sglang_indexcache.serving.in_process import InProcessEngine
 
     pairs = (name_and_value(text, "--engine") for text in keywords if text != "default")

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 
-@app.command("doctor", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+COLOURS = {True: "green", False: "red", None: "yellow"}
+"""Of a line that says whether layers skip, or that nobody knows yet."""
+
+
+@app.command(
+    "doctor",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: indexcache server doctor --model-path MODEL --tp 8 --indexcache-pattern 1/4",
+)
 def doctor_command(
     context: typer.Context,
     url: UrlsOption = None,
@@ -39,20 +47,33 @@ def doctor_command(
             "The default is this machine's GPU, and h200 without one.",
         ),
     ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="WHEEL",
+            help="Say whether IndexCache can extend this SGLang, and show what moved in it: a "
+            "wheel, or a folder that holds sglang/. It is read, and neither installed nor run.",
+        ),
+    ] = None,
 ) -> None:
-    """Say what a server started with these flags would do, without loading weights.
+    """Say what a server with these flags would do, without loading weights or needing a GPU.
 
-    It takes the flags of `python -m sglang.launch_server`, for example: indexcache server doctor
-    --model-path MODEL --indexcache-pattern 1/4. Where SGLang is not installed, it reads the
-    checkpoint's config and checks the pattern alone. With --url, repeated for every node, it asks
-    servers that run instead: whether every rank has the plugin, and all of them the same plan.
+    It takes every flag of `sglang serve`. Where SGLang is not installed, it reads the checkpoint's
+    config and checks the pattern alone. With --url, repeated for every node, it asks servers that
+    run instead: whether every rank has the plugin, and all of them the same plan.
     """
+    modes = {"--url": url, "--sglang": sglang}
+    given = [flag for flag, value in modes.items() if value]
+    if given and (others := [*given[1:], *context.args]):
+        raise SettingsError(f"{given[0]} is a question of its own; leave {others[0]} away")
     if url:
         from sglang_indexcache.serving.fleet import examine_servers
 
-        if context.args:
-            raise SettingsError(f"--url asks servers that run; leave {context.args[0]} away")
         fine = examine_servers(connect(url, api_key), out)
+    elif sglang:
+        from sglang_indexcache.serving.engine_version import show
+
+        fine = show(sglang, out)
     else:
         from sglang_indexcache.serving.doctor import examine
 
@@ -61,38 +82,31 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-@app.command("seams")
-def seams_command(
-    sglang: Annotated[
-        Path | None,
-        typer.Option(help="A wheel, or a folder that holds sglang/; else the installed one."),
-    ] = None,
-) -> None:
-    """Say whether an SGLang is one that IndexCache can extend, and show what moved in it.
-
-    It only reads: nothing is installed, and no SGLang is imported.
-    """
-    from sglang_indexcache.serving.engine_version import show
-
-    if not show(sglang, out):
-        raise typer.Exit(1)
-
-
-@app.command("show")
+@app.command("show", epilog="Example: indexcache server show --url http://127.0.0.1:30000")
 def live_show(
     url: UrlOption = "http://127.0.0.1:30000",
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Show a running server's pattern and what its layers did so far."""
+    """Show a running server's pattern, and whether its layers skip what the pattern says.
+
+    The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
+    """
     [client] = connect([url], api_key)
-    _print_states(client.states())
+    if not _print_states(client.states()):
+        raise typer.Exit(1)
 
 
-@app.command("set")
+@app.command(
+    "set",
+    epilog="Example: indexcache server set 'full < 32K <= 1/4' --url http://127.0.0.1:30000",
+)
 def live_set(
     pattern: Annotated[
         str,
-        typer.Argument(help="As --indexcache-pattern takes it; or adapter, if the server has one."),
+        typer.Argument(
+            metavar="PATTERN",
+            help="As --indexcache-pattern takes it; or adapter, if the server has one.",
+        ),
     ],
     url: UrlOption = "http://127.0.0.1:30000",
     api_key: ApiKeyOption = None,
@@ -100,7 +114,7 @@ def live_set(
 ) -> None:
     """Replace the pattern of a server in live mode, for requests to come that name none.
 
-    Those that are running or queued keep theirs. Prompt length may decide: 'full < 32K <= 1/4'.
+    Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
     """
     from sglang_indexcache.library import Library, names_a_file
 
@@ -110,19 +124,30 @@ def live_set(
     _print_states(client.switch_pattern(pattern))
 
 
-def _print_states(states: Sequence[RankState]) -> None:
+def _print_states(states: Sequence[RankState]) -> bool:
+    """Print what each rank says; whether none of them fails to skip what it should."""
+    from sglang_indexcache.serving.skipping import judge, told_index_keys
     from sglang_indexcache.support.drawing import to_terminal
 
-    for rank, state in enumerate(states):
+    def tell(line: str, style: str | None = None) -> None:
+        out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    verdicts = [judge(state) for state in states]
+    for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True)):
         if len(states) > 1:
-            out.print(f"data-parallel rank {rank}", style="bold")
-        out.print(to_terminal(Pattern(state.pattern), f"{state.mode} mode, {state.source}"))
+            tell(f"data-parallel rank {rank}", "bold")
+        tell(f"{state.mode} mode, {state.source}", "bold")
+        tell(verdict.text, COLOURS[verdict.proven])
+        if verdict.uncounted:
+            tell(verdict.uncounted)
+        tell(f"index-K: {told_index_keys(state)}")
         if state.adapter:
             indexers = "its indexers" if state.adapter_in_effect else "not in effect"
-            out.print(f"adapter: {state.adapter} ({indexers})")
+            tell(f"adapter: {state.adapter} ({indexers})")
         if state.policy != state.pattern:
-            out.print(f"by prompt length: {state.policy}")
+            tell(f"by prompt length: {state.policy}")
         for pattern, count in sorted(state.requests.items()):
-            out.print(f"requests under {pattern}: {count}")
-        out.print(f"forwards since the last switch: {state.forwards}")
-        out.print(f"index-K bytes per token: {state.index_k_bytes_per_token}")
+            tell(f"unfinished requests under {pattern}: {count}")
+        tell("")
+        out.print(to_terminal(Pattern(state.pattern)))
+    return all(verdict.proven is not False for verdict in verdicts)

@@ -17,8 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.client import Client
 from sglang_indexcache.demo.material import Question
 
 MIN_ROUNDS = 6

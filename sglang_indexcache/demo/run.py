@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from sglang_indexcache.ask.launch import Server
+from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench.environment import busy_cores, environment
-from sglang_indexcache.bench.stream import stream
-from sglang_indexcache.client import Server
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.demo.findings import MIN_ROUNDS, Contender, Findings
 from sglang_indexcache.demo.material import Material, Question
@@ -44,8 +44,8 @@ def run(folder: Path, console: Console) -> None:
         console: where to print.
 
     Raises:
-        ServerError: a server did not start or went away.
-        BenchError: an answer from which no time can be read.
+        ServerError: a server did not start or went away, or an answer from which no time can be
+            read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     machine = environment()

@@ -1,88 +1,59 @@
 """How the arms of an evaluation are served.
 
-* Patterns that belong to requests: one server in live mode, and all arms in the same batch.
-* A server for each arm, in static mode, or of any engine; then nothing but the URL says what runs.
+* One server in live mode: every request names its pattern, and all arms share the batches.
+* A server for each arm, in static mode.
 
-Who is asked is made sure before a context and checked behind it, before it counts.
+Who is asked is made sure of before a context and checked after it, before it counts.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
-from sglang_indexcache.ask.protocol import facts as protocol_facts
+from sglang_indexcache.ask.protocol import facts as facts_of
+from sglang_indexcache.ask.score import Engine
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
+from sglang_indexcache.evaluate.cost import PAGE
 from sglang_indexcache.evaluate.evaluation import Arm
-from sglang_indexcache.evaluate.plan import PAGE
-from sglang_indexcache.evaluate.scoring import Engine, Voice
+from sglang_indexcache.evaluate.scoring import ArmRequest, Scored, score
 from sglang_indexcache.evaluate.tasks import Context
 
 
-class Server(Engine, Protocol):
+class ArmServer(Engine, Protocol):
     """What arms need of a server: ``client.Client``."""
-
-    def states(self) -> list[RankState]:
-        """What IndexCache reports, one entry per data-parallel rank."""
 
     def server_info(self) -> dict[str, Any]:
         """SGLang's ``/server_info``."""
-
-    def switch_pattern(self, value: str) -> list[RankState]:
-        """Make ``value`` the pattern on every rank; returns the new states."""
-
-    def flush_cache(self, timeout: float = 60.0) -> None:
-        """Empty the radix cache."""
 
     def is_ready(self) -> bool:
         """Whether the server answers requests."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """An arm that is asked; the reference again, for A/A, has ``repeat`` 1."""
-
-    arm: Arm
-    repeat: int = 0
-
-
-Ask = Callable[[Engine, Context, Sequence[Voice]], list[Any]]
-"""``scoring.score``, or another way to have answers."""
-
-
 class Arms(Protocol):
-    """Serves turns.
-
-    Attributes:
-        block: contexts to ask together.
-        verified: whether the servers themselves say which pattern they run.
-        servers: all of them.
-    """
-
-    block: int
-    verified: bool
+    """Asks arms, and checks that each answered as itself."""
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[ArmServer]:
         """All of them."""
 
-    def together(self, turns: Sequence[Turn]) -> list[list[Turn]]:
-        """Which turns are asked in the same batch, in which order."""
+    def together(self, requests: Sequence[ArmRequest]) -> list[list[ArmRequest]]:
+        """Which arms are asked in the same batch, in which order."""
 
-    def ask(self, ask: Ask, context: Context, turns: Sequence[Turn]) -> list[Any]:
-        """What ``ask`` gets for each of the turns.
+    def ask(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
+        """The answers of each arm behind a context.
 
         Raises:
-            ServerUnavailableError: try again; the servers are then made sure of anew.
+            ServerUnavailableError: try again.
             QualityError: the servers do not do what the arms need.
         """
 
 
-def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
-    """The best way in which these servers can serve these arms.
+def make_arms(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> Arms:
+    """The way in which these servers serve these arms.
 
     Args:
         arms: all that will be asked.
@@ -92,20 +63,7 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
         QualityError: a server is missing, given twice, in the wrong mode, or unlike the others.
     """
     if set(urls) == {""}:
-        server = urls[""]
-        states = server.states()
-        if not states:
-            raise QualityError(
-                f"{server.url} does not say which pattern it runs and cannot be told to change it. "
-                "Start a server for each arm and give each as --url NAME=URL."
-            )
-        if any(state.mode != "live" for state in states):
-            raise QualityError(
-                f"{server.url} runs in static mode, where it can serve one pattern alone. Start it "
-                "with --indexcache-mode live, or start one server for each arm and give each as "
-                "--url NAME=URL."
-            )
-        return InRequests(server)
+        return InRequests(urls[""])
     without = [arm.name for arm in arms if arm.name not in urls]
     if without:
         raise QualityError(
@@ -113,23 +71,22 @@ def make_arms(arms: Sequence[Arm], urls: Mapping[str, Server]) -> Arms:
             "--url alone for a server in live mode, which serves them all."
         )
     _check_alike(arms, urls)
-    _check_apart(arms, urls)
     return Separate({arm.name: urls[arm.name] for arm in arms})
 
 
 class _Cache:
-    """Knows what a server may have cached of a context: what the same voice asked before."""
+    """Knows what a server may have cached of a context: what the same arm asked before."""
 
     def __init__(self) -> None:
         self._nonce = uuid.uuid4().hex[:8]
         self._asked: dict[str, set[int]] = {}
 
-    def key(self, turn: Turn) -> str:
-        """Of a turn's cached prefixes; never one of an earlier process or another arm."""
-        return f"{self._nonce}/{turn.arm.pattern or turn.arm.name}/{turn.repeat}"
+    def key(self, request: ArmRequest) -> str:
+        """Of an arm's cached prefixes; never one of an earlier process or another arm."""
+        return f"{self._nonce}/{request.arm.pattern}/{request.repeat}"
 
     def check(self, key: str, context: Context, cached: int) -> None:
-        """Refuse cached tokens that this voice did not compute."""
+        """Refuse cached tokens that this arm did not compute."""
         known = self._asked.setdefault(key, set())
         marks = _marks(context.ids)
         own = PAGE * next((n for n, mark in enumerate(marks) if mark not in known), len(marks))
@@ -149,7 +106,7 @@ class _Cache:
 
 
 def _marks(ids: list[int], mark: int = 0) -> list[int]:
-    """What stands for each beginning of whole pages, behind those that ``mark`` stands for."""
+    """A hash of each prefix of whole pages, after the prefix that ``mark`` stands for."""
     found = []
     for start in range(0, len(ids) - PAGE + 1, PAGE):
         mark = hash((mark, *ids[start : start + PAGE]))
@@ -158,137 +115,118 @@ def _marks(ids: list[int], mark: int = 0) -> list[int]:
 
 
 class InRequests:
-    """One server whose requests name their patterns: every arm in the same batch."""
+    """One server whose requests name their patterns: every arm in the same batch.
 
-    block = 1
-    verified = True
+    Raises:
+        QualityError: the server is not in live mode.
+        ServerError: it does not run IndexCache.
+    """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ArmServer) -> None:
         self._server, self._cache = server, _Cache()
+        self._live()
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[ArmServer]:
         """The one."""
         return [self._server]
 
-    def together(self, turns: Sequence[Turn]) -> list[list[Turn]]:
+    def together(self, requests: Sequence[ArmRequest]) -> list[list[ArmRequest]]:
         """All at once; the reference's second asking apart, so that it is in another batch."""
-        first = [turn for turn in turns if not turn.repeat]
-        return [part for part in (first, [turn for turn in turns if turn.repeat]) if part]
+        first = [one for one in requests if not one.repeat]
+        return [part for part in (first, [one for one in requests if one.repeat]) if part]
 
-    def ask(self, ask: Ask, context: Context, turns: Sequence[Turn]) -> list[Any]:
+    def ask(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
         """See :class:`Arms`."""
-        before = self._server.states()
-        if any(state.mode != "live" for state in before):
+        before = self._live()
+        asked = [
+            replace(one, key=self._cache.key(one), pattern=one.arm.pattern) for one in requests
+        ]
+        try:
+            found = score(self._server, context, asked)
+            patterns = [one.pattern for one in asked]
+            check_obeyed(before, self._server.states(), patterns, self._server.name)
+        except ServerUnavailableError:
+            self._cache = _Cache()  # it may have cached what it did not answer
+            raise
+        for one, scored in zip(asked, found, strict=True):
+            self._cache.check(one.key, context, scored.cached)
+        return found
+
+    def _live(self) -> list[RankState]:
+        states = self._server.states()
+        if any(state.mode != "live" for state in states):
             raise QualityError(
-                f"{self._server.url} was restarted and no longer takes patterns from requests. "
-                "Start it as it was; the same command then goes on."
+                f"{self._server.name} does not run in live mode, so it serves one pattern alone. "
+                "Start it with --indexcache-mode live, or start one server for each arm and give "
+                "each as --url NAME=URL."
             )
-        voices = [Voice(self._cache.key(turn), {}, turn.arm.pattern) for turn in turns]
-        found = ask(self._server, context, voices)
-        for voice, one in zip(voices, found, strict=True):
-            self._cache.check(voice.key, context, one.cached)
-        asked = [turn.arm.pattern for turn in turns]
-        check_obeyed(before, self._server.states(), asked, self._server.url)
-        return found
-
-
-class Separate:
-    """A server for each arm."""
-
-    block = 1
-
-    def __init__(self, servers: Mapping[str, Server]) -> None:
-        self._by_arm = dict(servers)
-        self._caches = {name: _Cache() for name in servers}
-        self.verified = all(_states(server) for server in servers.values())
-
-    @property
-    def servers(self) -> Sequence[Server]:
-        """One for each arm, in their order."""
-        return list(self._by_arm.values())
-
-    def together(self, turns: Sequence[Turn]) -> list[list[Turn]]:
-        """One after the other."""
-        return [[turn] for turn in turns]
-
-    def ask(self, ask: Ask, context: Context, turns: Sequence[Turn]) -> list[Any]:
-        """See :class:`Arms`."""
-        [turn] = turns
-        server, cache = self._by_arm[turn.arm.name], self._caches[turn.arm.name]
-        voice = Voice(cache.key(turn))
-        before = self._checked(server, turn.arm)
-        found = ask(server, context, [voice])
-        if before:
-            check_obeyed(before, self._checked(server, turn.arm), [turn.arm.pattern], server.url)
-        cache.check(voice.key, context, found[0].cached)
-        return found
-
-    def _checked(self, server: Server, arm: Arm) -> list[RankState]:
-        if not self.verified:
-            return []
-        states = server.states()
-        _check_pattern(server, states, arm)
         return states
 
 
-def longest_prompt(server: Server) -> int | None:
+class Separate:
+    """A server for each arm, in static mode."""
+
+    def __init__(self, servers: Mapping[str, ArmServer]) -> None:
+        self._by_arm = dict(servers)
+        self._caches = {name: _Cache() for name in servers}
+
+    @property
+    def servers(self) -> Sequence[ArmServer]:
+        """One for each arm, in their order."""
+        return list(self._by_arm.values())
+
+    def together(self, requests: Sequence[ArmRequest]) -> list[list[ArmRequest]]:
+        """One after the other."""
+        return [[one] for one in requests]
+
+    def ask(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
+        """See :class:`Arms`."""
+        [one] = requests
+        server, cache = self._by_arm[one.arm.name], self._caches[one.arm.name]
+        asked = replace(one, key=cache.key(one))
+        before = _states_of(server, one.arm)
+        try:
+            found = score(server, context, [asked])
+            check_obeyed(before, _states_of(server, one.arm), [one.arm.pattern], server.name)
+        except ServerUnavailableError:
+            self._caches[one.arm.name] = _Cache()  # it may have cached what it did not answer
+            raise
+        cache.check(asked.key, context, found[0].cached)
+        return found
+
+
+def longest_prompt(server: ArmServer) -> int | None:
     """Tokens of the longest prompt that a server takes; None if it does not say."""
-    try:
-        found = server.server_info().get("max_req_input_len")
-    except ServerUnavailableError:
-        raise
-    except ServerError:
-        return None
+    found = server.server_info().get("max_req_input_len")
     return None if found is None else int(found)
 
 
-def facts(server: Server) -> dict[str, Any]:
-    """What a server says of itself that may not change, by SGLang's names; empty if it is none."""
+def facts(server: ArmServer) -> dict[str, Any]:
+    """What a server says of itself that may not change, by SGLang's names.
+
+    Raises:
+        QualityError: it is no SGLang server.
+    """
     try:
         info = server.server_info()
-    except ServerError as error:
-        if isinstance(error, ServerUnavailableError):
-            raise
-        return {}
-    return protocol_facts(info, server.url)
-
-
-def _states(server: Server) -> list[RankState]:
-    """What IndexCache reports; nothing where it does not run."""
-    try:
-        return server.states()
     except ServerUnavailableError:
         raise
-    except ServerError:
-        return []
-
-
-def _check_apart(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
-    """Two arms at one address would agree in everything, and nothing in their answers tells."""
-    first: dict[tuple[str, str], str] = {}
-    for arm in arms:
-        server = urls[arm.name]
-        place = server.url, str(getattr(server, "model", ""))  # chat completions may have several
-        other = first.setdefault(place, arm.name)
-        if other != arm.name:
-            raise QualityError(
-                f"{other} and {arm.name} are both to be asked at {server.url}, where one pattern "
-                "runs: start a server for each, and give each its own address"
-            )
-
-
-def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
-    found = {arm.name: facts(urls[arm.name]) for arm in arms}
-    if strangers := [urls[name].url for name, known in found.items() if not known]:
+    except ServerError as error:
         raise QualityError(
-            f"{', '.join(dict.fromkeys(strangers))} is no SGLang server: it has no /server_info. "
-            "Another engine is asked by chat completions: give its address up to /v1."
-        )
+            f"{server.name} is no SGLang server: it has no /server_info. Run another engine with a "
+            "harness of its own, and give its logs to `indexcache eval compare`."
+        ) from error
+    return facts_of(info, server.name)
+
+
+def _check_alike(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
+    """Servers may differ in the pattern alone, and each must run its own."""
+    found = {arm.name: facts(urls[arm.name]) for arm in arms}
     (first, known), *others = found.items()
     for name, other in others:
         differing = [
-            f"{fact} ({' and '.join(map(repr, said))})"
+            f"{fact} ({' and '.join(repr(value) for value in said)})"
             for fact, said in alike({first: known, name: other}).items()
         ]
         if differing:
@@ -298,14 +236,16 @@ def _check_alike(arms: Sequence[Arm], urls: Mapping[str, Server]) -> None:
                 "but --indexcache-pattern."
             )
     for arm in arms:
-        if states := _states(urls[arm.name]):
-            _check_pattern(urls[arm.name], states, arm)
+        _states_of(urls[arm.name], arm)
 
 
-def _check_pattern(server: Server, states: Sequence[RankState], arm: Arm) -> None:
+def _states_of(server: ArmServer, arm: Arm) -> list[RankState]:
+    """The states of a server that must run the arm's pattern."""
+    states = server.states()
     for state in states:
         if state.pattern != arm.pattern:
             raise QualityError(
-                f"{server.url} is given for {arm.name}, which is {arm.pattern}, and runs "
+                f"{server.name} is given for {arm.name}, which is {arm.pattern}, and runs "
                 f"{state.pattern}. Start it with --indexcache-pattern {arm.pattern}."
             )
+    return states

@@ -8,8 +8,7 @@ from typing import Literal
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
-from sglang_indexcache.evaluate.summary import Verdicts
-from sglang_indexcache.evaluate.verdict import Kind, Verdict
+from sglang_indexcache.evaluate.verdict import Kind, Verdict, Verdicts, verdicts_of
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.pattern import Pattern
 
@@ -22,13 +21,12 @@ _WORDS: dict[Kind, Literal["no loss", "loss", "undecided", "cannot see", "invali
 }
 
 
-def check_entry(path: Path, arms: Sequence[Arm], *, scored: bool, verified: bool) -> Arm:
+def check_entry(path: Path, arms: Sequence[Arm], *, verified: bool = True) -> Arm:
     """Whether a verdict can be written into a file; also before hours of work for it.
 
     Args:
         path: of the pattern file.
         arms: of the evaluation.
-        scored: whether any answer is right or wrong.
         verified: whether the servers say which pattern they run.
 
     Returns:
@@ -43,11 +41,6 @@ def check_entry(path: Path, arms: Sequence[Arm], *, scored: bool, verified: bool
         raise QualityError(
             "the server does not say which pattern it runs, so nothing is written into a pattern "
             "file. Evaluate on a server with this plugin"
-        )
-    if not scored:
-        raise QualityError(
-            "prompts without a right answer get no verdict, so nothing is written into a pattern "
-            "file. Give prompts with answers, or generated tasks (--task)"
         )
     candidates = [arm for arm in arms if arm.role is Role.CANDIDATE]
     mine = [arm for arm in candidates if Pattern(arm.pattern) == entry.parsed]
@@ -67,10 +60,8 @@ def write_quality(path: Path, evaluation: Evaluation, verdicts: Verdicts | None 
         QualityError: nothing was decided yet; or see :func:`check_entry`.
         LibraryError: the file is no pattern file.
     """
-    mine = check_entry(
-        path, evaluation.arms, scored=evaluation.scored, verified=evaluation.pattern_verified
-    )
-    found = (evaluation.verdicts() if verdicts is None else verdicts).get(mine.name)
+    mine = check_entry(path, evaluation.arms, verified=evaluation.pattern_verified)
+    found = (verdicts_of(evaluation) if verdicts is None else verdicts).get(mine.name)
     if found is None:
         raise QualityError("the first look has not been reached; let the evaluation go on")
     row = evaluated(evaluation, *found)

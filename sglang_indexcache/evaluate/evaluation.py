@@ -7,18 +7,25 @@ into this, and verdicts, tables and pictures are pure functions of it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from sglang_indexcache.ask.score import Top
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.tasks import UNSCORED
-from sglang_indexcache.evaluate.verdict import Kind, Verdict, judge
 from sglang_indexcache.stats.pairs import Outcome
 from sglang_indexcache.stats.power import Design
 
 CONTROL_LOOK = 0
 """Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""
+TOP = 20
+"""Likeliest tokens that are asked for at each token of an answer."""
+LEAST_LIKELY = math.log(1e-4)
+"""Of those, less likely ones are not kept: they weigh nothing, and would fill the journal."""
+_NOTHING = 1e-9
+"""A probability that rounding leaves of none."""
 
 
 class Role(enum.Enum):
@@ -27,17 +34,16 @@ class Role(enum.Enum):
     REFERENCE = "reference"
     CANDIDATE = "candidate"
     BAD = "bad"
-    """The positive control: known to lose, and must be seen to."""
+    """The positive control: known to lose quality, and must be seen to."""
 
 
 class Mode(enum.Enum):
-    """How an answer was had."""
+    """How the answers were obtained."""
 
     TEACHER_FORCED = "teacher-forced"
-    """The right answer was put in the model's mouth; right if each of its tokens was the likeliest.
-    """
+    """The right answer is fed in; it counts as given if every token of it is the likeliest."""
     GENERATE = "generate"
-    """The model answered by itself, greedily."""
+    """The model wrote its answers, and another harness scored them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Arm:
 
     Attributes:
         name: as the user wrote it; unique.
-        pattern: F and S; empty where the endpoint cannot say what it runs.
+        pattern: F and S; empty where a log does not tell.
         role: why it is asked. A/A is the reference with ``Answer.repeat`` 1, not an arm.
     """
 
@@ -76,7 +82,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question as one arm answered it.
+    """One question as one arm answered it: what was measured, and what the journal keeps.
 
     Attributes:
         arm: its name.
@@ -87,15 +93,16 @@ class Answer:
         length: tokens as planned.
         depth: where in the context the first line lies that the answer follows from, 0 to 1; None
             where a user's file does not tell.
-        right: whether the answer is right to the letter; None where no answer is known (prompts).
-        nll: nats for each token of the right answer, their mean; None if not teacher-forced.
-        kl: mean Kullback-Leibler divergence from the reference over the answer's tokens, in nats,
-            of the 20 likeliest tokens and one bucket for the rest: a lower bound. None for the
-            reference itself, or if not teacher-forced.
+        right: whether the answer is right to the letter; None in logs that have a score instead.
+        tokens: of the right answer.
+        logprobs: of those tokens, in nats; empty if it comes from a log.
+        tops: the likeliest tokens at their positions.
+        trace: sum of every log-probability that came back; two patterns have the same one only
+            where they compute the same.
+        score: the metric of another harness, 0 to 1; None for answers of ours.
+        kl: mean Kullback-Leibler divergence from the reference over the answer's tokens, in nats:
+            a lower bound, see :func:`divergence`. None for the reference itself.
         agreement: share of the answer's tokens at which the likeliest one is the reference's.
-        tokens: of the answer.
-        reply: what the model answered by itself; None if teacher-forced.
-        score: the task's official metric, 0 to 1; None where there is none.
     """
 
     arm: str
@@ -106,12 +113,56 @@ class Answer:
     length: int
     depth: float | None
     right: bool | None
-    nll: float | None = None
+    tokens: int = 0
+    logprobs: tuple[float, ...] = ()
+    tops: tuple[Top, ...] = ()
+    trace: float | None = None
+    score: float | None = None
     kl: float | None = None
     agreement: float | None = None
-    tokens: int = 0
-    reply: str | None = None
-    score: float | None = None
+
+    @property
+    def nll(self) -> float | None:
+        """Mean nats for each token of the right answer; None if it comes from a log."""
+        return -sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
+
+    def beside(self, reference: Answer | None) -> Answer:
+        """With its divergence and agreement, where the reference answered the same tokens."""
+        if reference is None or not self.tops or len(reference.tops) != len(self.tops):
+            return self
+        pairs = list(zip(reference.tops, self.tops, strict=True))
+        return replace(
+            self,
+            kl=sum(divergence(*pair) for pair in pairs) / len(pairs),
+            agreement=sum(float(a[0][0] == b[0][0]) for a, b in pairs) / len(pairs),
+        )
+
+
+def divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
+    """A lower bound of the Kullback-Leibler divergence, in nats, from the likeliest tokens alone.
+
+    Joining outcomes never raises it: those that only the first names are one outcome, and all that
+    is left is another. Of how the second divides its own rest between these two, only the most that
+    the first can have is known (what is not named is less likely than what was kept); the division
+    with the least divergence is taken.
+    """
+    known = dict(second)
+    both = [(p, known[token]) for token, p in first if token in known]
+    alone = [p for token, p in first if token not in known]
+    mine, left = _total(alone), 1 - _total(p for _, p in first)
+    theirs = 1 - _total(q for _, q in both)
+    least = second[-1][1] if len(second) >= TOP else LEAST_LIKELY
+    most = min(len(alone) * math.exp(least), theirs * mine / max(mine + left, _NOTHING))
+    joined = sum(
+        p * math.log(p / max(q, _NOTHING))
+        for p, q in ((mine, most), (left, theirs - most))
+        if p > _NOTHING
+    )
+    return max(0.0, sum(math.exp(p) * (p - q) for p, q in both) + joined)
+
+
+def _total(logprobs: Iterable[float]) -> float:
+    return sum(map(math.exp, logprobs))
 
 
 @dataclass(frozen=True)
@@ -142,13 +193,12 @@ class Evaluation:
         design: as it was fixed before the first request.
         selects_all: ``index_topk``: no pattern can matter at or below this length.
         arms: the reference, then candidates from most to fewest full layers, then the bad one.
-        mode: how answers were had.
+        mode: how answers were obtained.
         pattern_verified: whether the server itself said which pattern each answer was made with.
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         missing: what could not be answered.
-        tokens: that servers computed, those from a cache left out; of chat completions, whole
-            prompts, since nobody says what came from a cache.
+        tokens: that servers computed, those from a cache left out.
         seconds: that answers took, all together.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.
@@ -180,11 +230,6 @@ class Evaluation:
         return tuple(dict.fromkeys(planned.task for planned in long))
 
     @property
-    def scored(self) -> bool:
-        """Whether any answer is right or wrong, so that there can be a verdict."""
-        return any(task != UNSCORED for task in self.tasks)
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """Rising, those of the control left out."""
         long = {planned.length for planned in self.planned if planned.look != CONTROL_LOOK}
@@ -211,17 +256,16 @@ class Evaluation:
         """From most to fewest full layers."""
         return tuple(arm for arm in self.arms if arm.role is Role.CANDIDATE)
 
-    @property
-    def answered(self) -> set[str]:
-        """Names of the contexts with an answer of the reference that are missing in no arm."""
-        lost = {missing.context for missing in self.missing}
-        name = self.reference.name
-        return {row.context for row in self.answers if row.arm == name} - lost
+    @cached_property
+    def lost(self) -> frozenset[str]:
+        """Names of the contexts that some arm could not answer."""
+        return frozenset(missing.context for missing in self.missing)
 
     @property
     def look(self) -> int:
         """The last planned look all of whose contexts were asked; 0 before the first."""
-        asked = self.answered | {missing.context for missing in self.missing}
+        name = self.reference.name
+        asked = {row.context for row in self.answers if row.arm == name} | self.lost
         left = [max(planned.look, 1) for planned in self.planned if planned.context not in asked]
         return min(left) - 1 if left else self.design.looks
 
@@ -233,58 +277,16 @@ class Evaluation:
                 out.
             look: only contexts that count at this look; all that were asked by default.
         """
-        lost = {missing.context for missing in self.missing}
         counts = {
-            planned.context
-            for planned in self.planned
-            if (look is None or planned.look <= look) and planned.context not in lost
-        }
-        found = []
-        for row in self.answers:
-            number = getattr(row, value)
-            if number is not None and row.context in counts:
-                found.append(
-                    Outcome(
-                        row.context,
-                        row.question,
-                        row.task,
-                        row.length,
-                        row.arm,
-                        float(number),
-                        row.repeat,
-                    )
-                )
-        return found
-
-    def verdicts(self) -> dict[str, tuple[int, Verdict]]:
-        """By candidate: the look at which it was decided, or the last one, and the verdict.
-
-        The first claim ends the evaluation of a pattern: later contexts do not reopen it. Empty
-        before the first look, and where no right answer is known.
-        """
-        if not self.scored:
-            return {}
-        found: dict[str, tuple[int, Verdict]] = {}
-        for look in range(1, self.look + 1):
-            rows, permitted = self.outcomes(look=look), True
-            for arm in self.candidates:
-                if arm.name not in found or found[arm.name][1].kind not in (
-                    Kind.NO_LOSS,
-                    Kind.LOSS,
-                ):
-                    [verdict] = judge(
-                        rows,
-                        [arm.name],
-                        self.design,
-                        look,
-                        bad=self.bad.name,
-                        selects_all=self.selects_all,
-                        reference=self.reference.name,
-                        permitted=permitted,
-                    )
-                    found[arm.name] = look, verdict
-                permitted = permitted and found[arm.name][1].kind is Kind.NO_LOSS
-        return found
+            planned.context for planned in self.planned if look is None or planned.look <= look
+        } - self.lost
+        return [
+            Outcome(
+                row.context, row.question, row.task, row.length, row.arm, float(number), row.repeat
+            )
+            for row in self.answers
+            if row.context in counts and (number := getattr(row, value)) is not None
+        ]
 
     def _only(self, role: Role) -> Arm:
         arms = [arm for arm in self.arms if arm.role is role]

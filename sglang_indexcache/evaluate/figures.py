@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from sglang_indexcache.evaluate.evaluation import Evaluation, Role
-from sglang_indexcache.evaluate.summary import DEPTHS, NOISE, ONE_LOOK, Difference, Level, Summary
+from sglang_indexcache.evaluate.summary import (
+    DEPTHS,
+    NOISE,
+    ONE_LOOK,
+    Level,
+    PlacedDifference,
+    Summary,
+)
 from sglang_indexcache.evaluate.verdict import Kind, points
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.lengths import format_length
@@ -244,7 +251,7 @@ def _band(axis: Any, flicker: float | None, contexts: int, height: int) -> None:
         axis.barh(height, 2 * half, left=-half, height=0.7, color=_NOISE, zorder=0, label="A/A")
 
 
-def _bar(axis: Any, row: Difference, height: int, colour: str) -> None:
+def _bar(axis: Any, row: PlacedDifference, height: int, colour: str) -> None:
     low, high = (100 * float(np.clip(bound, -1, 1)) for bound in (row.low, row.high))
     axis.plot([low, high], [height, height], color=colour, lw=1.6, solid_capstyle="butt")
     axis.plot(100 * row.mean, height, color=colour, marker="o", ms=4.5)

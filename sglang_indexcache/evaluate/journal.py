@@ -1,7 +1,7 @@
 """What was answered, on disk before it counts, and the evaluation that it amounts to.
 
 A line for each arm and context with everything that was measured; a line once all arms are through
-with a block of contexts, which only then counts. So whatever a kill leaves, going on gives what an
+with a context, which only then counts. So whatever a kill leaves, going on gives what an
 uninterrupted run would have given, and costs one context.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,75 +23,72 @@ from sglang_indexcache.evaluate.evaluation import (
     Planned,
     Role,
 )
-from sglang_indexcache.evaluate.plan import Plan
-from sglang_indexcache.evaluate.scoring import Said, answer
+from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.study import journal
 
 NAME = "journal.jsonl"
+MEASURED = ("question", "depth", "tokens", "logprobs", "tops", "trace", "right")
+"""Of an answer, what a line keeps; the rest follows from its arm, its context and the plan."""
 
 Key = tuple[str, int, str]
 """Arm, repeat, context."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """An arm's answers behind one context.
+class Taken:
+    """What it took to answer one context as one arm.
 
     Attributes:
-        arm: its name.
-        repeat: 1 for the reference's second asking.
-        context: its name.
-        said: to each question.
         computed: tokens that the server computed.
         seconds: that it took.
     """
 
-    arm: str
-    repeat: int
-    context: str
-    said: tuple[Said, ...]
     computed: int
     seconds: float
-
-    @property
-    def key(self) -> Key:
-        """Unique in an evaluation."""
-        return self.arm, self.repeat, self.context
 
 
 class Recorded:
     """What a journal's lines amount to.
 
+    Args:
+        identity: what the journal belongs to, see :func:`identity`.
+
     Attributes:
-        records: of every arm and context.
+        answers: of every arm and context.
         missing: contexts that an arm could not answer.
         done: contexts that every arm is through with.
-        continued: what the reference said behind contexts without a right answer, token ids.
         facts: what was noted at the start.
         finished: whether nothing is left to ask.
     """
 
-    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.records: dict[Key, Record] = {}
+    def __init__(
+        self, identity: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        self._identity = identity
+        self._plan = EvaluationPlan.of(identity["plan"])
+        self._planned = {one.context: one for one in self._plan.planned}
+        self.arms = tuple(
+            Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
+        )
+        [self._reference] = [arm.name for arm in self.arms if arm.role is Role.REFERENCE]
+        self.answers: dict[Key, tuple[Answer, ...]] = {}
         self.missing: dict[str, Missing] = {}
         self.done: set[str] = set()
-        self.continued: dict[str, list[int]] = {}
         self.facts: dict[str, Any] = {}
         self.finished = False
-        self._answers: dict[Key, list[Answer]] = {}
+        self._taken: dict[Key, Taken] = {}
         for line in lines:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take one more line."""
         if "said" in line:
-            said = tuple(_said(one) for one in line["said"])
-            record = Record(**{**line, "said": said})
-            self.records[record.key] = record
+            key = line["arm"], line["repeat"], line["context"]
+            planned = self._planned[line["context"]]
+            self.answers[key] = tuple(_answer(one, planned, *key[:2]) for one in line["said"])
+            self._taken[key] = Taken(line["computed"], line["seconds"])
         elif "missing" in line:
             self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
-        elif "continued" in line:
-            self.continued[line["continued"]] = list(line["ids"])
         elif "done" in line:
             self.done |= set(line["done"])
         elif "facts" in line:
@@ -101,53 +98,45 @@ class Recorded:
         else:
             raise KeyError("nothing that a journal of an evaluation has")
 
-    def evaluation(self, identity: Mapping[str, Any]) -> Evaluation:
+    def evaluation(self) -> Evaluation:
         """All that counts so far."""
-        plan, arms = Plan.of(identity["plan"]), _arms(identity)
-        [reference] = [arm.name for arm in arms if arm.role is Role.REFERENCE]
-        planned = {one.context: one for one in plan.planned}
-        order = {arm.name: place for place, arm in enumerate(arms)}
-        place = {name: number for number, name in enumerate(planned)}
-        counted = [record for record in self.records.values() if record.context in self.done]
-        counted.sort(key=lambda one: (place[one.context], order[one.arm], one.repeat))
-        for record in counted:
-            if record.key not in self._answers:
-                self._answers[record.key] = self._answered(
-                    record, planned[record.context], reference
-                )
-        facts = {name: value for name, value in self.facts.items() if name != "notices"}
-        answers = [one for record in counted for one in self._answers[record.key]]
+        order = {arm.name: place for place, arm in enumerate(self.arms)}
+        place = {name: number for number, name in enumerate(self._planned)}
+        counted = sorted(
+            (key for key in self.answers if key[2] in self.done),
+            key=lambda key: (place[key[2]], order[key[0]], key[1]),
+        )
+        plan, made_of = self._plan, self._identity.get("material")
         return Evaluation(
             {
-                **facts,
-                "checkpoint": identity["checkpoint"],
-                "server": identity["server"],
-                "material": _material(identity),
+                **{name: value for name, value in self.facts.items() if name != "notices"},
+                "checkpoint": self._identity["checkpoint"],
+                "server": self._identity["server"],
+                # What a context's name stands for; empty where an older journal does not tell.
+                "material": f"{made_of}-{plan.questions}" if made_of else "",
             },
             plan.design,
             plan.selects_all,
-            arms,
-            Mode(identity["mode"]),
-            identity["pattern_verified"],
+            self.arms,
+            Mode(self._identity["mode"]),
+            self._identity["pattern_verified"],
             plan.planned,
-            tuple(answers),
+            tuple(answer for key in counted for answer in self._beside_reference(key)),
             tuple(one for one in self.missing.values() if one.context in self.done),
-            sum(record.computed for record in counted),
-            sum(record.seconds for record in counted),
+            sum(self._taken[key].computed for key in counted),
+            sum(self._taken[key].seconds for key in counted),
             self.finished,
             tuple(self.facts.get("notices", ())),
         )
 
-    def _answered(self, record: Record, planned: Planned, reference: str) -> list[Answer]:
-        with_it = self.records.get((reference, 0, record.context))
-        if with_it is None or with_it is record:
-            known: dict[str, Said] = {}
-        else:
-            known = {said.question: said for said in with_it.said}
-        return [
-            answer(said, planned, record.arm, record.repeat, known.get(said.question))
-            for said in record.said
-        ]
+    def _beside_reference(self, key: Key) -> tuple[Answer, ...]:
+        """An arm's answers with their divergence from the reference's, computed once."""
+        own = self.answers[key]
+        other = (self._reference, 0, key[2])
+        if key != other and any(answer.kl is None for answer in own):
+            known = {answer.question: answer for answer in self.answers.get(other, ())}
+            self.answers[key] = tuple(one.beside(known.get(one.question)) for one in own)
+        return self.answers[key]
 
 
 class EvaluationJournal(journal.Journal):
@@ -159,29 +148,39 @@ class EvaluationJournal(journal.Journal):
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         super().__init__(folder / NAME, identity, "evaluation", QualityError)
-        self.identity, self.recorded = identity, Recorded()
+        self.recorded = Recorded(identity)
         try:
             list(self.parsed(self.recorded.add))
         except BaseException:
             self.close()
             raise
 
-    def append(self, record: Record) -> None:
+    def append(self, answers: Sequence[Answer], computed: int, seconds: float) -> None:
         """One arm's answers behind one context; on disk when this returns."""
-        said = [_short(one) for one in record.said]
-        self._add({**asdict(record), "seconds": round(record.seconds, 3), "said": said})
+        first = answers[0]
+        said = [
+            {name: value for name in MEASURED if (value := getattr(answer, name)) is not None}
+            | {"depth": answer.depth}
+            for answer in answers
+        ]
+        self._add(
+            {
+                "arm": first.arm,
+                "repeat": first.repeat,
+                "context": first.context,
+                "said": said,
+                "computed": computed,
+                "seconds": round(seconds, 3),
+            }
+        )
 
     def lose(self, context: str, arm: str, reason: str) -> None:
         """A context that an arm cannot answer: it counts in none."""
         self._add({"missing": context, "arm": arm, "reason": reason})
 
-    def keep_continuation(self, context: str, ids: Sequence[int]) -> None:
-        """What the reference said behind a context, which every arm is then asked about."""
-        self._add({"continued": context, "ids": list(ids)})
-
-    def finish_block(self, contexts: Sequence[str]) -> None:
-        """Every arm is through with these."""
-        self._add({"done": list(contexts)})
+    def finish_context(self, context: str) -> None:
+        """Every arm is through with it."""
+        self._add({"done": [context]})
 
     def finish(self) -> None:
         """Nothing is left to ask."""
@@ -195,7 +194,7 @@ class EvaluationJournal(journal.Journal):
 
     def evaluation(self) -> Evaluation:
         """All that counts so far."""
-        return self.recorded.evaluation(self.identity)
+        return self.recorded.evaluation()
 
     def _add(self, line: Mapping[str, Any]) -> None:
         self.write(line)
@@ -203,34 +202,30 @@ class EvaluationJournal(journal.Journal):
 
 
 def identity(
-    plan: Plan,
+    plan: EvaluationPlan,
     arms: Sequence[Arm],
-    mode: Mode,
     *,
     checkpoint: str,
     material: str,
     server: Mapping[str, Any],
-    pattern_verified: bool,
 ) -> dict[str, Any]:
     """What a journal belongs to.
 
     Args:
         plan: what is asked.
         arms: of what.
-        mode: how.
         checkpoint: its digest.
         material: digest of tokenizer and haystack.
         server: SGLang's facts.
-        pattern_verified: whether servers say which pattern they run.
     """
     return {
         "checkpoint": checkpoint,
         "plan": plan.identity,
         "material": material,
         "arms": [[arm.name, arm.pattern, arm.role.value] for arm in arms],
-        "mode": mode.value,
+        "mode": Mode.TEACHER_FORCED.value,
         "server": dict(server),
-        "pattern_verified": pattern_verified,
+        "pattern_verified": True,
     }
 
 
@@ -246,39 +241,25 @@ def load(folder: Path) -> Evaluation:
     whole = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
     try:
         first, *lines = map(json.loads, whole.split(b"\n"))
-        return Recorded(lines).evaluation(first["identity"])
+        return Recorded(first["identity"], lines).evaluation()
     except (KeyError, TypeError, ValueError) as error:
         raise QualityError(
             f"{path} is damaged, or is not the journal of an evaluation ({error})"
         ) from error
 
 
-def _material(identity: Mapping[str, Any]) -> str:
-    """What a context's name stands for; empty where an older journal does not tell."""
-    made_of = identity.get("material")
-    return f"{made_of}-{identity['plan']['questions']}" if made_of else ""
-
-
-def _arms(identity: Mapping[str, Any]) -> tuple[Arm, ...]:
-    return tuple(Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"])
-
-
-_DEFAULTS = {
-    field.name: [] if field.default is MISSING else field.default
-    for field in fields(Said)
-    if field.default is not MISSING or field.default_factory is not MISSING
-}
-
-
-def _short(said: Said) -> dict[str, Any]:
-    """Without what is as it always is."""
-    return {
-        name: value
-        for name, value in asdict(said).items()
-        if name not in _DEFAULTS or value != _DEFAULTS[name]
-    }
-
-
-def _said(line: Mapping[str, Any]) -> Said:
-    tops = [[(int(i), float(p)) for i, p in top] for top in line.get("tops", [])]
-    return Said(**{**line, "tops": tops})
+def _answer(line: Mapping[str, Any], planned: Planned, arm: str, repeat: int) -> Answer:
+    return Answer(
+        arm,
+        repeat,
+        planned.context,
+        line["question"],
+        planned.task,
+        planned.length,
+        line["depth"],
+        line["right"],
+        tokens=line["tokens"],
+        logprobs=tuple(line.get("logprobs", ())),
+        tops=tuple([(int(i), float(p)) for i, p in top] for top in line.get("tops", ())),
+        trace=line.get("trace"),
+    )

@@ -1,44 +1,27 @@
-"""What will be asked, in which order, and what that costs: fixed before the first request."""
+"""What will be asked, and in which order: fixed before the first request."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Planned
-from sglang_indexcache.evaluate.tasks import (
-    CONTROL,
-    TASKS,
-    UNSCORED,
-    Context,
-    Item,
-    Question,
-    Tokenizer,
-    make_context,
-)
-from sglang_indexcache.evaluate.tasks.items import Message, as_context, has_template, rendered
+from sglang_indexcache.evaluate.evaluation import Planned
+from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.stats.power import Design, spread_over_cells
+from sglang_indexcache.stats.power import Design
 from sglang_indexcache.support.words import counted
 
 AGAIN_EVERY = 4
-"""The reference is asked twice (A/A) on every so-manieth context of a cell."""
+"""The reference is asked twice (A/A) on every 4th context of a cell."""
 CONTROL_SHARE = 0.75
 """Of ``index_topk``: the length of the contexts in which every pattern selects everything."""
 CONTROL_CONTEXTS = 2
 """Of each task."""
-DISCORDANCE, CORRELATION = 0.02, 0.1
-"""Assumed before anything is measured: paired questions that differ, and how they do together."""
-PAGE = 64
-"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
-_SLACK = 32
-"""Tokens of a prompt that a template may add, or of a message where there is none."""
 JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
 """Benchmarks whose answers are graded by another model."""
 
@@ -60,8 +43,8 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Rows of a user's file that make a cell.
+class SelectedRows:
+    """The rows of a user's file that make a cell.
 
     Attributes:
         task: of the file.
@@ -79,7 +62,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What will be asked.
 
     Attributes:
@@ -105,14 +88,14 @@ class Plan:
     margin: float = 0.01
     looks: int = 4
     seed: int = 0
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[SelectedRows, ...] = ()
 
     def __post_init__(self) -> None:
         for task in self.tasks:
             if task.lower() in JUDGED:
                 raise QualityError(
                     f"{task} is graded by another model, which this command does not run. Run it "
-                    "with lm-eval or evalscope for each arm, then give both logs to `indexcache "
+                    "with lm-eval or Inspect for each arm, then give both logs to `indexcache "
                     "eval compare`."
                 )
             if task not in TASKS:
@@ -138,8 +121,8 @@ class Plan:
 
     @property
     def design(self) -> Design:
-        """Of all cells together that a verdict counts; of all there are if it counts none."""
-        contexts = sum(map(len, self.scored.values())) or sum(map(len, self.cells.values()))
+        """Of all cells together."""
+        contexts = sum(map(len, self.cells.values()))
         return Design(contexts, margin=self.margin, looks=self.looks)
 
     @cached_property
@@ -151,16 +134,11 @@ class Plan:
         }
         return found | {(cell.task, cell.length): cell.rows for cell in self.taken}
 
-    @property
-    def scored(self) -> dict[Cell, Sequence[int]]:
-        """Those in which an answer is right or wrong."""
-        return {cell: rows for cell, rows in self.cells.items() if cell[0] != UNSCORED}
-
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Tokens of a file's contexts, by name; all others have their cell's length."""
         return {
-            _name(cell.task, cell.length, row): size
+            context_name(cell.task, cell.length, row): size
             for cell in self.taken
             for row, size in zip(cell.rows, cell.sizes, strict=True)
         }
@@ -186,7 +164,7 @@ class Plan:
         So each look has the same share of every cell, and whatever drifts hits all cells alike.
         """
         control = [
-            Planned(_name(task, self.control_length, n), task, self.control_length, 0, False)
+            Planned(context_name(task, self.control_length, n), task, self.control_length, 0, False)
             for n in range(CONTROL_CONTEXTS)
             for task in self.tasks or (CONTROL,)
         ]
@@ -194,7 +172,7 @@ class Plan:
             (
                 n / len(rows),
                 Planned(
-                    _name(task, length, row),
+                    context_name(task, length, row),
                     task,
                     length,
                     n * self.looks // len(rows) + 1,
@@ -227,226 +205,17 @@ class Plan:
         }
 
     @classmethod
-    def of(cls, identity: Mapping[str, Any]) -> Plan:
+    def of(cls, identity: Mapping[str, Any]) -> EvaluationPlan:
         """The plan with this identity."""
         values = dict(identity)
         values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
         values["taken"] = tuple(
-            Taken(task, length, tuple(rows), tuple(sizes), available)
+            SelectedRows(task, length, tuple(rows), tuple(sizes), available)
             for task, length, rows, sizes, available in values.get("taken", ())
         )
         return cls(**values)
 
 
-@dataclass(frozen=True)
-class Material:
-    """What the contexts of a plan are made of.
-
-    Attributes:
-        tokenizer: of the model.
-        haystack: running text.
-        questions: behind one context.
-        items: rows of a user's files, by task and number.
-    """
-
-    tokenizer: Tokenizer
-    haystack: str
-    questions: int
-    items: Mapping[str, Mapping[int, Item]] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """Of everything that contexts are made of, but for their tasks."""
-        pieces = sorted(self.tokenizer.get_vocab().items())
-        made_of: tuple[object, ...] = (pieces, self.haystack)
-        if self.items:
-            made_of += ({task: dict(items) for task, items in self.items.items()},)
-        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
-
-    def make(self, planned: Planned) -> Context:
-        """A planned context; the same on every call.
-
-        The control is so short that fewer questions may fit behind it.
-
-        Raises:
-            QualityError: not even one fits, or the haystack is too short for the task.
-        """
-        seed = int(planned.context.rpartition("-")[2])
-        if planned.task in self.items:
-            item = self.items[planned.task][seed]
-            return as_context(
-                item, planned.task, self.tokenizer, planned.length, planned.context, seed
-            )
-        questions = self.questions
-        while True:
-            try:
-                return make_context(
-                    planned.task,
-                    self.tokenizer,
-                    planned.length,
-                    seed,
-                    haystack=self.haystack,
-                    questions=questions,
-                )
-            except QualityError as error:
-                if planned.look != CONTROL_LOOK:
-                    raise
-                if questions == 1:
-                    raise QualityError(
-                        f"{planned.task} has no control: not even one question fits "
-                        f"{planned.length} tokens, where every pattern must agree. Leave it out "
-                        "(--task)."
-                    ) from error
-                questions //= 2
-
-    def conversation(self, context: Context, question: Question) -> tuple[Message, ...]:
-        """A question with its context as chat messages."""
-        if context.messages:
-            return context.messages
-        text = self.tokenizer.decode(context.ids + question.ids)
-        return ({"role": "user", "content": text},)
-
-    def count(self, messages: tuple[Message, ...]) -> tuple[int, int]:
-        """Tokens of a conversation, and how many another program may add or leave away.
-
-        A server writes it with the model's own chat template, so hardly any; if the tokenizer has
-        none, the server knows one of its own.
-        """
-        slack = _SLACK if has_template(self.tokenizer) else _SLACK * (1 + len(messages))
-        return len(rendered(messages, self.tokenizer)), slack
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What an evaluation computes at most.
-
-    Attributes:
-        tokens: by length of the contexts.
-        rate: tokens that are computed in a second; None if nobody knows yet.
-
-    Raises:
-        QualityError: a rate that is not above 0.
-    """
-
-    tokens: Mapping[int, int]
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and self.rate <= 0:
-            raise QualityError(f"a rate of {self.rate:g} tokens a second is not above 0 (--rate)")
-
-    @property
-    def total(self) -> int:
-        """Tokens."""
-        return sum(self.tokens.values())
-
-    @property
-    def hours(self) -> float | None:
-        """Of the server or servers; None without a rate."""
-        return self.total / self.rate / 3600 if self.rate else None
-
-
-def cost(
-    plan: Plan,
-    arms: int,
-    tails: Mapping[str, int],
-    rate: float | None = None,
-    *,
-    chat: bool = False,
-) -> Cost:
-    """What the whole plan computes, if nothing is decided early.
-
-    Args:
-        plan: what will be asked.
-        arms: asked on every context: the reference, the candidates and the positive control.
-        tails: tokens of a question and its answer, by task; none of a file's, which is all context.
-        rate: tokens that are computed in a second.
-        chat: whether chat completions are asked, where every question's prompt counts whole: what
-            an engine takes from a cache is not known.
-    """
-    tokens = dict.fromkeys(sorted({*plan.lengths, plan.control_length}), 0)
-    for planned in plan.planned:
-        size, tail = plan.sizes.get(planned.context, planned.length), tails.get(planned.task, 0)
-        questions = plan.questions_of(planned.task)
-        one = size + questions * (tail + (size - tail) % PAGE)
-        if chat:
-            one = questions * (size + _SLACK)
-        continued = planned.task == UNSCORED  # by the reference, before all others are asked
-        tokens[planned.length] += one * (arms + planned.again + continued)
-    return Cost(tokens, rate)
-
-
-def tails(plan: Plan, material: Material) -> dict[str, int]:
-    """Tokens of a question with its answer, on average, from a short context of each task."""
-    found = {}
-    for task in plan.tasks:
-        length = min(plan.lengths)
-        context = material.make(Planned(_name(task, length, plan.seed), task, length, 1, False))
-        asked = [len(question.ids) + len(question.answer) for question in context.questions]
-        found[task] = round(sum(asked) / len(asked))
-    return found
-
-
-def detectable(plan: Plan) -> float:
-    """Smallest loss that the whole plan finds with the design's power, as assumed beforehand."""
-    return plan.design.detectable(*_assumed(plan))
-
-
-def needed(plan: Plan) -> int:
-    """Contexts with which the margin would be shown of a pattern that loses nothing."""
-    return plan.design.needed(*_assumed(plan))
-
-
-def mend(plan: Plan) -> str:
-    """How to show the margin, where that needs more contexts than are planned."""
-    if light := _lightest(plan):
-        return (
-            f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts as "
-            "much as every other cell: give more rows of it, or leave it out (that file, or that "
-            "--length)"
-        )
-    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
-        return "Plan more (--contexts)"
-    return "The files have no more: ask generated tasks beside them (--task)"
-
-
-def _lightest(plan: Plan) -> Taken | None:
-    """The smallest cell, if the plan would show a smaller loss without it."""
-    scored = [cell for cell in plan.taken if (cell.task, cell.length) in plan.scored]
-    if len(plan.scored) < 2 or not scored:
-        return None
-    light = min(scored, key=lambda cell: len(cell.rows))
-    if len(light.rows) == max(map(len, plan.scored.values())):
-        return None
-    others = replace(plan, taken=tuple(cell for cell in plan.taken if cell != light))
-    return light if detectable(others) < detectable(plan) else None
-
-
-def _assumed(plan: Plan) -> tuple[float, float, float]:
-    cells = (plan.scored or plan.cells).items()
-    asked = [(len(rows), plan.questions_of(task)) for (task, _), rows in cells]
-    return spread_over_cells(asked, DISCORDANCE, CORRELATION)
-
-
-def check_fits(plan: Plan, most: int | None, where: str) -> None:
-    """Refuse contexts that a server does not take.
-
-    Args:
-        plan: what will be asked.
-        most: tokens of a prompt that it takes; None if it does not say.
-        where: the server's address.
-
-    Raises:
-        QualityError: a length is above that.
-    """
-    longest = plan.longest
-    if most is not None and longest > most:
-        raise QualityError(
-            f"a context of {longest:,} tokens with question and answer does not fit {where}, which "
-            f"takes prompts of {most:,}. Ask for shorter ones (--length), or start it with a "
-            "larger --context-length and --max-total-tokens."
-        )
-
-
-def _name(task: str, length: int, seed: int) -> str:
+def context_name(task: str, length: int, seed: int) -> str:
+    """Unique in a plan; it ends in the seed, or the number of a file's row."""
     return f"{task}-{length}-{seed}"

@@ -1,6 +1,6 @@
 """When an evaluation must not go on, because what it would say could not be believed.
 
-Each refusal names what was seen and how to mend it. What was asked until then is kept.
+Each refusal names what was seen and how to fix it. What was asked until then is kept.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.cost import CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.evaluate.journal import Recorded
-from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
-from sglang_indexcache.evaluate.tasks import UNSCORED
 from sglang_indexcache.evaluate.verdict import at_floor, points
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Cell, paired
@@ -21,10 +20,8 @@ from sglang_indexcache.stats.power import spread_over_cells
 
 MOST_MISSING = 0.01
 """Share of the planned contexts that may fail."""
-MOST_CUT = 0.05
-"""Share of replies that may be ended by their length."""
-ENOUGH_ALIKE = 2
-"""Contexts whose every log-probability agrees before two arms are taken for the same one."""
+ENOUGH_ALIKE = 3
+"""Contexts in a row whose every log-probability agrees when two arms are taken for the same one."""
 
 
 def check_control(evaluation: Evaluation) -> None:
@@ -52,30 +49,32 @@ def check_control(evaluation: Evaluation) -> None:
 def check_pattern_is_used(evaluation: Evaluation, recorded: Recorded) -> None:
     """An arm that computes exactly what the reference does is not the arm that was asked for.
 
+    The last contexts are looked at, so a server that begins to ignore patterns in the middle is
+    refused as well.
+
     Raises:
         QualityError: every log-probability of an arm is the reference's.
     """
-    reference = evaluation.reference
-    long = {one.context for one in evaluation.planned if one.look != CONTROL_LOOK}
+    reference = evaluation.reference.name
+    long = [one.context for one in evaluation.planned if one.look != CONTROL_LOOK]
     for arm in (*evaluation.candidates, evaluation.bad):
-        alike = 0
-        for context in long & recorded.done:
-            own = recorded.records.get((arm.name, 0, context))
-            other = recorded.records.get((reference.name, 0, context))
-            if own is None or other is None or own.said[0].trace is None:
-                continue
-            if [one.trace for one in own.said] != [one.trace for one in other.said]:
-                break
-            alike += 1
-        else:
-            if alike >= ENOUGH_ALIKE:
-                raise QualityError(
-                    f"the server ignores the pattern, or answers from another arm's cache: behind "
-                    f"{alike} contexts of more than {evaluation.selects_all} tokens, {arm.name} "
-                    f"has every log-probability of {reference.name}, to the last digit. Ask "
-                    "`indexcache server doctor --url` what it runs, and start it with "
-                    "--disable-radix-cache to rule the cache out."
-                )
+        asked = [
+            (own, other)
+            for context in long
+            if (own := recorded.answers.get((arm.name, 0, context)))
+            and (other := recorded.answers.get((reference, 0, context)))
+        ]
+        last = asked[-ENOUGH_ALIKE:]
+        if len(last) == ENOUGH_ALIKE and all(
+            [one.trace for one in own] == [one.trace for one in other] for own, other in last
+        ):
+            raise QualityError(
+                f"the server ignores the pattern, or answers from another arm's cache: behind the "
+                f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
+                f"{arm.name} has every log-probability of {reference}, to the last digit. Ask "
+                "`indexcache server doctor --url` what it runs, and start it with "
+                "--disable-radix-cache to rule the cache out."
+            )
 
 
 def check_missing(evaluation: Evaluation, recorded: Recorded) -> None:
@@ -89,25 +88,8 @@ def check_missing(evaluation: Evaluation, recorded: Recorded) -> None:
         raise QualityError(
             f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
             f"{MOST_MISSING:.0%}: what is left would be a choice of the easy ones. The last one, "
-            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Mend that, and start "
+            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Fix that, and start "
             "again with another --output."
-        )
-
-
-def check_cut(recorded: Recorded) -> None:
-    """Replies that end by their length are wrong for another reason than the pattern.
-
-    Raises:
-        QualityError: more than :data:`MOST_CUT` of them do.
-    """
-    said = [one for record in recorded.records.values() for one in record.said]
-    cut = sum(one.cut for one in said)
-    if said and cut > MOST_CUT * len(said):
-        raise QualityError(
-            f"{cut:,} of {len(said):,} replies were ended by their length, more than "
-            f"{MOST_CUT:.0%}: wrong for another reason than the pattern. Give them more tokens "
-            "(--reply-tokens), or, where the server is not asked by chat completions, score "
-            "teacher-forced (leave --generate away)."
         )
 
 
@@ -120,9 +102,7 @@ def check_floor(evaluation: Evaluation) -> None:
     rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
     low = at_floor(rows, evaluation.reference.name)
     cells = {
-        (one.task, one.length)
-        for one in evaluation.planned
-        if one.length > evaluation.selects_all and one.task != UNSCORED
+        (one.task, one.length) for one in evaluation.planned if one.length > evaluation.selects_all
     }
     if cells and cells <= set(low):
         raise QualityError(

@@ -15,23 +15,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.evaluate.evaluation import Evaluation
+from sglang_indexcache.evaluate.evaluation import Answer, Evaluation
 from sglang_indexcache.evaluate.figures import draw_all
 from sglang_indexcache.evaluate.summary import (
     NOISE,
     Summary,
-    Verdicts,
     headlines,
     missing_contexts,
     plain,
     summarise,
 )
-from sglang_indexcache.evaluate.verdict import points
+from sglang_indexcache.evaluate.verdict import Verdicts, points
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import format_length
 
 TEMPLATE = Path(__file__).parent / "report.html"
 SAMPLES = "samples.jsonl"
+SAMPLE = (
+    *("arm", "repeat", "context", "question", "task", "length", "depth", "right"),
+    *("nll", "kl", "agreement", "tokens", "score"),
+)
+"""Of an answer, what is written there."""
 CAPTIONS = {
     "forest": "Secondary. Difference in right answers by task and length, with 90 % intervals of "
     "one look. Dashed: the margin. Grey bars: what the engine's own flips (A/A) alone would do "
@@ -63,10 +67,15 @@ def write_report(evaluation: Evaluation, folder: Path, verdicts: Verdicts | None
     summary = summarise(evaluation, verdicts)
     pictures = draw_all(evaluation, summary, folder)
     write_json(folder / "eval.json", record(evaluation, summary))
-    lines = (json.dumps(asdict(row), ensure_ascii=False) for row in evaluation.answers)
+    lines = (json.dumps(sample(row), ensure_ascii=False) for row in evaluation.answers)
     write_whole(folder / SAMPLES, "".join(f"{line}\n" for line in lines))
     write_whole(folder / "report.html", page(evaluation, summary, pictures))
     return "\n".join(headlines(evaluation, summary))
+
+
+def sample(answer: Answer) -> dict[str, Any]:
+    """A line of ``samples.jsonl``."""
+    return {name: getattr(answer, name) for name in SAMPLE}
 
 
 def record(evaluation: Evaluation, summary: Summary) -> dict[str, Any]:

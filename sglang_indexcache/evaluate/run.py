@@ -1,32 +1,29 @@
 """Ask every arm what is planned, until every pattern is decided; stopped at any moment, it resumes.
 
-What is asked next follows from the plan and from the blocks that are done, never from how far this
-process came: so an evaluation that was killed goes on to be the one that was not.
+What is asked next follows from the plan and from the contexts that are done, never from how far
+this process came: so an evaluation that was killed goes on to be the one that was not.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.evaluate import refusals
-from sglang_indexcache.evaluate.arms import Arms, Ask, Turn
-from sglang_indexcache.evaluate.continuations import closed, continue_it, is_open
+from sglang_indexcache.evaluate.arms import Arms
+from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation, Planned
-from sglang_indexcache.evaluate.journal import EvaluationJournal, Record
-from sglang_indexcache.evaluate.plan import Material
-from sglang_indexcache.evaluate.scoring import score
+from sglang_indexcache.evaluate.journal import EvaluationJournal
+from sglang_indexcache.evaluate.scoring import ArmRequest, Scored
 from sglang_indexcache.evaluate.tasks import Context
-from sglang_indexcache.evaluate.verdict import Kind, seen_to_lose
+from sglang_indexcache.evaluate.verdict import DECIDED, Kind, seen_to_lose, verdicts_of
 from sglang_indexcache.stats.pairs import Cell
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""
-_DECIDED = (Kind.NO_LOSS, Kind.LOSS)
 
 
 def _nothing(*_: object) -> None:
@@ -38,21 +35,19 @@ class Run:
     """One evaluation under way.
 
     Attributes:
-        serving: how the arms are served.
-        material: what contexts are made of.
+        arms: how they are asked.
+        corpus: what contexts are made of.
         journal: of this evaluation, open.
-        ask: how answers are had.
         tell: is given one line when something happens that a user should know.
-        on_block: is called whenever another block is done.
+        on_context: is called whenever another context is done.
         on_rate: is called with the tokens a second of the first context of each length.
     """
 
-    serving: Arms
-    material: Material
+    arms: Arms
+    corpus: Corpus
     journal: EvaluationJournal
-    ask: Ask = score
     tell: Callable[[str], None] = print
-    on_block: Callable[[], None] = _nothing
+    on_context: Callable[[], None] = _nothing
     on_rate: Callable[[int, float], None] = _nothing
     _measured: set[int] = field(default_factory=set, init=False)
     _decided: set[str] = field(default_factory=set, init=False)
@@ -68,118 +63,91 @@ class Run:
             QualityError: see :mod:`~sglang_indexcache.evaluate.refusals`, and what servers do that
                 they must not. What was asked is kept.
         """
-        number = 0
         for look, group in groupby(self._start.planned, key=lambda one: one.look):
-            for block in _blocks(list(group), self.serving.block):
-                if not {one.context for one in block} <= self._recorded.done:
-                    self._block(block, reverse=bool(number % 2))
-                number += 1
+            for planned in group:
+                if planned.context not in self._recorded.done:
+                    self._ask_context(planned)
             if self._judge(look):
                 break
         self.journal.finish()
         return self.journal.evaluation()
 
-    def _block(self, block: list[Planned], *, reverse: bool) -> None:
-        self._look_for_loss({(one.task, one.length) for one in block})
-        turns = {one.context: self._turns(one) for one in block}
-        every = list(dict.fromkeys(turn for one in block for turn in turns[one.context]))
-        # A context is made once for all arms; a block is small.
-        contexts = {one.context: self._made(one) for one in block}
-        together = self.serving.together(every)
-        for group in reversed(together) if reverse else together:
-            for one in block:
-                asked = [turn for turn in group if turn in turns[one.context]]
-                self._context(one, contexts[one.context], asked)
-        self.journal.finish_block([one.context for one in block])
+    def _ask_context(self, planned: Planned) -> None:
+        """Ask what is not recorded yet, of every arm that is not decided."""
+        self._look_for_loss((planned.task, planned.length))
+        context = self.corpus.make(planned)
+        for group in self.arms.together(self._requests(planned)):
+            left = [
+                one
+                for one in group
+                if (one.arm.name, one.repeat, planned.context) not in self._recorded.answers
+            ]
+            if left and planned.context not in self._recorded.missing:
+                self._ask(context, left)
+        self.journal.finish_context(planned.context)
         refusals.check_pattern_is_used(self.journal.evaluation(), self._recorded)
-        refusals.check_cut(self._recorded)
-        self.on_block()
+        self.on_context()
 
-    def _made(self, planned: Planned) -> Context:
-        """The context; with what the reference says behind it where no right answer is known."""
-        context, known = self.material.make(planned), self._recorded.continued
-        if not is_open(context) or planned.context in self._recorded.missing:
-            return context
-        if planned.context not in known:
-            found = self._patiently(continue_it, planned, context, [Turn(self._start.reference)])
-            if found is None:
-                refusals.check_missing(self.journal.evaluation(), self._recorded)
-                return context
-            self.journal.keep_continuation(planned.context, found[0].ids)
-        return closed(context, known[planned.context])
-
-    def _turns(self, planned: Planned) -> list[Turn]:
-        """Who is asked: what is not decided, and the bad pattern until it was seen to lose."""
-        found = [Turn(self._start.reference)]
-        found += [Turn(arm) for arm in self._start.candidates if arm.name not in self._decided]
+    def _requests(self, planned: Planned) -> list[ArmRequest]:
+        """What is not decided, and the bad pattern until it was seen to lose."""
+        found = [ArmRequest(self._start.reference)]
+        found += [
+            ArmRequest(arm) for arm in self._start.candidates if arm.name not in self._decided
+        ]
         if (planned.task, planned.length) not in self._seen:
-            found.append(Turn(self._start.bad))
+            found.append(ArmRequest(self._start.bad))
         if planned.again:
-            found.append(Turn(self._start.reference, repeat=1))
+            found.append(ArmRequest(self._start.reference, repeat=1))
         return found
 
-    def _look_for_loss(self, cells: set[Cell]) -> None:
-        """Note in which of these cells the bad pattern was seen to lose.
+    def _look_for_loss(self, cell: Cell) -> None:
+        """Note whether the bad pattern was seen to lose in this cell.
 
         There it is asked no more, so what was seen stays so, in this process and the next.
         """
         evaluation = self.journal.evaluation()
+        if cell in self._seen or cell[1] <= evaluation.selects_all:
+            return
         bad, reference = evaluation.bad.name, evaluation.reference.name
-        rows = [
-            row
-            for row in evaluation.outcomes()
-            if (row.task, row.length) in cells - self._seen and row.length > evaluation.selects_all
-        ]
+        rows = [row for row in evaluation.outcomes() if (row.task, row.length) == cell]
         if any(row.arm == bad for row in rows):
             self._seen |= seen_to_lose(rows, bad, reference, evaluation.design.alpha)
 
-    def _context(self, planned: Planned, context: Context, turns: Sequence[Turn]) -> None:
-        """Ask what is not recorded yet."""
-        left = [
-            turn
-            for turn in turns
-            if (turn.arm.name, turn.repeat, planned.context) not in self._recorded.records
-        ]
-        if not left or planned.context in self._recorded.missing:
-            return
+    def _ask(self, context: Context, requests: Sequence[ArmRequest]) -> None:
         started = time.monotonic()
-        found = self._patiently(self.ask, planned, context, left)
+        found = self._patiently(context, requests)
         seconds = time.monotonic() - started
         if found is None:
             refusals.check_missing(self.journal.evaluation(), self._recorded)
             return
         computed = sum(one.computed for one in found)
-        for turn, one in zip(left, found, strict=True):
-            share = seconds * one.computed / max(computed, 1)
-            said = tuple(one.said)
+        for one in found:
             self.journal.append(
-                Record(turn.arm.name, turn.repeat, planned.context, said, one.computed, share)
+                one.answers, one.computed, seconds * one.computed / max(computed, 1)
             )
-        if planned.length not in self._measured and seconds > 0:
-            self._measured.add(planned.length)
-            self.on_rate(planned.length, computed / seconds)
+        if context.length not in self._measured and seconds > 0:
+            self._measured.add(context.length)
+            self.on_rate(context.length, computed / seconds)
 
-    def _patiently(
-        self, ask: Ask, planned: Planned, context: Context, turns: Sequence[Turn]
-    ) -> list[Any] | None:
+    def _patiently(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored] | None:
         """What was answered; None if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
-                return self.serving.ask(ask, context, turns)
+                return self.arms.ask(context, requests)
             except ServerUnavailableError as error:
                 failure = error
             if pause is not None:
-                self.tell(f"{planned.context} is asked again in {pause:g} s: {failure}")
+                self.tell(f"{context.name} is asked again in {pause:g} s: {failure}")
                 time.sleep(pause)
-        away = [server.url for server in self.serving.servers if not server.is_ready()]
+        away = [server.name for server in self.arms.servers if not server.is_ready()]
         if away:
             raise QualityError(
                 f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "
                 "is kept: start the same command again once it answers."
             ) from failure
-        arms = ", ".join(turn.arm.name for turn in turns)
-        self.tell(f"{planned.context} is left out of every arm: {failure}")
-        self.journal.lose(planned.context, arms, str(failure))
+        names = ", ".join(one.arm.name for one in requests)
+        self.tell(f"{context.name} is left out of every arm: {failure}")
+        self.journal.lose(context.name, names, str(failure))
         return None
 
     def _judge(self, look: int) -> bool:
@@ -190,16 +158,11 @@ class Run:
             return False
         refusals.check_floor(evaluation)
         refusals.check_noise(evaluation)
-        verdicts = evaluation.verdicts()
+        verdicts = verdicts_of(evaluation)
         for name, (at, verdict) in verdicts.items():
             if verdict.kind is Kind.INVALID:
                 raise QualityError(verdict.sentence)
             if at == look:
                 self.tell(f"look {look} of {evaluation.design.looks}  {name}: {verdict.kind.value}")
-        self._decided = {name for name, (_, found) in verdicts.items() if found.kind in _DECIDED}
-        return bool(verdicts) and len(self._decided) == len(verdicts)
-
-
-def _blocks(planned: list[Planned], size: int) -> Iterator[list[Planned]]:
-    for start in range(0, len(planned), size):
-        yield planned[start : start + size]
+        self._decided = {name for name, (_, found) in verdicts.items() if found.kind in DECIDED}
+        return len(self._decided) == len(verdicts)

@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.arms import Ask, Server, facts, longest_prompt, make_arms
-from sglang_indexcache.evaluate.chat import make_chat_ask
-from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Mode, Role
+from sglang_indexcache.evaluate.arms import ArmServer, facts, longest_prompt, make_arms
+from sglang_indexcache.evaluate.corpus import Corpus
+from sglang_indexcache.evaluate.cost import check_fits, in_words, tails, tokens_at_most
+from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
 from sglang_indexcache.evaluate.journal import EvaluationJournal, identity
-from sglang_indexcache.evaluate.plan import (
-    AGAIN_EVERY,
-    CORRELATION,
-    DISCORDANCE,
-    Cost,
-    Material,
-    Plan,
-    check_fits,
-    cost,
-    detectable,
-    mend,
-    needed,
-    tails,
-)
-from sglang_indexcache.evaluate.replies import reply
+from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
-from sglang_indexcache.evaluate.scoring import score
-from sglang_indexcache.evaluate.verdict import points
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan
 from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
-from sglang_indexcache.study.running import progress_at_most, sigterm_interrupts
+from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.words import counted
 
 CONTROL = "first-layer-only"
 """The positive control's name, if the user gives no other: F, then S as far as it may be."""
-ASKS_ABOVE_HOURS = 1.0
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """What a user asked for.
 
     Attributes:
@@ -56,10 +39,9 @@ class Request:
         patterns: likewise, the candidates.
         control: likewise, known to be bad; empty for the first layer alone.
         plan: what to ask.
+        corpus: what contexts are made of.
         flags: of the command, to print beside the verdict.
-        reply_tokens: let the model answer by itself, with so many tokens more than the right
-            answer has; None to put the right answers in its mouth.
-        chat: whether it is asked by chat completions, where it has to answer by itself.
+        rate: how fast the servers compute tokens, if it is known.
         notices: what a reader must know besides: which rows of files are asked.
     """
 
@@ -67,71 +49,64 @@ class Request:
     against: str
     patterns: tuple[str, ...]
     control: str
-    plan: Plan
+    plan: EvaluationPlan
+    corpus: Corpus
     flags: str
-    reply_tokens: int | None = None
-    chat: bool = False
+    rate: Rate | None = None
     notices: tuple[str, ...] = ()
 
-    @property
-    def mode(self) -> Mode:
-        """How answers are had."""
-        return Mode.TEACHER_FORCED if self.reply_tokens is None else Mode.GENERATE
+    def arms(self) -> tuple[Arm, ...]:
+        """The reference, the candidates from most to fewest full layers, the positive control.
 
-    @property
-    def settings(self) -> dict[str, int]:
-        """What else must stay the same until the end."""
-        return {} if self.reply_tokens is None else {"reply_tokens": self.reply_tokens}
+        Raises:
+            QualityError: two arms are the same pattern, or there is nothing to compare.
+            PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
+        """
+        checkpoint, library = Checkpoint.read(self.model), Library.default()
 
-    def ask(self, material: Material) -> Ask:
-        """Likewise, as a function."""
-        if self.reply_tokens is None:
-            return score
-        if self.chat:
-            return make_chat_ask(material, self.plan.selects_all, self.reply_tokens)
-        return partial(reply, spare=self.reply_tokens)
+        def arm(value: str, role: Role) -> Arm:
+            return Arm(_label(value), str(library.resolve(value, checkpoint).pattern), role)
 
+        if not self.patterns:
+            raise QualityError("give at least one pattern to evaluate")
+        candidates = [arm(value, Role.CANDIDATE) for value in self.patterns]
+        candidates.sort(key=lambda one: -one.pattern.count("F"))
+        first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
+        bad = arm(self.control, Role.BAD) if self.control else Arm(CONTROL, first, Role.BAD)
+        arms = (arm(self.against, Role.REFERENCE), *candidates, bad)
+        for place, one in enumerate(arms):
+            for other in arms[:place]:
+                if one.pattern == other.pattern:
+                    raise QualityError(
+                        f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
+                        "compared with itself says nothing. Give another (--against, --control)."
+                    )
+                if one.name == other.name:
+                    raise QualityError(f"two patterns are called {one.name}; give each once")
+        return arms
 
-def make_arm_list(request: Request) -> tuple[Arm, ...]:
-    """The reference, the candidates from most to fewest full layers, the positive control.
+    def cost(self) -> Cost:
+        """At most: a pattern is asked no more once it is decided."""
+        lengths = tails(self.plan, self.corpus)
+        return Cost(tokens_at_most(self.plan, len(self.patterns) + 2, lengths), self.rate)
 
-    Raises:
-        QualityError: two arms are the same pattern, or there is nothing to compare.
-        PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
-    """
-    checkpoint, library = Checkpoint.read(request.model), Library.default()
+    def tell(self, console: Console) -> Cost:
+        """Print what will be asked, what it costs, and what it can show.
 
-    def arm(value: str, role: Role) -> Arm:
-        return Arm(_label(value), str(library.resolve(value, checkpoint).pattern), role)
-
-    if not request.patterns:
-        raise QualityError("give at least one pattern to evaluate")
-    reference = arm(request.against, Role.REFERENCE)
-    candidates = [arm(value, Role.CANDIDATE) for value in request.patterns]
-    candidates.sort(key=lambda one: -one.pattern.count("F"))
-    first = Pattern("F" + "S" * (checkpoint.num_layers - 1))
-    bad = arm(request.control, Role.BAD) if request.control else Arm(CONTROL, str(first), Role.BAD)
-    arms = (reference, *candidates, bad)
-    for place, one in enumerate(arms):
-        for other in arms[:place]:
-            if one.pattern == other.pattern:
-                raise QualityError(
-                    f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
-                    "compared with itself says nothing. Give another one (--against, --control)."
-                )
-            if one.name == other.name:
-                raise QualityError(f"two patterns are called {one.name}; give each once")
-    return arms
+        Returns:
+            The cost.
+        """
+        cost = self.cost()
+        print_plan(console, in_words(self.plan, self.arms(), cost, self.notices))
+        return cost
 
 
 def run_evaluation(
-    request: Request,
-    servers: Mapping[str, Server],
-    material: Material,
+    request: EvaluationRequest,
+    servers: Mapping[str, ArmServer],
     output: Path,
     console: Console,
     *,
-    rate: float | None = None,
     agree: Callable[[str], None],
 ) -> Evaluation:
     """Ask, or go on where the same evaluation was stopped.
@@ -139,35 +114,27 @@ def run_evaluation(
     Args:
         request: what to evaluate.
         servers: one under the name "", or one for each arm's name.
-        material: what contexts are made of.
         output: folder of the journal.
         console: where to tell what happens.
-        rate: tokens that the servers compute in a second, if it is known.
-        agree: is given a question before an evaluation of more than :data:`ASKS_ABOVE_HOURS`, and
-            raises if the answer is no.
+        agree: is given a question before an evaluation of more than an hour, and raises if the
+            answer is no.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
         QualityError: what may not be evaluated, or not go on.
     """
-    arms = make_arm_list(request)
-    serving = make_arms(arms, servers)
-    for server in serving.servers:
-        most = longest_prompt(server)
-        if request.chat and most is not None:  # it holds the reply too
-            most -= request.reply_tokens or 0
-        check_fits(request.plan, most, server.url)
-    lengths_of_tails = tails(request.plan, material)
+    arms = request.arms()
+    asking = make_arms(arms, servers)
+    for server in asking.servers:
+        check_fits(request.plan, longest_prompt(server), server.name)
     who = identity(
         request.plan,
         arms,
-        request.mode,
         checkpoint=checkpoint_digest(request.model),
-        material=material.digest,
-        server=facts(serving.servers[0]) | request.settings,
-        pattern_verified=serving.verified,
+        material=request.corpus.digest,
+        server=facts(asking.servers[0]),
     )
-    with sigterm_interrupts(), EvaluationJournal(output, who) as journal:
+    with EvaluationJournal(output, who) as journal:
         journal.note(
             {
                 "model": request.model.resolve().name,
@@ -178,94 +145,34 @@ def run_evaluation(
                 "notices": list(request.notices),
             }
         )
-
-        def bill(found: float | None) -> Cost:
-            return cost(request.plan, len(arms), lengths_of_tails, found, chat=request.chat)
-
-        for line in plan_in_words(request.plan, arms, bill(rate), request.notices):
-            console.print(line, highlight=False)
-        _ask_for_hours(bill(rate), agree)
-        if journal.recorded.done:
-            console.print(f"resuming: {len(journal.recorded.done)} contexts are in {journal.path}")
-        try:
-            return _under_way(
-                Run(serving, material, journal, request.ask(material)), console, bill, rate, agree
-            )
-        except KeyboardInterrupt:
-            console.print(f"interrupted: what was asked is in {output}; the same command goes on")
-            raise
+        cost = request.tell(console)
+        confirm(cost, agree)
+        resuming(console, len(journal.recorded.done), "contexts", journal.path)
+        run = Run(asking, request.corpus, journal)
+        return _under_way(run, console, cost, output, agree)
 
 
 def _under_way(
-    run: Run,
-    console: Console,
-    bill: Callable[[float | None], Cost],
-    rate: float | None,
-    agree: Callable[[str], None],
+    run: Run, console: Console, cost: Cost, output: Path, agree: Callable[[str], None]
 ) -> Evaluation:
     """Ask, and show how far it came."""
-    with progress_at_most(console) as progress:
+    with resumable(console, output, "what was asked"), progress_at_most(console) as progress:
         task = progress.add_task("asking", total=len(run.journal.evaluation().planned))
 
-        def on_block() -> None:
+        def on_context() -> None:
             progress.update(task, completed=len(run.journal.recorded.done))
 
         def on_rate(length: int, found: float) -> None:
-            if rate is None:
-                said = f"measured at {format_length(length)}: {_hours(bill(found))} for the plan"
-                console.print(said, highlight=False)
+            if cost.rate is None:
+                whole = replace(cost, rate=Rate(found, f"measured at {format_length(length)}"))
+                console.print(f"the plan takes {whole.hours_in_words()}", highlight=False)
                 progress.stop()
-                _ask_for_hours(bill(found), agree)
+                confirm(whole, agree)
                 progress.start()
 
-        run.tell, run.on_block, run.on_rate = console.print, on_block, on_rate
-        on_block()
+        run.tell, run.on_context, run.on_rate = console.print, on_context, on_rate
+        on_context()
         return run.run()
-
-
-def plan_in_words(
-    plan: Plan, arms: Sequence[Arm], whole: Cost, notices: Sequence[str] = ()
-) -> list[str]:
-    """What will be asked, what it costs, and what it can show; a line each."""
-    design, cells = plan.design, plan.scored
-    lengths = ", ".join(format_length(length) for length in plan.lengths)
-    pairs = sum(len(rows) * plan.questions_of(task) for (task, _), rows in cells.items())
-    made = f"{plan.contexts} of each of {', '.join(plan.tasks)} at {lengths}; " * bool(plan.tasks)
-    lines = [
-        f"arms       {', '.join(f'{arm.name} ({arm.role.value})' for arm in arms)}; the reference "
-        f"again on every {AGAIN_EVERY}th context (A/A)",
-        *(f"file       {notice}" for notice in notices),
-        f"contexts   {made}{counted(len(cells), 'cell')}, {counted(pairs, 'paired question')}; "
-        f"control at {plan.control_length} tokens",
-        f"cost       {whole.total:,} tokens at most, {_hours(whole)}; looks: {plan.looks}, the "
-        "evaluation ends at the one that decides",
-    ]
-    if not cells:
-        lines.append("can show   how far each pattern moves the model; no answer is right or wrong")
-        return lines
-    lines.append(
-        f"can show   a loss of {100 * detectable(plan):.1f} points, with {design.power:.0%} "
-        f"probability, if {DISCORDANCE:.0%} of the pairs differ (correlation {CORRELATION:g} "
-        "within a context); both are assumed here, and measured in the report"
-    )
-    if (contexts := needed(plan)) > design.contexts:
-        lines.append(
-            f"warning    no loss beyond {points(plan.margin)} can hardly be shown: that "
-            f"needs {contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-            f"planned. {mend(plan)}, or take a wider --margin."
-        )
-    return lines
-
-
-def _hours(whole: Cost) -> str:
-    if whole.hours is None:
-        return "node-hours not known yet: give --rate, or see what the first contexts take"
-    return f"{whole.hours:.2g} node-hours at {whole.rate:,.0f} tokens a second"
-
-
-def _ask_for_hours(whole: Cost, agree: Callable[[str], None]) -> None:
-    if whole.hours is not None and whole.hours > ASKS_ABOVE_HOURS:
-        agree(f"This takes {_hours(whole)}. Go on?")
 
 
 def _label(value: str) -> str:

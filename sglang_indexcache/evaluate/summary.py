@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Answer, Arm, Evaluation, Mode, Role
-from sglang_indexcache.evaluate.tasks import UNSCORED
-from sglang_indexcache.evaluate.verdict import Verdict, at_ceiling, blind_cells, points
+from sglang_indexcache.evaluate.verdict import (
+    Verdicts,
+    at_ceiling,
+    blind_cells,
+    points,
+    verdicts_of,
+)
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.support.lengths import format_length
@@ -29,12 +34,10 @@ NOISE = "A/A"
 DEPTHS = 4
 """Parts that a context is divided into."""
 _FARTHEST = 8.0
-Verdicts = Mapping[str, tuple[int, Verdict]]
-"""By candidate: the look at which it was decided, or the last one, and the verdict."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlacedDifference:
     """An arm against the reference in one place; of right answers 0.01 is a point.
 
     Attributes:
@@ -84,7 +87,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Limit:
+class BlindSpot:
     """A cell in which something cannot show.
 
     Attributes:
@@ -99,26 +102,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Closeness:
-    """How near an arm stays to what the reference said behind prompts without a right answer.
-
-    Attributes:
-        arm: its name, or :data:`NOISE`.
-        length: tokens; 0 for all.
-        kl: mean divergence from the reference, in nats for each token, from below.
-        agreement: share of tokens at which the likeliest is the reference's.
-        prompts: behind it.
-    """
-
-    arm: str
-    length: int
-    kl: float
-    agreement: float
-    prompts: int
-
-
-@dataclass(frozen=True)
-class Step:
+class LookStep:
     """Where a pattern stood at a look, as standard normal values to hold against the boundary.
 
     Attributes:
@@ -143,8 +127,6 @@ class Summary:
         lengths: the same by arm and length over all tasks.
         control: the arms at or below ``index_topk`` tokens.
         nll: added nats per answer token by arm and length.
-        scores: the sources' own metric by arm and task, where the model answered by itself.
-        closeness: by arm and length, on prompts without a right answer.
         rights: mean right answers by arm and length.
         kl: mean divergence from the reference by arm and length, in nats; A/A too.
         agreement: share of answer tokens at which the likeliest is the reference's.
@@ -157,19 +139,17 @@ class Summary:
     """
 
     verdicts: Verdicts
-    cells: tuple[Difference, ...]
-    lengths: tuple[Difference, ...]
-    control: tuple[Difference, ...]
-    nll: tuple[Difference, ...]
-    scores: tuple[Difference, ...]
-    closeness: tuple[Closeness, ...]
+    cells: tuple[PlacedDifference, ...]
+    lengths: tuple[PlacedDifference, ...]
+    control: tuple[PlacedDifference, ...]
+    nll: tuple[PlacedDifference, ...]
     rights: tuple[Level, ...]
     kl: tuple[Level, ...]
     agreement: tuple[Level, ...]
     spots: tuple[Spot, ...]
     spots_are_nats: bool
-    steps: tuple[Step, ...]
-    limits: tuple[Limit, ...]
+    steps: tuple[LookStep, ...]
+    limits: tuple[BlindSpot, ...]
     flicker: float | None
 
 
@@ -184,15 +164,13 @@ def summarise(evaluation: Evaluation, verdicts: Verdicts | None = None) -> Summa
     long = [row for row in right if row.length > evaluation.selects_all]
     short = [row for row in right if row.length <= evaluation.selects_all]
     nats = _long(evaluation, "nll")
-    verdicts = evaluation.verdicts() if verdicts is None else verdicts
+    verdicts = verdicts_of(evaluation) if verdicts is None else verdicts
     return Summary(
         verdicts=verdicts,
         cells=_differences(evaluation, long, lambda row: (row.task, row.length)),
         lengths=_differences(evaluation, long, lambda row: ("", row.length)),
         control=_differences(evaluation, short, lambda row: ("", row.length)),
         nll=_differences(evaluation, nats, lambda row: ("", row.length), bounded=False),
-        scores=_scores(evaluation) if right else (),
-        closeness=_closeness(evaluation),
         # A/A is asked on some contexts alone: its level would not compare, its difference does.
         rights=_levels(evaluation, [row for row in long if row.repeat == 0]),
         kl=_levels(evaluation, _long(evaluation, "kl")),
@@ -213,26 +191,9 @@ def outcomes(evaluation: Evaluation, look: int | None = None) -> list[Outcome]:
 def headlines(evaluation: Evaluation, summary: Summary) -> list[str]:
     """The sentence to paste, one for each pattern, with all that a reader needs to judge it."""
     where = provenance(evaluation)
-    if not evaluation.scored:
-        return [f"{_unjudged(arm.name, summary)} {where}" for arm in evaluation.candidates]
     if not summary.verdicts:
         return [f"No verdict yet: the first look has not been reached. {where}"]
     return [f"{verdict.sentence} {where}" for _, verdict in summary.verdicts.values()]
-
-
-def _unjudged(arm: str, summary: Summary) -> str:
-    found = {row.arm: row for row in summary.closeness if not row.length}
-    if arm not in found:
-        return f"{arm}: nothing was asked yet."
-    row, noise = found[arm], found.get(NOISE)
-    beside = (
-        f" (A/A: {noise.agreement:.1%} and {noise.kl:.4f})" if noise else " (A/A: not asked twice)"
-    )
-    return (
-        f"{arm}: no verdict, since these prompts have no right answer. Over what the reference "
-        f"said behind {row.prompts:,} of them, the likeliest token is the same at "
-        f"{row.agreement:.1%} and the divergence {row.kl:.4f} nats a token{beside}."
-    )
 
 
 def provenance(evaluation: Evaluation) -> str:
@@ -265,7 +226,7 @@ def plain(summary: Summary) -> dict[str, Any]:
         "secondary": {
             name: [asdict(row) for row in getattr(summary, name)]
             for name in (
-                "lengths", "cells", "control", "nll", "scores", "closeness", "rights", "kl",
+                "lengths", "cells", "control", "nll", "rights", "kl",
                 "agreement", "spots", "steps", "limits",
             )
         },
@@ -291,39 +252,7 @@ def _finite(value: Any) -> Any:
 
 
 def _long(evaluation: Evaluation, value: str) -> list[Outcome]:
-    """Of tasks that have right answers, if any has."""
-    rows = evaluation.outcomes(value)
-    return [
-        row
-        for row in rows
-        if row.length > evaluation.selects_all and (row.task != UNSCORED or not evaluation.scored)
-    ]
-
-
-def _scores(evaluation: Evaluation) -> tuple[Difference, ...]:
-    if evaluation.mode is not Mode.GENERATE:
-        return ()
-    return _differences(evaluation, _long(evaluation, "score"), lambda row: (row.task, 0))
-
-
-def _closeness(evaluation: Evaluation) -> tuple[Closeness, ...]:
-    groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
-    lost = {missing.context for missing in evaluation.missing}
-    for row in evaluation.answers:
-        if row.task == UNSCORED and row.context not in lost and row.kl is not None:
-            name = NOISE if row.repeat else row.arm
-            for length in (0, row.length):
-                groups[name, length].append(row)
-    return tuple(
-        Closeness(
-            arm,
-            length,
-            float(np.mean([row.kl for row in rows])),
-            float(np.mean([row.agreement for row in rows])),
-            len(rows),
-        )
-        for (arm, length), rows in sorted(groups.items())
-    )
+    return [row for row in evaluation.outcomes(value) if row.length > evaluation.selects_all]
 
 
 def _others(evaluation: Evaluation) -> Iterable[tuple[str, str, int]]:
@@ -341,7 +270,7 @@ def _differences(
     place: Callable[[Outcome], Cell],
     *,
     bounded: bool = True,
-) -> tuple[Difference, ...]:
+) -> tuple[PlacedDifference, ...]:
     reference = evaluation.reference.name
     groups: dict[Cell, list[Outcome]] = defaultdict(list)
     for row in rows:
@@ -357,10 +286,10 @@ def _differences(
 
 def _difference(
     arm: str, task: str, length: int, pairs: Differences, *, bounded: bool
-) -> Difference:
+) -> PlacedDifference:
     estimate = Estimate(pairs, bounded)
     low, high = estimate.lower(ONE_LOOK), estimate.upper(ONE_LOOK)
-    return Difference(arm, task, length, estimate.mean, low, high, len(pairs), pairs.flips)
+    return PlacedDifference(arm, task, length, estimate.mean, low, high, len(pairs), pairs.flips)
 
 
 def _flicker(evaluation: Evaluation, rows: Sequence[Outcome]) -> float | None:
@@ -385,11 +314,12 @@ def _levels(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[Level, ...
 def _spots(evaluation: Evaluation, value: str) -> tuple[Spot, ...]:
     """By depth, of the questions that candidate and reference both answered."""
     reference = evaluation.reference.name
-    lost = {missing.context for missing in evaluation.missing}
     rows = [
         row
         for row in evaluation.answers
-        if row.repeat == 0 and row.length > evaluation.selects_all and row.context not in lost
+        if row.repeat == 0
+        and row.length > evaluation.selects_all
+        and row.context not in evaluation.lost
     ]
 
     def values(arm: Arm) -> dict[tuple[str, str], tuple[Answer, float]]:
@@ -418,7 +348,7 @@ def _spots(evaluation: Evaluation, value: str) -> tuple[Spot, ...]:
     return tuple(found)
 
 
-def _steps(evaluation: Evaluation, verdicts: Verdicts) -> tuple[Step, ...]:
+def _steps(evaluation: Evaluation, verdicts: Verdicts) -> tuple[LookStep, ...]:
     """Over the cells that the verdict is about, to the look at which it was reached."""
     found = []
     for look in range(1, evaluation.look + 1):
@@ -432,11 +362,11 @@ def _steps(evaluation: Evaluation, verdicts: Verdicts) -> tuple[Step, ...]:
                 estimate = Estimate(paired(here, arm.name, evaluation.reference.name))
                 safe = _strength(partial(_above, estimate, -evaluation.margin))
                 lost = _strength(partial(_below, estimate, 0.0))
-                found.append(Step(arm.name, look, len(estimate.differences), safe, lost))
+                found.append(LookStep(arm.name, look, len(estimate.differences), safe, lost))
     return tuple(found)
 
 
-def _limits(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[Limit, ...]:
+def _limits(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[BlindSpot, ...]:
     reference = evaluation.reference.name
     bad = next((arm.name for arm in evaluation.arms if arm.role is Role.BAD), None)
     blind = blind_cells(rows, bad, reference, evaluation.design.alpha)
@@ -445,7 +375,7 @@ def _limits(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[Limit, ...
         for cell, share in at_ceiling(rows, reference).items()
     }
     return tuple(
-        Limit(*cell, cell in blind, reason) for cell, reason in sorted((full | blind).items())
+        BlindSpot(*cell, cell in blind, reason) for cell, reason in sorted((full | blind).items())
     )
 
 
@@ -468,6 +398,5 @@ def _strength(holds: Callable[[float], bool]) -> float:
 
 def missing_contexts(evaluation: Evaluation) -> tuple[int, int]:
     """How many contexts could not be answered by every arm, and how many were planned."""
-    lost = {missing.context for missing in evaluation.missing}
     long = [planned for planned in evaluation.planned if planned.look != CONTROL_LOOK]
-    return len(lost), len(long)
+    return len(evaluation.lost), len(long)

@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.evaluation import Evaluation
 from sglang_indexcache.evaluate.tasks import CHANCE
 from sglang_indexcache.stats.bounds import Estimate, capital
 from sglang_indexcache.stats.interim import boundaries
@@ -32,7 +33,6 @@ from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, pai
 from sglang_indexcache.stats.power import Design
 from sglang_indexcache.support.words import counted
 
-REFERENCE = "full"
 LEAST_ABOVE_CHANCE = 0.10
 """Right answers of the reference above what guessing gives, below which a cell shows nothing."""
 CEILING = 0.99
@@ -80,8 +80,14 @@ class Verdict:
     blind: tuple[Cell, ...] = ()
 
 
+Verdicts = Mapping[str, tuple[int, Verdict]]
+"""By candidate: the look at which it was decided, or the last one, and the verdict."""
+DECIDED = (Kind.NO_LOSS, Kind.LOSS)
+"""What ends the evaluation of a pattern."""
+
+
 @dataclass(frozen=True)
-class Reading:
+class Judgement:
     """The primary endpoint at one look.
 
     Attributes:
@@ -103,7 +109,7 @@ class Reading:
     heaviest: float
 
 
-def read(differences: Differences, design: Design, look: int) -> Reading:
+def read(differences: Differences, design: Design, look: int) -> Judgement:
     """Judge the primary endpoint.
 
     Args:
@@ -121,7 +127,7 @@ def read(differences: Differences, design: Design, look: int) -> Reading:
         kind = Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Reading(kind, estimate.mean, lower, upper, deviation, differing, estimate.heaviest)
+    return Judgement(kind, estimate.mean, lower, upper, deviation, differing, estimate.heaviest)
 
 
 def sees(differences: Differences, alpha: float) -> bool:
@@ -208,109 +214,89 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
     return estimate.lower(z) <= 0 <= estimate.upper(z)
 
 
-def judge(
-    outcomes: Sequence[Outcome],
-    patterns: Sequence[str],
-    design: Design,
-    look: int,
-    *,
-    bad: str,
-    selects_all: int,
-    reference: str = REFERENCE,
-    permitted: bool = True,
-) -> list[Verdict]:
-    """The verdict on each pattern.
+def verdicts_of(evaluation: Evaluation) -> Verdicts:
+    """By candidate: the look at which it was decided, or the last one, and the verdict.
 
-    Args:
-        outcomes: right (1) or wrong (0) of every arm; of the reference twice where A/A was asked.
-        patterns: from most to fewest full layers, the fixed sequence.
-        design: as it was fixed before the run.
-        look: which of the planned looks this is, from 1.
-        bad: the arm that must be seen to lose.
-        selects_all: ``index_topk``; cells of at most this length are the control.
-        reference: the arm that every other is compared with.
-        permitted: whether the patterns before the first of these were all shown to be safe.
-
-    Raises:
-        QualityError: no pattern, a look that is none, or an arm without outcomes.
+    The first claim ends the evaluation of a pattern: later contexts do not reopen it. Empty before
+    the first look.
     """
-    if not patterns or not 1 <= look <= design.looks:
-        raise QualityError(
-            f"judging needs at least one pattern, and one of the {design.looks} planned looks; a "
-            "run that goes on beyond its plan has no alpha left: plan a new one"
-        )
-    short = [row for row in outcomes if row.length <= selects_all]
-    long = [row for row in outcomes if row.length > selects_all]
-    if not short:
-        raise QualityError(
-            f"no outcome at or below {selects_all} tokens; the control that must not differ is "
-            "obligatory"
-        )
-    blind = blind_cells(long, bad, reference, design.alpha)
-    seeing = {(row.task, row.length) for row in long} - blind.keys()
-    noise = _noise(long, reference)
-    verdicts: list[Verdict] = []
-    for pattern in patterns:
-        invalid = _invalid(short, pattern, reference, noise, design, look)
-        if invalid:
-            verdict = _without(Kind.INVALID, pattern, invalid)
-        elif not seeing:
-            verdict = _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
-        else:
-            differences = paired(long, pattern, reference, cells=seeing)
-            left = _without_blind(design, long, blind)
-            verdict = _claim(pattern, differences, left, look, noise, permitted)
-            verdict = replace(
-                verdict,
-                blind=tuple(sorted(blind)),
-                sentence=verdict.sentence + (f" {_cannot_see(blind)}" if blind else ""),
-            )
-        permitted = permitted and verdict.kind is Kind.NO_LOSS
-        verdicts.append(verdict)
-    return verdicts
+    found: dict[str, tuple[int, Verdict]] = {}
+    for look in range(1, evaluation.look + 1):
+        rows, permitted = evaluation.outcomes(look=look), True
+        for arm in evaluation.candidates:
+            if arm.name not in found or found[arm.name][1].kind not in DECIDED:
+                verdict = judge(
+                    rows,
+                    arm.name,
+                    evaluation.design,
+                    look,
+                    reference=evaluation.reference.name,
+                    bad=evaluation.bad.name,
+                    selects_all=evaluation.selects_all,
+                    permitted=permitted,
+                )
+                found[arm.name] = look, verdict
+            permitted = permitted and found[arm.name][1].kind is Kind.NO_LOSS
+    return found
 
 
-def judge_logs(
+def judge(
     outcomes: Sequence[Outcome],
     pattern: str,
     design: Design,
+    look: int = 1,
     *,
+    reference: str,
     bad: str | None = None,
-    reference: str = REFERENCE,
+    selects_all: int | None = None,
+    permitted: bool = True,
 ) -> Verdict:
-    """The verdict on logs of another harness, which have no control and often no A/A.
+    """The verdict on one pattern.
 
-    The claim is the same; what could not be checked is said behind it.
+    Logs of another harness have no control, often no A/A and no pattern known to be bad: the claim
+    is the same, and what could not be checked is said after it.
 
     Args:
-        outcomes: scores of both runs, of the reference twice where a second run of it was given.
-        pattern: the run that is judged.
-        design: with one look, at all that was logged.
-        bad: a run that is known to be bad; without one nothing shows that these questions can see.
-        reference: the other run.
+        outcomes: right (1) or wrong (0), or a score, of every arm; of the reference twice where A/A
+            was asked.
+        pattern: the arm that is judged.
+        design: as it was fixed before the run.
+        look: which of the planned looks this is, from 1.
+        reference: the arm that every other is compared with.
+        bad: the arm that must be seen to lose; None for logs without one.
+        selects_all: ``index_topk``; cells of at most this length are the control. None for logs.
+        permitted: whether every pattern with more full layers was shown to be safe (the fixed
+            sequence).
 
     Raises:
-        QualityError: the runs have no question in common.
+        QualityError: a look that is none, an arm without outcomes, or a run without its control.
     """
-    noise = _noise(outcomes, reference)
-    restless = _restless(noise, design, 1) if noise else ""
-    if restless:
-        return _without(Kind.INVALID, pattern, restless)
-    blind = blind_cells(outcomes, bad, reference, design.alpha)
-    seeing = {(row.task, row.length) for row in outcomes} - blind.keys()
+    if not 1 <= look <= design.looks:
+        raise QualityError(
+            f"look {look} is none of the {design.looks} planned ones; a run that goes on beyond "
+            "its plan has no alpha left: plan a new one"
+        )
+    logs = selects_all is None
+    long = [row for row in outcomes if logs or row.length > (selects_all or 0)]
+    noise = _noise(long, reference)
+    unsound = "" if logs else _unsound(outcomes, pattern, reference, noise, selects_all or 0)
+    unsound = unsound or (_restless(noise, design, look) if noise else "")
+    if unsound:
+        return _without(Kind.INVALID, pattern, unsound)
+    blind = blind_cells(long, bad, reference, design.alpha)
+    seeing = {(row.task, row.length) for row in long} - blind.keys()
     if not seeing:
         return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
-    differences = paired(outcomes, pattern, reference, cells=seeing)
-    left = _without_blind(design, outcomes, blind)
-    verdict = _claim(pattern, differences, left, 1, noise, True)
+    differences = paired(long, pattern, reference, cells=seeing)
+    left = _without_blind(design, long, blind)
+    verdict = _claim(pattern, differences, left, look, noise, permitted)
     caveats = [_cannot_see(blind)] if blind else []
     if bad is None:
         caveats.append("Not shown: that these questions can see a bad pattern.")
     if noise is None:
         caveats.append("Not known: the engine's own noise.")
-    return replace(
-        verdict, blind=tuple(sorted(blind)), sentence=" ".join([verdict.sentence, *caveats])
-    )
+    sentence = " ".join([verdict.sentence, *caveats])
+    return replace(verdict, blind=tuple(sorted(blind)), sentence=sentence)
 
 
 def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
@@ -319,15 +305,20 @@ def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
     return paired(outcomes, reference, reference, repeat=1)
 
 
-def _invalid(
-    short: Sequence[Outcome],
+def _unsound(
+    outcomes: Sequence[Outcome],
     pattern: str,
     reference: str,
     noise: Differences | None,
-    design: Design,
-    look: int,
+    selects_all: int,
 ) -> str:
-    """Why nothing may be claimed; empty if all is as it must be."""
+    """Why nothing may be claimed of a run of ours; empty if all is as it must be."""
+    short = [row for row in outcomes if row.length <= selects_all]
+    if not short:
+        raise QualityError(
+            f"no outcome at or below {selects_all} tokens; the control that must not differ is "
+            "obligatory"
+        )
     control = paired(short, pattern, reference)
     if control.values.any() or control.flips.lost or control.flips.won:
         return (
@@ -340,7 +331,7 @@ def _invalid(
             "refused: the reference was not asked twice, so the engine's own noise is not known. "
             "Ask it again on a quarter of the contexts, in another order."
         )
-    return _restless(noise, design, look)
+    return ""
 
 
 def _restless(noise: Differences, design: Design, look: int) -> str:

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sglang_indexcache.ask.pool import ONE_CALL, LoadPolicy, Pool
+from sglang_indexcache.ask.score import Engine
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.documents import MACHINE
 from sglang_indexcache.data.marking import Marker, Mask
@@ -19,8 +21,7 @@ from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration, prepare
 from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
-from sglang_indexcache.search.evaluators.pool import ONE_CALL, Engine, Manners, ServerPool
-from sglang_indexcache.search.evaluators.served import LiveEngine, ServedEvaluator
+from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.objective import Score
 from sglang_indexcache.study.provenance import checkpoint_digest
@@ -159,22 +160,21 @@ class Data:
 class Served:
     """Servers in live mode that serve the checkpoint in ``model``.
 
-    ``manners`` and ``tell`` are as for
-    :class:`~sglang_indexcache.search.evaluators.pool.ServerPool`.
+    ``load`` and ``tell`` are as for :class:`~sglang_indexcache.ask.pool.Pool`.
     """
 
     model: Path
     data: Data
     engines: tuple[Engine, ...]
-    manners: Manners = ONE_CALL
+    load: LoadPolicy = ONE_CALL
     tell: Callable[[str], None] = print
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
         """Reach the servers; several share the work."""
         ready = _Ready.read(self.model, self.data)
-        pool = ServerPool(self.engines, ready.calibration, self.manners, self.tell)
-        yield ready.setup("sglang", pool)
+        pool = Pool(self.engines, self.load, self.tell)
+        yield ready.setup("sglang", ServedEvaluator(pool, ready.calibration))
 
 
 @dataclass(frozen=True)
@@ -183,14 +183,14 @@ class InProcess:
 
     model: Path
     data: Data
-    start: Callable[[], AbstractContextManager[LiveEngine]]
+    start: Callable[[], AbstractContextManager[Engine]]
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
         """Start the engine, and stop it at the end."""
         ready = _Ready.read(self.model, self.data)
         with self.start() as engine:
-            yield ready.setup("sglang", ServedEvaluator(engine, ready.calibration))
+            yield ready.setup("sglang", ServedEvaluator(Pool([engine]), ready.calibration))
 
 
 @dataclass(frozen=True)

@@ -91,23 +91,23 @@ def check(source: EngineSource | None = None) -> None:
         raise UnsupportedEngineError(
             f"{verdict}: {verdict.summary()}. Install the tested one: pip install "
             f"{force}'sglang=={SUPPORTED_VERSION if untested else verdict.tested}'. All that "
-            "moved: indexcache server seams."
+            f"moved: indexcache server doctor --sglang {verdict.source.root}."
         )
     if untested:
         logger.warning("IndexCache: %s", verdict)
 
 
-def show(place: Path | None, console: Console) -> bool:
+def show(place: Path, console: Console) -> bool:
     """Print what moved, with the difference where the tested version is installed.
 
     Args:
-        place: a wheel or a folder, or None for the installed SGLang.
+        place: a wheel or a folder.
         console: where to print.
 
     Returns:
         Whether this SGLang will do.
     """
-    verdict = judge(EngineSource.at(place) if place else EngineSource.installed())
+    verdict = judge(EngineSource.at(place))
 
     def tell(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

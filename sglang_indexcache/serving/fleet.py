@@ -14,8 +14,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import STATE, RankState, alike
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.doctor import say_problem

@@ -1,4 +1,4 @@
-"""An in-process SGLang engine in live mode, with the calls that ``serving.Client`` has."""
+"""An in-process SGLang engine in live mode, with the calls that a client has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class InProcessEngine:
     Args:
         engine_arguments: as for ``sglang.Engine``; the backend and the mode are set here.
     """
+
+    name = "the engine in this process"
 
     def __init__(self, **engine_arguments: Any) -> None:
         import sglang
@@ -41,7 +43,7 @@ class InProcessEngine:
         Raises:
             ServerError: the engine cannot say what it does.
         """
-        return states_of(self._engine.get_server_info(), "the engine")
+        return states_of(self._engine.get_server_info(), self.name)
 
     def switch_pattern(self, value: str) -> list[RankState]:
         """Make ``value`` the pattern on every rank; returns the new states.
@@ -59,6 +61,14 @@ class InProcessEngine:
             reasons = {state.last_rejection for state in states} - {""}
             raise ServerError(f"the engine refused {value!r}: {'; '.join(sorted(reasons))}")
         return states
+
+    def low_priority(self) -> int:
+        """Refused: nobody else asks this engine.
+
+        Raises:
+            ServerError: always.
+        """
+        raise ServerError("an engine in this process serves nobody else who could go first")
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         """SGLang's native generate. Takes as long as it takes: nothing can get lost on the way."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.errors import SettingsError, quoted
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.lengths import format_length, parse_length
 
@@ -52,10 +52,14 @@ class Policy:
             return cls.of(resolve(text))
         signs = [words[i : i + 3 : 2] for i in range(1, len(words), 4)]
         if len(words) % 4 != 1 or any(pair != ["<", "<="] for pair in signs):
-            raise SettingsError(f"{text!r} is no choice by prompt length. Write {_FORM}.")
+            raise SettingsError(f"{quoted(text)} is no choice by prompt length. Write {_FORM}.")
+        if not all(words):
+            raise SettingsError(
+                f"{quoted(text)} lacks a pattern before or behind a length. Write {_FORM}."
+            )
         starts = [0, *map(parse_length, words[2::4])]
         if any(start >= end for start, end in pairwise(starts)):
-            raise SettingsError(f"the lengths in {text!r} must grow from left to right")
+            raise SettingsError(f"the lengths in {quoted(text)} must grow from left to right")
         return cls(tuple(zip(starts, map(resolve, words[::4]), strict=True)))
 
     def pattern_for(self, length: int) -> Pattern:

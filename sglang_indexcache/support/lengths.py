@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.errors import SettingsError, quoted
+
+_FORM = re.compile(r"0*([1-9]\d{0,11})(K|Ki)?")
 
 
 def parse_length(text: str) -> int:
@@ -13,12 +15,12 @@ def parse_length(text: str) -> int:
     Raises:
         SettingsError: anything else.
     """
-    match = re.fullmatch(r"(\d{1,12})(K|Ki)?", text)
-    if match is None or int(match[1]) == 0:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        meant = f" Did you mean {text[:-1]}K?" if re.fullmatch(r"\d{1,12}k", text) else ""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        meant = text.replace("k", "K").replace("I", "i")
+        hint = f". Did you mean {meant}?" if _FORM.fullmatch(meant) and meant != text else ""
         raise SettingsError(
-            f"a length is a number of tokens like 4096, 200K or 16Ki, got {shown!r}.{meant}"
+            f"a length is a number of tokens like 4096, 200K or 16Ki, got {quoted(text)}{hint}"
         )
     return int(match[1]) * {None: 1, "K": 1000, "Ki": 1024}[match[2]]
 

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.stream import StreamedAnswer
 from sglang_indexcache.bench import latency, servers
 from sglang_indexcache.bench.environment import ProcessorClock
 from sglang_indexcache.bench.latency import Settings, Target, read_target, run
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.stream import Answer, steady_window
+from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.bench.fake_server import Behaviour, fake_server
@@ -132,10 +133,10 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
 
     def known(
         _: object, prompts: list[list[int]], count: int, _clock: object, _pattern: object
-    ) -> list[Answer]:
+    ) -> list[StreamedAnswer]:
         for behaviour in behaviours.values():
             behaviour.count()
-        return [Answer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
+        return [StreamedAnswer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
 
     behaviours = {name: Behaviour(b.pattern, dp=2) for name, b in good().items()}
     monkeypatch.setattr(latency, "stream", known)
@@ -197,14 +198,14 @@ def test_a_server_that_ignores_the_pattern_it_reports(really: str) -> None:
 
 
 def test_a_full_cache_that_never_decodes_all_at_once() -> None:
-    first, second = Answer([(0.1, 1), (0.5, 5)]), Answer([(0.6, 1), (1.0, 5)])
+    first, second = StreamedAnswer([(0.1, 1), (0.5, 5)]), StreamedAnswer([(0.6, 1), (1.0, 5)])
     with pytest.raises(BenchError, match="never decoded all at once"):
         steady_window([first, second])
 
 
 def test_a_steady_window_counts_only_what_lies_inside() -> None:
-    first = Answer([(0.0, 1), (1.0, 2), (3.0, 4)])
-    second = Answer([(2.0, 1), (3.0, 2), (4.0, 3)])
+    first = StreamedAnswer([(0.0, 1), (1.0, 2), (3.0, 4)])
+    second = StreamedAnswer([(2.0, 1), (3.0, 2), (4.0, 3)])
     window = steady_window([first, second])
     assert (window.start, window.end) == (2.0, 3.0)
     assert window.tokens == pytest.approx(1 + 1)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.bench import replay
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.replay import (
@@ -25,7 +26,6 @@ from sglang_indexcache.bench.replay import (
 )
 from sglang_indexcache.bench.results import Configuration, Model, ServerFacts, load
 from sglang_indexcache.bench.traffic import P50, P90, Mix, Session, Words, sessions, trace
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.support.text import make_tokenizer
 

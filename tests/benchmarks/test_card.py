@@ -18,7 +18,7 @@ from benchmarks.card.checks import CHECKS, Check
 from benchmarks.card.claims import Report
 from benchmarks.card.fake_server import FakeServer
 from benchmarks.children import Finished
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from tests.dry_run import dry_run
 

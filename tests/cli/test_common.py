@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app, common
-from sglang_indexcache.cli.common import Reporting, writable
-from sglang_indexcache.errors import OutputError
+from sglang_indexcache.cli.common import Reporting, connect, writable
+from sglang_indexcache.errors import OutputError, SettingsError
 from tests.cli.test_help import COMMANDS
 
 WITH_OUTPUT = [
@@ -91,3 +92,24 @@ def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, said: str) -
     assert done.exit_code == 1
     assert done.output.startswith(f"indexcache: error: {said}")
     assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:42003", "Did you mean http://127.0.0.1:42003?"),
+        ("localhost:30000/v1", "Did you mean http://localhost:30000?"),
+        ("http://host:1/v1/", "Did you mean http://host:1?"),
+        ("https://host/proxy/v1", "Did you mean https://host/proxy?"),
+        ("http://", "--url wants the address of a server"),
+        ("ftp://host", "--url wants the address of a server"),
+    ],
+)
+def test_an_address_that_is_none(url: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        connect([url], None)
+
+
+def test_addresses_of_servers() -> None:
+    urls = ["http://127.0.0.1:30000", "https://host/proxy/", "http://[::1]:30000"]
+    assert [client.url for client in connect(urls, None)] == [url.rstrip("/") for url in urls]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(
         other = call(*command, "--haystack", haystack, "--seed", "3")
     assert result.exit_code == 0, result.output
     said = words(result)
-    assert said.index("cost ") < said.index("measured at") < said.index("1/2: ")
+    assert said.index("cost ") < said.index("measured at 256") < said.index("1/2: ")
     assert "full (reference), 1/2 (candidate), 1/4 (candidate)" in said  # fewer F come later
     assert "can show a loss of" in said
     assert "resuming: 6 contexts" in words(again)
@@ -72,14 +71,16 @@ def test_more_than_an_hour_is_asked_for(tmp_path: Path, haystack: Path) -> None:
             *("--haystack", haystack, "--rate", "0.1"),
         )
     assert result.exit_code == 1
-    assert "node-hours at 0 tokens a second. Go on?" in words(result)
+    assert "hours at 0 tokens a second (given by --rate). Continue?" in words(result)
     assert fake.calls == 0
 
 
 def test_a_plan_sends_nothing(haystack: Path) -> None:
-    result = call("eval", "plan", "uniform:1/4", *SMALL, "--haystack", haystack, "--rate", "10")
+    result = call(
+        "eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--haystack", haystack, "--rate", "10"
+    )
     assert result.exit_code == 0, result.output
-    assert "node-hours at 10 tokens a second" in words(result)
+    assert "hours at 10 tokens a second (given by --rate)" in words(result)
     assert "can show a loss of" in words(result)
 
 
@@ -94,7 +95,7 @@ def test_a_plan_sends_nothing(haystack: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], said: str) -> None:
-    result = call("eval", "plan", *SMALL, *arguments)
+    result = call("eval", "run", "--dry-run", *SMALL, *arguments)
     assert result.exit_code == 1
     assert said in words(result)
 
@@ -132,8 +133,8 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(
     mrcr = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(6)])
     own = write(tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)])
     result = call(
-        *("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--rate", "10"),
-        *("--mrcr", mrcr, "--prompts", own, "--contexts", "4"),
+        *("eval", "run", "--dry-run", "1/4", *FILES, "--haystack", haystack, "--rate", "10"),
+        *("--rows", f"mrcr={mrcr}", "--rows", f"prompts={own}", "--contexts", "4"),
     )
     assert result.exit_code == 0, result.output
     said = words(result)
@@ -143,103 +144,25 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(
     assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in said
     assert "1 of at most 64 tokens (index_topk)" in said
     assert "2 cells, 7 paired questions; control at 48 tokens" in said
-    assert "1 cell, 3 paired questions" in words(
-        call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own)
-    )
     assert "Plan more (--contexts)" in said
-    whole = words(call("eval", "plan", "1/4", *FILES, "--haystack", haystack, "--prompts", own))
+    command = ("eval", "run", "--dry-run", "1/4", *FILES, "--haystack", haystack)
+    whole = words(call(*command, "--rows", f"prompts={own}"))
+    assert "1 cell, 3 paired questions" in whole
     assert "The files have no more: ask generated tasks beside them (--task)" in whole
 
 
 def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "own.jsonl", [prompt_row(1), {"prompt": 7}])
-    result = call("eval", "plan", "1/4", *FILES, "--prompts", path)
+    path = write(tmp_path / "own.jsonl", [prompt_row(1, "yes"), {"prompt": 7}])
+    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", f"prompts={path}")
     assert result.exit_code == 1
-    assert "line 2 of" in result.output
+    assert "line 2" in result.output
     assert "prompt is empty, or no text" in words(result)
 
 
-def test_prompts_without_answers_end_without_a_verdict(tmp_path: Path, haystack: Path) -> None:
-    path = write(tmp_path / "own.jsonl", [prompt_row(n) for n in range(4)])
-    with serving(Fake(in_requests=True)) as url:
-        result = call(
-            *("eval", "run", "1/4", *FILES, "--url", url, "-o", tmp_path / "out"),
-            *("--haystack", haystack, "--prompts", path),
-        )
-    assert result.exit_code == 0, result.output
-    said = words(result)
-    assert "how far each pattern moves the model; no answer is right or wrong" in said
-    assert "1/4: no verdict, since these prompts have no right answer" in said
-    assert 0 <= said.find(f"counting the tokens of {path}") < said.index("cost ")
-    assert "--prompts own.jsonl" in said
-    assert load(tmp_path / "out").notices[0].startswith("prompts: 4 of 4 rows are asked")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--reply-tokens", "5"), "--reply-tokens is for answers that the model writes itself"),
-        (("--reply-tokens", "-4", "--generate"), "--reply-tokens -4 is below 0"),
-        (("--write-quality", QUARTER), "prompts without a right answer get no verdict"),
-        (("--task", "notes", "--write-quality", HALF), "has another pattern than those evaluated"),
-    ],
-)
-def test_what_cannot_come_of_a_run_is_said_before_it(
-    tmp_path: Path, haystack: Path, options: tuple[str | Path, ...], said: str
-) -> None:
-    path = write(tmp_path / "own.jsonl", [prompt_row(n) for n in range(4)])
-    fake = Fake(in_requests=True)
-    with serving(fake) as url:
-        result = call(
-            *(
-                "eval",
-                "run",
-                "1/4",
-                *FILES,
-                "--url",
-                url,
-                "-o",
-                tmp_path / "out",
-                "--contexts",
-                "4",
-            ),
-            *("--haystack", haystack, "--prompts", path, *options),
-        )
-    assert (result.exit_code, fake.calls) == (1, 0)
-    assert said in words(result)
-
-
-def test_a_verdict_of_an_unknown_pattern_is_refused_before_the_run(
-    tmp_path: Path, haystack: Path
-) -> None:
-    with ExitStack() as stack:
-        urls = [stack.enter_context(serving(Fake())) for _ in range(3)]
-        arms = zip(("full", "1/4", "first-layer-only"), urls, strict=True)
-        given = [f"--url={arm}={url}/v1" for arm, url in arms]
-        result = call(
-            *("eval", "run", "1/4", *SMALL, *given, "-o", tmp_path / "out"),
-            *("--haystack", haystack, "--write-quality", QUARTER),
-        )
+def test_unknown_rows_are_refused() -> None:
+    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", "sums=a.jsonl")
     assert result.exit_code == 1
-    assert "the server does not say which pattern it runs" in words(result)
-    assert not (tmp_path / "out").exists()
-
-
-def test_another_engine_is_asked_by_chat_completions(tmp_path: Path, haystack: Path) -> None:
-    """And found out: this one counts words, and not the model's tokens."""
-    path = write(tmp_path / "mrcr.jsonl", [mrcr_row(n) for n in range(4)])
-    command = ("eval", "run", "1/4", *FILES, "--haystack", haystack, "--mrcr", path)
-    with ExitStack() as stack:
-        urls = [stack.enter_context(serving(Fake(fault="truncates"))) for _ in range(3)]
-        arms = zip(("full", "1/4", "first-layer-only"), urls, strict=True)
-        given = [f"--url={arm}={url}/v1" for arm, url in arms]
-        result = call(*command, *given, "-o", tmp_path / "out")
-        mixed = call(
-            *command, *given[:2], f"--url=first-layer-only={urls[2]}", "-o", tmp_path / "b"
-        )
-    assert result.exit_code == 1
-    assert "by the tokenizer and chat template of --model: it cuts long prompts" in words(result)
-    assert "full, 1/4 is asked by chat completions" in words(mixed)
+    assert "--rows sums=... is none of mrcr, graphwalks, longbench-v2, prompts" in words(result)
 
 
 def compare(*arguments: object) -> tuple[int, str]:
@@ -290,7 +213,7 @@ def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
 
 def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    with serving(Fake(in_requests=True)) as url:
+    with serving(Fake()) as url:
         evaluate(folder, url)
     assert call("eval", "report", folder).exit_code == 0
     first = {path.name: path.read_bytes() for path in folder.iterdir()}

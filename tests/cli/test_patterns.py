@@ -105,13 +105,14 @@ def test_show_unknown_name() -> None:
     assert "no pattern is called 'nope'" in fail("patterns", "show", "nope")
 
 
-def test_validate(tmp_path: Path) -> None:
+def test_show_checks_every_file(tmp_path: Path) -> None:
     shipped = [str(path) for path in sorted(Path("patterns").glob("*.yaml"))]
-    assert run("patterns", "validate", *shipped).count("layers keep") == len(shipped)
+    assert run("patterns", "show", *shipped).count("layers keep") == len(shipped)
     broken = tmp_path / "broken.yaml"
     broken.write_text("pattern: FSX")
-    output = fail("patterns", "validate", *shipped, str(broken))
+    output = fail("patterns", "show", *shipped, str(broken), "SFF")
     assert "name: Field required" in output
+    assert "starts with S" in output
     assert output.count("layers keep") == len(shipped)
 
 
@@ -160,7 +161,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     ("package", "group", "extra"),
     [
         ("torch", "heal", "heal"),
-        ("torch", "kernels", "serve"),
+        ("torch", "kernels", "kernels"),
         ("numpy", "search", "search"),
         ("sglang", "search", "serve"),
         ("httpx", None, "all"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
-from sglang_indexcache.client import Client
 from sglang_indexcache.library import Library
 from tests.bench.fake_server import Behaviour, fake_server
+from tests.fakes import state
 
 KEYS = {"api_key": "the-key", "admin_api_key": "the-admin-key"}
 
@@ -45,6 +47,24 @@ def test_doctor_asks_running_servers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "they differ in the pattern" in said(*both, "--api-key", "k", code=1)
 
 
+def test_show_proves_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
+    states = [state("FS", **counts), state("FS")]
+    monkeypatch.setattr(Client, "states", lambda _: states)
+    output = said("show")
+    assert "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK" in output
+    assert "data-parallel rank 1" in output
+    assert "no forward was counted" in output
+    assert "switch" not in output  # in static mode there is none
+    states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
+    assert "NOT OK, for layer 1" in said("show", code=1)
+
+
+def test_doctor_answers_one_question_at_a_time(tmp_path: Path) -> None:
+    output = said("doctor", "--url", "http://127.0.0.1:9", "--sglang", str(tmp_path), code=1)
+    assert "--url is a question of its own; leave --sglang away" in output
+
+
 def test_doctor_without_arguments() -> None:
     assert "--model-path MODEL" in said("doctor", code=1)
 
@@ -56,7 +76,7 @@ def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the-key" not in text
 
 
-@pytest.mark.parametrize("value", ["uniform:1/4", "glm-5-1of4"])
+@pytest.mark.parametrize("value", ["uniform:1/4", "glm-5-1of4", "full < 32K <= 1/4"])
 def test_what_is_no_file_is_the_servers_to_resolve(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.demo import run as demo
 from sglang_indexcache.demo.findings import Contender, Findings
 from sglang_indexcache.demo.material import Question
-from sglang_indexcache.errors import BenchError, ServerError
+from sglang_indexcache.errors import ServerError
+from tests.fakes import state
 
 QUESTIONS = [
     Question([1, 2, n], f"# name{n} is word{n}", f"? name{n} is", f" word{n}", (f"line {n}",))
@@ -46,15 +48,8 @@ class FakeClient:
             }
             yield {"meta_info": meta}
 
-    def states(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "pattern": "FSSS",
-                "full_layers": 1,
-                "shared_layers": 3,
-                "index_k_bytes_per_token": 132,
-            }
-        ]
+    def states(self) -> list[RankState]:
+        return [state("FSSS", index_k_bytes_per_token=132)]
 
 
 class FakeServer:
@@ -129,7 +124,7 @@ def test_servers_take_turns_and_every_prompt_is_new(monkeypatch: pytest.MonkeyPa
 
 def test_a_cached_prompt_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
-    with pytest.raises(BenchError, match="from its cache"):
+    with pytest.raises(ServerError, match="from its cache"):
         demo.race([contender("a", [], cached=2)], [[0, 0, 0], [1, 0, 0]], screen())
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.client import Client, Server
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle

@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from sglang_indexcache.adapter import Adapter, indexer_layer, write_adapter
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.heal.heal import HealOptions, heal
 from sglang_indexcache.heal.merge import merge

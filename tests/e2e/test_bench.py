@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench import latency, replay
 from sglang_indexcache.bench.latency import Settings, Target
 from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.stream import stream
 from sglang_indexcache.bench.traffic import Mix
-from sglang_indexcache.client import Client
 from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
 

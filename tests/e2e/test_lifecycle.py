@@ -16,7 +16,7 @@ from tests.signals import hears_sigint
 OWNER = """
 import sys, time
 from pathlib import Path
-from sglang_indexcache.client import Server
+from sglang_indexcache.ask.launch import Server
 
 model, log = sys.argv[1], Path(sys.argv[2])
 arguments = ["--model-path", model, "--attention-backend", "indexcache",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from tests.e2e.conftest import Serve
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n" * 8

@@ -14,7 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_indexcache.client import Client, Server
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.fleet import examine_servers

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (

@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai import BadRequestError, OpenAI
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import ROUNDING, Serve, decided_prompt, prompt

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.pool import ONE_CALL, LoadPolicy, Pool
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.client import Client
+from sglang_indexcache.errors import ServerError
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.evaluators.pool import ONE_CALL, Manners
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search
@@ -53,7 +54,7 @@ def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
     oracle = Oracle(glm, torch.float32, first_of_ties=False)
     ids = [decided_prompt(oracle, 200 + i, Pattern("FSSSFS"))[:200] for i in range(4)]
     data = Calibration(tuple(map(tuple, ids)), 2, "test")
-    served, local = ServedEvaluator(live, data), TransformersEvaluator(glm, data)
+    served, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
     assert served.batch_tokens == local.batch_tokens == (400, 400)
     for text in PATTERNS:
         ours = served.loss(Pattern(text), [0, 1]).values
@@ -66,14 +67,14 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     """The same sequences again, and sequences that share a prefix."""
     shared = prompt(128, 1)
     data = Calibration(tuple(tuple(shared + prompt(72, i)) for i in range(3)), 1, "test")
-    served = ServedEvaluator(live, data)
+    served = ServedEvaluator(Pool([live]), data)
     pattern = Pattern("FSFSFS")
     first = served.loss(pattern, [0, 1, 2]).values
     assert served.loss(pattern, [2, 0, 1]).values == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
-def source_of(live: Client, glm: Path, manners: Manners = ONE_CALL) -> Served:
-    return Served(glm, Data(context=160, batches=4), (live,), manners)
+def source_of(live: Client, glm: Path, load: LoadPolicy = ONE_CALL) -> Served:
+    return Served(glm, Data(context=160, batches=4), (live,), load)
 
 
 def search_into(folder: Path, source: Served) -> Search:
@@ -132,8 +133,8 @@ def test_a_search_under_other_traffic(
     with ThreadPoolExecutor(len(names)) as pool:
         others = [pool.submit(traffic, number) for number in range(len(names))]
         try:
-            manners = Manners(at_once=3, low_priority=True)
-            busy = search_into(tmp_path, source_of(live, glm, manners))
+            load = LoadPolicy(at_once=3, low_priority=True)
+            busy = search_into(tmp_path, source_of(live, glm, load))
         finally:
             done.set()
         counts = [other.result() for other in others]
@@ -145,20 +146,21 @@ def test_a_search_under_other_traffic(
 
 
 def test_a_static_server_is_refused(glm: Path, live: Client) -> None:
-    from sglang_indexcache.errors import SearchError
-
     class Static:
+        name = "it"
+
         def states(self) -> list[RankState]:
             return [live.states()[0].model_copy(update={"mode": "static"})]
 
-    with pytest.raises(SearchError, match="--indexcache-mode live"):
-        ServedEvaluator(Static(), Calibration(((1, 2),), 1, "test"))  # type: ignore[arg-type]
+    with pytest.raises(ServerError, match="--indexcache-mode live"):
+        Pool([Static()])  # type: ignore[list-item]
 
 
 def test_an_engine_in_this_process(glm: Path) -> None:
     """Without a server: the same losses, and the engine's own reason when it refuses."""
     script = f"""
 from pathlib import Path
+from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.in_process import InProcessEngine
 from sglang_indexcache.search.calibration import Calibration
@@ -171,7 +173,7 @@ if __name__ == "__main__":  # the engine starts its scheduler by spawning
     data = Calibration((tuple(prompt(60, 1)), tuple(prompt(60, 2))), 1, "test")
     expected = TransformersEvaluator(Path({str(glm)!r}), data).loss(Pattern("FSFSFS"), [0, 1])
     with InProcessEngine(model_path={str(glm)!r}, dtype="float32") as engine:
-        found = ServedEvaluator(engine, data).loss(Pattern("FSFSFS"), [0, 1])
+        found = ServedEvaluator(Pool([engine]), data).loss(Pattern("FSFSFS"), [0, 1])
         assert abs(found.values - expected.values).max() < 1e-3, (found, expected)
         assert engine.states()[0].pattern == "FFFFFF"
         try:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt

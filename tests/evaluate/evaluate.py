@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.arms import make_arms
-from sglang_indexcache.evaluate.chat import ChatEndpoint, is_chat
-from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Mode, Role
+from sglang_indexcache.evaluate.corpus import Corpus
+from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
 from sglang_indexcache.evaluate.journal import EvaluationJournal, identity
-from sglang_indexcache.evaluate.plan import Material, Plan
+from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
 
@@ -25,39 +25,36 @@ ARMS = (
     Arm("few", "FSSSFSSSFSSS", Role.CANDIDATE),
     Arm("worst", "FSSSSSSSSSSS", Role.BAD),
 )
-PLAN = Plan(("notes",), (128, 160), 8, 4, TOPK, margin=0.1, looks=2)
+PLAN = EvaluationPlan(("notes",), (128, 160), 8, 4, TOPK, margin=0.1, looks=2)
 
 
-def material_of(plan: Plan) -> Material:
-    return Material(Words(), HAYSTACK, plan.questions)
+def corpus_of(plan: EvaluationPlan) -> Corpus:
+    return Corpus(Words(), HAYSTACK, plan.questions)
 
 
 def evaluate(
     folder: Path,
     urls: str | Mapping[str, str],
-    plan: Plan = PLAN,
+    plan: EvaluationPlan = PLAN,
     arms: tuple[Arm, ...] = ARMS,
-    mode: Mode = Mode.TEACHER_FORCED,
-    material: Material | None = None,
+    corpus: Corpus | None = None,
     **run: Any,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
-    clients = {n: ChatEndpoint(url) if is_chat(url) else Client(url) for n, url in named.items()}
-    serving = make_arms(arms, clients)
-    material = material or material_of(plan)
+    clients = {name: Client(url) for name, url in named.items()}
+    asking = make_arms(arms, clients)
+    corpus = corpus or corpus_of(plan)
     who = identity(
         plan,
         arms,
-        mode,
         checkpoint="c",
-        material=material.digest,
+        material=corpus.digest,
         server={},
-        pattern_verified=serving.verified,
     )
     with EvaluationJournal(folder, who) as journal:
         journal.note({"started": "then", "notices": ["Told."]})
-        return Run(serving, material, journal, **run).run()
+        return Run(asking, corpus, journal, **run).run()
 
 
 if __name__ == "__main__":

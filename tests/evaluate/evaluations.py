@@ -94,7 +94,7 @@ def _question(draw: random.Random, place: Planned, question: int, nats: bool) ->
                     place.length,
                     depth,
                     told and kept,
-                    nll=(0.1 + (2 * loss * depth) + 0.05 * draw.random()) if nats else None,
+                    logprobs=(-(0.1 + (2 * loss * depth) + 0.05 * draw.random()),) if nats else (),
                     kl=loss * draw.random() if nats and (arm != "full" or repeat) else None,
                     agreement=1 - loss if nats else None,
                     tokens=7,

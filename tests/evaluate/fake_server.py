@@ -67,9 +67,6 @@ class Fake:
         spread: share of answers that a pattern of S alone gets wrong besides.
         noise: share of answers that are wrong by chance, anew on each call.
         info: of ``/server_info`` besides.
-        known: right answers by prompt, for when it answers by itself.
-        told: likewise by the last message of a conversation.
-        models: of the chat completions.
     """
 
     fault: str = ""
@@ -80,9 +77,6 @@ class Fake:
     level: float = 0.95
     noise: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
-    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)
-    models: tuple[str, ...] = ("m",)
 
     def __post_init__(self) -> None:
         self.guard = threading.Lock()
@@ -118,7 +112,7 @@ class Fake:
         for place, ids in enumerate(body["input_ids"]):
             parameters = body["sampling_params"][place]
             pattern = parameters.get("custom_params", {}).get("indexcache_pattern", self.pattern)
-            replies.append(self._reply(body, place, ids, pattern, parameters))
+            replies.append(self._reply(body, place, ids, pattern))
         return replies
 
     def _reply(
@@ -127,7 +121,6 @@ class Fake:
         place: int,
         ids: list[int],
         pattern: str,
-        parameters: dict[str, Any],
     ) -> dict[str, Any]:
         self.forwards += 1
         if not (self.faulty and self.fault == "idle layers"):
@@ -144,45 +137,7 @@ class Fake:
         if "logprob_start_len" in body:
             shown = "F" * LAYERS if self.faulty and self.fault == "ignores" else pattern
             self._score(info, ids, start, shown)
-        said: list[int] = []
-        if parameters["max_new_tokens"]:
-            said = self._said(info, ids, pattern, parameters["max_new_tokens"])
-        return {"meta_info": info, "text": f" token{said[:1]}", "output_ids": said}
-
-    def _said(self, info: dict[str, Any], ids: list[int], pattern: str, most: int) -> list[int]:
-        """The right answer, or one more than its first token, and then the line's end."""
-        info["finish_reason"] = {"type": "length" if self.fault == "rambles" else "stop"}
-        answer = self.known.get(tuple(ids), [len(ids), 6, 8])
-        right = self._is_right([*ids, *answer], pattern)
-        return [*answer, 5][:most] if right else [answer[0] + 1, 5][:most]
-
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A completion; the engine has one pattern, and does not say which."""
-        self.calls += 1
-        self.asked.append(body)
-        assert body["model"] in self.models
-        texts = [message["content"] for message in body["messages"]]
-        ids = Words()(texts, add_special_tokens=False)["input_ids"]
-        every = [i for part in ids for i in part]
-        right = self._is_right(every, self.pattern)
-        said = self.told.get(texts[-1], "?") if right else "I do not know."
-        counted = len(every) + 4 * len(texts)
-        if self.faulty and self.fault == "truncates":
-            counted = min(counted, 100)
-        if self.faulty and self.fault == "another tokenizer":
-            counted *= 2
-        reply: dict[str, Any] = {
-            "choices": [
-                {
-                    "message": {"role": "assistant", "content": said},
-                    "finish_reason": "length" if self.fault == "rambles" else "stop",
-                }
-            ],
-            "usage": {"prompt_tokens": counted},
-        }
-        if self.faulty and self.fault == "no usage":
-            del reply["usage"]
-        return reply
+        return {"meta_info": info, "text": "", "output_ids": []}
 
     def _cached(self, key: str, ids: list[int]) -> int:
         kept = self.cache.setdefault(key, [])
@@ -240,9 +195,6 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer({})
             elif self.fake.fault == "stranger":
                 self._answer({}, 404)
-            elif self.path == "/v1/models":
-                about = {"owned_by": "fake", "max_model_len": 8192}
-                self._answer({"data": [{"id": model, **about} for model in self.fake.models]})
             else:
                 self._answer(self.fake.server_info())
 
@@ -252,10 +204,6 @@ class Handler(BaseHTTPRequestHandler):
         with fake.guard:
             if fake.faulty and fake.fault == "stops":
                 self._answer({}, 503)
-            elif fake.faulty and fake.fault == "half an answer":
-                self._answer({"choices": []}, cut=4)
-            elif self.path == "/v1/chat/completions" and fake.fault != "garbage":
-                self._answer(fake.chat(body))
             elif fake.fault == "one context" and len(body["input_ids"][0]) % 4 == 0:
                 self._answer({"error": "too hard"}, 500)
             elif fake.faulty and fake.fault == "garbage":
@@ -267,8 +215,8 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(fake.generate(body))
 
-    def _answer(self, data: Any, status: int = 200, cut: int | None = None) -> None:
-        text = json.dumps(data).encode()[:cut]
+    def _answer(self, data: Any, status: int = 200) -> None:
+        text = json.dumps(data).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

@@ -10,6 +10,7 @@ import yaml
 
 from sglang_indexcache.errors import LibraryError, QualityError
 from sglang_indexcache.evaluate.entry import write_quality
+from sglang_indexcache.evaluate.verdict import verdicts_of
 from sglang_indexcache.library import NOT_EVALUATED, Evaluated, add_evaluated, load_entry
 from sglang_indexcache.support.files import shipped
 from tests.evaluate.evaluations import FACTS, LENGTHS, evaluation
@@ -54,7 +55,7 @@ def test_the_verdict_is_written_and_read_back(tmp_path: Path) -> None:
 def test_counts_are_those_of_the_look_that_decided(tmp_path: Path) -> None:
     path = pattern_file(tmp_path, "FSSS")
     record = evaluation(60)
-    look, verdict = record.verdicts()["quarter"]
+    look, verdict = verdicts_of(record)["quarter"]
     assert look < 4
     write_quality(path, record)
     [found] = load_entry(path).evaluated

@@ -17,7 +17,7 @@ from sglang_indexcache.evaluate.evaluation import (
     Planned,
     Role,
 )
-from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.power import Design
 
 ARMS = (
@@ -46,7 +46,7 @@ def evaluation(wrong: Wrong) -> Evaluation:
                     Answer(
                         *(arm.name, repeat, planned.context, "q0", "notes", planned.length, 0.5),
                         right=not lost,
-                        nll=float(lost),
+                        logprobs=(-float(lost),),
                     )
                 )
     return Evaluation(
@@ -55,7 +55,7 @@ def evaluation(wrong: Wrong) -> Evaluation:
 
 
 def kinds(found: Evaluation) -> dict[str, tuple[int, Kind]]:
-    return {name: (look, verdict.kind) for name, (look, verdict) in found.verdicts().items()}
+    return {name: (look, verdict.kind) for name, (look, verdict) in verdicts_of(found).items()}
 
 
 def upto(found: Evaluation, contexts: int) -> Evaluation:

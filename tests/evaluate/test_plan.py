@@ -8,21 +8,14 @@ from dataclasses import replace
 import pytest
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.corpus import Corpus
+from sglang_indexcache.evaluate.cost import check_fits, detectable, tails, tokens_at_most
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
-from sglang_indexcache.evaluate.plan import (
-    Material,
-    Plan,
-    Taken,
-    check_fits,
-    cost,
-    default_lengths,
-    detectable,
-    tails,
-)
+from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows, default_lengths
 from tests.evaluate.fake_server import HAYSTACK, Words
 
-PLAN = Plan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
-MATERIAL = Material(Words(), HAYSTACK, 4)
+PLAN = EvaluationPlan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
+CORPUS = Corpus(Words(), HAYSTACK, 4)
 
 
 @pytest.mark.parametrize(
@@ -62,43 +55,36 @@ def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
 
 
 def test_a_plan_comes_back_from_its_identity() -> None:
-    assert Plan.of(PLAN.identity) == PLAN
+    assert EvaluationPlan.of(PLAN.identity) == PLAN
 
 
 @pytest.mark.parametrize("place", [0, 5])
 def test_contexts_are_those_of_the_plan(place: int) -> None:
     planned = PLAN.planned[place]
-    made = MATERIAL.make(planned)
+    made = CORPUS.make(planned)
     assert (made.name, made.task, made.length) == (planned.context, planned.task, planned.length)
     longest = max(len(q.ids) + len(q.answer) for q in made.questions)
     assert len(made.ids) + longest == planned.length
-    assert MATERIAL.make(planned) == made
+    assert CORPUS.make(planned) == made
 
 
 def test_the_cost_is_what_would_be_computed() -> None:
     """Against counting every planned context, with pages of 64."""
     plan = replace(PLAN, tasks=("notes",))
-    found = cost(plan, 3, tails(plan, MATERIAL))
+    found = tokens_at_most(plan, 3, tails(plan, CORPUS))
     counted = 0
     for planned in plan.planned:
-        made = MATERIAL.make(planned)
+        made = CORPUS.make(planned)
         kept = len(made.ids) // 64 * 64
         asked = sum(len(made.ids) - kept + len(q.ids) + len(q.answer) for q in made.questions)
         counted += (3 + planned.again) * (len(made.ids) + asked)
-    assert found.total == pytest.approx(counted, rel=0.1)
-    assert found.hours is None
-    assert replace(found, rate=10.0).hours == pytest.approx(found.total / 36_000)
-
-
-def test_a_rate_is_above_nothing() -> None:
-    with pytest.raises(QualityError, match="rate of -3 tokens a second is not above 0"):
-        cost(PLAN, 3, {}, -3)
+    assert found == pytest.approx(counted, rel=0.1)
 
 
 def test_a_task_without_a_control_is_refused() -> None:
     [*_, planned] = [p for p in PLAN.planned if p.look == CONTROL_LOOK and p.task == "tracking"]
     with pytest.raises(QualityError, match=r"tracking has no control: .* fits 48 tokens.*--task"):
-        MATERIAL.make(planned)
+        CORPUS.make(planned)
 
 
 def test_more_contexts_show_smaller_losses() -> None:
@@ -111,14 +97,18 @@ def test_more_contexts_show_smaller_losses() -> None:
     [
         ({"lengths": (64,)}, r"64 tokens can show nothing: up to 64 tokens \(index_topk\)"),
         ({"lengths": ()}, "no tokens can show nothing"),
-        ({"tasks": ("aa-lcr",)}, "graded by another model.*lm-eval or evalscope.*eval compare"),
+        ({"tasks": ("aa-lcr",)}, "graded by another model.*lm-eval or Inspect.*eval compare"),
         ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles"),
         ({"tasks": ("notes", "notes")}, "each task once"),
         ({"margin": 1.0}, "margin of 100 points is not above 0 and below 100"),
         ({"questions": 0}, "0 questions behind a context; ask one at least"),
         ({"contexts": 3}, "3 contexts of each task and length cannot be looked at 4 times"),
         (
-            {"contexts": 3, "tasks": (), "taken": (Taken("mrcr", 256, (1, 2, 3), (9,) * 3, 10),)},
+            {
+                "contexts": 3,
+                "tasks": (),
+                "taken": (SelectedRows("mrcr", 256, (1, 2, 3), (9,) * 3, 10),),
+            },
             "cannot be looked at 4 times",
         ),
         ({"margin": 0.0}, "margin of 0 points is not above 0 and below 100"),

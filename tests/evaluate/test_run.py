@@ -13,11 +13,12 @@ import pytest
 
 from sglang_indexcache.errors import IndexCacheError, QualityError
 from sglang_indexcache.evaluate import run
+from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
 from sglang_indexcache.evaluate.journal import NAME, load
-from sglang_indexcache.evaluate.plan import Material, Plan, Taken
+from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows
 from sglang_indexcache.evaluate.tasks import Item
-from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words, serving
@@ -35,8 +36,7 @@ def timeless(evaluation: Evaluation) -> Evaluation:
 
 
 def test_a_whole_evaluation(tmp_path: Path) -> None:
-    fake = Fake()
-    with serving(fake) as url:
+    with serving(Fake()) as url:
         found = evaluate(tmp_path, url)
     assert found.finished
     assert found.pattern_verified
@@ -50,7 +50,7 @@ def test_a_whole_evaluation(tmp_path: Path) -> None:
     long = [row for row in rows if row.length > found.selects_all]
     lost = paired(long, "few", "full").flips
     assert lost.lost > lost.won
-    assert {verdict.kind for _, verdict in found.verdicts().values()} <= {
+    assert {verdict.kind for _, verdict in verdicts_of(found).values()} <= {
         Kind.LOSS,
         Kind.UNDECIDED,
     }
@@ -80,7 +80,7 @@ def test_decided_patterns_are_asked_no_more(tmp_path: Path) -> None:
     plan = replace(PLAN, contexts=32, lengths=(128,), margin=0.2)
     with serving(fake) as url:
         found = evaluate(tmp_path, url, plan)
-    assert {verdict.kind for _, verdict in found.verdicts().values()} == {Kind.LOSS}
+    assert {verdict.kind for _, verdict in verdicts_of(found).values()} == {Kind.LOSS}
     asked = dict.fromkeys(("full", "half", "few", "worst"), 0)
     for row in found.answers:
         asked[row.arm] += row.length > found.selects_all and not row.repeat
@@ -118,7 +118,7 @@ REFUSED = {
     "truncates": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
     "nan": "a log-probability that is none.*NaN",
     "other tokens": "scored other tokens than those that were asked for",
-    "nothing scored": "scored 0 of an answer's 1 tokens",
+    "nothing scored": "scored 0 tokens where 1 were asked for",
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
     "list of garbage": "no reply of SGLang's /generate.*another program",
     "stops": "stopped answering.*is kept: start the same command again",
@@ -139,8 +139,16 @@ def test_what_goes_wrong_is_refused_by_name(tmp_path: Path, fault: str) -> None:
         evaluate(tmp_path, url)
 
 
+def test_a_server_that_begins_to_ignore_patterns_midway_is_refused(tmp_path: Path) -> None:
+    """Though the first long contexts were answered as they should be."""
+    fake = Fake(fault="ignores", after=AFTER_CONTROL + 10)
+    with serving(fake) as url, pytest.raises(QualityError, match="ignores the pattern, or answers"):
+        evaluate(tmp_path, url)
+    assert fake.calls > AFTER_CONTROL + 10
+
+
 def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:
-    said = "--indexcache-mode live, or start one server for each arm"
+    said = "does not run in live mode.*--indexcache-mode live, or start one server for each"
     with serving(Fake(mode="static")) as url, pytest.raises(QualityError, match=said):
         evaluate(tmp_path, url)
 
@@ -149,7 +157,7 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         expected = evaluate(tmp_path / "a", url)
     told: list[str] = []
-    with serving(Fake(fault="restart", after=21)) as url:
+    with serving(Fake(fault="restart", after=20)) as url:
         found = evaluate(tmp_path / "b", url, tell=told.append)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
     assert any("restarted meanwhile: it counts anew" in line for line in told)
@@ -161,11 +169,11 @@ def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
     answer = "b " * 149 + "b"
     then = ({"role": "assistant", "content": answer}, {"role": "user", "content": "c " * 50})
     items = {"prompts": {1: Item(first, " " + answer), 2: Item((*first, *then), " yes")}}
-    taken = (Taken("prompts", 1024, (1, 2), (260, 320), 2),)
-    plan = Plan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
-    material = Material(Words(), HAYSTACK, 4, items)
+    taken = (SelectedRows("prompts", 1024, (1, 2), (260, 320), 2),)
+    plan = EvaluationPlan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
+    corpus = Corpus(Words(), HAYSTACK, 4, items)
     with serving(Fake()) as url:
-        assert evaluate(tmp_path, url, plan, material=material).finished
+        assert evaluate(tmp_path, url, plan, corpus=corpus).finished
 
 
 def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:
@@ -214,7 +222,7 @@ def _lines(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_only_whole_blocks_count(tmp_path: Path) -> None:
+def test_only_whole_contexts_count(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         whole = evaluate(tmp_path, url)
     path = tmp_path / NAME

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import rel_entr
 
-from sglang_indexcache.evaluate.evaluation import Planned
-from sglang_indexcache.evaluate.scoring import TOP, Said, Top, _kept, answer, divergence
-
-PLANNED = Planned("c", "needles", 4096, 1, False)
+from sglang_indexcache.ask.score import Top
+from sglang_indexcache.evaluate.evaluation import TOP, Answer, divergence
+from sglang_indexcache.evaluate.scoring import _kept
 
 
 def top(probabilities: np.ndarray, count: int) -> Top:
@@ -48,13 +47,25 @@ def test_nothing_in_common_is_far_apart_and_the_same_is_zero() -> None:
 
 
 def test_an_answer_is_the_mean_over_its_tokens() -> None:
-    reference = Said("q0", 0.5, 2, [-0.1, -0.2], [[(1, -0.1)], [(2, -0.2)]], right=True)
-    said = Said("q0", 0.5, 2, [-0.1, -2.2], [[(1, -0.1)], [(3, -0.3), (2, -2.2)]], right=False)
-    found = answer(said, PLANNED, "arm", 0, reference)
+    place = ("c", "q0", "needles", 4096, 0.5)
+    reference = Answer(
+        *("full", 0, *place),
+        right=True,
+        tokens=2,
+        logprobs=(-0.1, -0.2),
+        tops=([(1, -0.1)], [(2, -0.2)]),
+    )
+    own = Answer(
+        *("arm", 0, *place),
+        right=False,
+        tokens=2,
+        logprobs=(-0.1, -2.2),
+        tops=([(1, -0.1)], [(3, -0.3), (2, -2.2)]),
+    )
+    found = own.beside(reference)
     assert found.nll == pytest.approx(1.15)
     assert found.agreement == 0.5
     expected = [0.0, divergence([(2, -0.2)], [(3, -0.3), (2, -2.2)])]
     assert found.kl == pytest.approx(np.mean(expected))
-    assert (found.right, found.tokens, found.length) == (False, 2, 4096)
-    alone = answer(reference, PLANNED, "full", 0, None)
+    alone = reference.beside(None)
     assert (alone.kl, alone.agreement) == (None, None)

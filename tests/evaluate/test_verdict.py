@@ -16,6 +16,7 @@ from sglang_indexcache.stats.power import Design
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)
 LONG, SHORT = 65536, 1536
+CONTROLS = {"reference": "full", "bad": "bad", "selects_all": 2048}
 
 
 def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outcome]:
@@ -41,7 +42,13 @@ def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outc
 
 
 def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict]:
-    return judge(rows, patterns, DESIGN, look, bad="bad", selects_all=2048)
+    found: list[Verdict] = []
+    for pattern in patterns:
+        safe = all(verdict.kind is Kind.NO_LOSS for verdict in found)
+        found.append(
+            judge(rows, pattern, DESIGN, look, **CONTROLS, permitted=safe)  # type: ignore[arg-type]
+        )
+    return found
 
 
 def test_a_pattern_that_loses_nothing() -> None:
@@ -93,12 +100,12 @@ def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
 def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
     rows = evaluation(blind=True, same=0.0)
     fine, half = replace(DESIGN, margin=0.005), replace(DESIGN, contexts=CONTEXTS, margin=0.005)
-    (verdict,) = judge(rows, ["same"], fine, 4, bad="bad", selects_all=2048)
+    verdict = judge(rows, "same", fine, 4, **CONTROLS)  # type: ignore[arg-type]
     assert verdict.kind is Kind.UNDECIDED
     assert verdict.detectable == pytest.approx(half.detectable(0.0, 0.0))
     assert verdict.more == half.needed(0.0, 0.0) - CONTEXTS
     early = [row for row in rows if int(row.context.split("-")[-1]) < 50]
-    (verdict,) = judge(early, ["same"], DESIGN, 1, bad="bad", selects_all=2048)
+    verdict = judge(early, "same", DESIGN, 1, **CONTROLS)  # type: ignore[arg-type]
     assert verdict.more == 150
 
 

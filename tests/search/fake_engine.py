@@ -82,7 +82,7 @@ class Engine:
         losses = [1 + t % 7 / 7 + flat + tilted * (t % 5) for t in ids]
         entries = [[-loss, t, None] for loss, t in zip(losses, ids, strict=True)]
         entries[0][0] = None
-        said = {"input_token_logprobs": entries, "cached_tokens": 0}
+        said = {"input_token_logprobs": entries, "cached_tokens": 0, "prompt_tokens": len(ids)}
         return {"meta_info": {**said, PATTERN_OF_REQUEST: [pattern]}}
 
 
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         self._score(body, fault)
 
     def _score(self, body: dict[str, Any], fault: str) -> None:
-        pattern = body["sampling_params"]["custom_params"][PATTERN_OF_REQUEST]
+        pattern = body["sampling_params"][0]["custom_params"][PATTERN_OF_REQUEST]
         replies = [self.engine.reply(ids, pattern) for ids in body["input_ids"]]
         if fault.isdigit():
             self._answer({"error": "a fault"}, int(fault))

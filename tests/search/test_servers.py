@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 import sglang_indexcache
-from sglang_indexcache.client import Client, free_port
+from sglang_indexcache.ask import pool
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import free_port
+from sglang_indexcache.ask.pool import LoadPolicy
 from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.evaluators import pool
-from sglang_indexcache.search.evaluators.pool import Manners
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.sources import Data, Served
@@ -26,7 +27,7 @@ from tests.search.fake_engine import Engine, serving
 from tests.search.test_resume import evaluations, results
 
 PACKAGE = Path(sglang_indexcache.__file__).parent
-TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "client.py"
+TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "ask" / "client.py"
 LAYERS = 12
 
 
@@ -54,7 +55,7 @@ class Process:
 def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1) -> None:
     clients = tuple(Client(f"http://127.0.0.1:{port}") for port in ports)
     data = Data(str(TEXT), context=128, batches=8, held_out=2)
-    source = Served(TINY, data, clients, Manners(at_once=at_once), told.append)
+    source = Served(TINY, data, clients, LoadPolicy(at_once=at_once), told.append)
     with source.open() as setup:
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "1/4"], rules)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sglang_indexcache.client import free_port
+from sglang_indexcache.ask.launch import free_port
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import agreement

@@ -83,7 +83,7 @@ def test_another_version_is_refused_with_what_moved(make: Make) -> None:
         assert f"{MODULE}.{problem}" in message
     assert "more" not in message.split("All that")[0]
     assert "pip install 'sglang==" in message
-    assert "indexcache server seams" in message
+    assert "indexcache server doctor --sglang" in message
 
 
 def test_an_error_names_the_first_that_moved_and_counts_the_others(make: Make) -> None:
@@ -135,7 +135,7 @@ def test_what_the_table_names_wrongly_is_not_recorded(make: Make, code: str) -> 
     assert list(recorded()) == ["1.0"]
 
 
-def shown(place: Path | None) -> tuple[bool, str]:
+def shown(place: Path) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=200, record=True)
     good = show(place, console)
     return good, console.export_text()
@@ -153,11 +153,11 @@ def test_a_difference_is_shown_against_the_installed_one(tmp_path: Path) -> None
 
 
 def test_without_the_tested_source_what_moved_is_listed(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = make("1.1", changed("a", "b"))
+    other = source(tmp_path / "other", changed("a", "b"), "1.1")
     monkeypatch.setattr(EngineSource, "installed", classmethod(lambda cls: other))
-    good, text = shown(None)
+    good, text = shown(other.root)
     assert not good
     assert f"{MODULE}.a has changed (for a)\n  {MODULE}.b has changed (for b)" in text
     assert "--- " not in text
@@ -166,7 +166,7 @@ def test_without_the_tested_source_what_moved_is_listed(
 
 def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
     def run(place: Path) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["server", "seams", "--sglang", str(place)])
+        result = CliRunner().invoke(app, ["server", "doctor", "--sglang", str(place)])
         return result.exit_code, result.output
 
     assert run(write(tmp_path / "same", CODE, "1.1")) == (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.client import Client
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.serving.fleet import examine_servers
 from tests.bench.fake_server import Behaviour, fake_server
 

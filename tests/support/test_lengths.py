@@ -15,3 +15,15 @@ def test_lengths_are_read_and_written(text: str) -> None:
 def test_a_bad_length(text: str) -> None:
     with pytest.raises(SettingsError, match="a length is a number"):
         parse_length(text)
+
+
+@pytest.mark.parametrize(("text", "meant"), [("32k", "32K"), ("16ki", "16Ki"), ("4KI", "4Ki")])
+def test_a_length_that_is_nearly_one(text: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=f"Did you mean {meant}"):
+        parse_length(text)
+
+
+def test_a_length_of_more_digits_than_python_reads() -> None:
+    with pytest.raises(SettingsError, match="a length is a number") as error:
+        parse_length("9" * 5000)
+    assert len(str(error.value)) < 250

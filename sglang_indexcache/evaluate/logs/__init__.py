@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.logs import evalscope, inspect, lm_eval, own, sgl_eval
+from sglang_indexcache.evaluate.logs import inspect, lm_eval, own, plain
 from sglang_indexcache.evaluate.logs.sample import Row, Sample, first_row
 
 
@@ -34,9 +34,8 @@ class Format:
 FORMATS = {
     "sglang-indexcache": Format(own.FILES, first_row, own.fits, own.read),
     "lm-eval": Format(lm_eval.FILES, first_row, lm_eval.fits, lm_eval.read),
-    "sgl-eval": Format(sgl_eval.FILES, first_row, sgl_eval.fits, sgl_eval.read),
-    "evalscope": Format(evalscope.FILES, first_row, evalscope.fits, evalscope.read),
     "inspect": Format(inspect.FILES, inspect.header, inspect.fits, inspect.read),
+    "plain": Format(plain.FILES, first_row, plain.fits, plain.read),
 }
 
 
@@ -92,7 +91,8 @@ def _recognise(path: Path) -> tuple[str, list[Path]]:
     known = "; ".join(f"{kind}: {', '.join(shape.files)}" for kind, shape in FORMATS.items())
     raise QualityError(
         f"{path} holds no per-sample log that is known ({known}). Let the harness write its "
-        "samples (lm-eval: --log_samples), and give the file or its folder"
+        "samples (lm-eval: --log_samples), or write .jsonl with an object of id and score a line, "
+        "and give the file or its folder"
     )
 
 
@@ -108,8 +108,6 @@ def _once(kind: str, files: list[Path]) -> None:
     if kind == "lm-eval":
         tasks = [lm_eval.task_of(file) for file in files]
         several = len(set(tasks)) < len(tasks)
-    elif kind in ("sgl-eval", "evalscope"):
-        several = len({file.parent for file in files}) > 1
     else:
         several = len(files) > 1
     if several:

@@ -25,8 +25,7 @@ from sglang_indexcache.evaluate.evaluation import (
 )
 from sglang_indexcache.evaluate.logs import Log
 from sglang_indexcache.evaluate.logs.sample import Sample
-from sglang_indexcache.evaluate.summary import Verdicts
-from sglang_indexcache.evaluate.verdict import judge_logs
+from sglang_indexcache.evaluate.verdict import Verdicts, judge
 from sglang_indexcache.stats.power import Design
 
 NO_CONTROL = -1
@@ -37,7 +36,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Question:
+class LoggedQuestion:
     """A question of one run, its askings averaged.
 
     Attributes:
@@ -85,7 +84,7 @@ def compare_logs(
     unscored = {key for run in runs.values() for key, one in run.items() if one.value is None}
     _check_scored(unscored, len(base))
     evaluation = _evaluation(runs, unscored, reference, candidate, bad, margin, facts or {})
-    verdict = judge_logs(
+    verdict = judge(
         evaluation.outcomes("score"),
         candidate.name,
         evaluation.design,
@@ -95,7 +94,7 @@ def compare_logs(
     return evaluation, {candidate.name: (1, verdict)}
 
 
-def _questions(log: Log) -> dict[Key, Question]:
+def _questions(log: Log) -> dict[Key, LoggedQuestion]:
     groups: dict[Key, list[Sample]] = defaultdict(list)
     for sample in log.samples:
         groups[sample.task, sample.question].append(sample)
@@ -107,12 +106,15 @@ def _questions(log: Log) -> dict[Key, Question]:
                 "one run"
             )
         values = [sample.value for sample in samples if sample.value is not None]
-        found[key] = Question(samples[0], fmean(values) if values else None)
+        found[key] = LoggedQuestion(samples[0], fmean(values) if values else None)
     return found
 
 
 def _check_same(
-    reference: Log, other: Log, base: Mapping[Key, Question], run: Mapping[Key, Question]
+    reference: Log,
+    other: Log,
+    base: Mapping[Key, LoggedQuestion],
+    run: Mapping[Key, LoggedQuestion],
 ) -> None:
     if reference.kind != other.kind:
         raise QualityError(
@@ -152,7 +154,7 @@ def _check_scored(unscored: set[Key], count: int) -> None:
 
 
 def _evaluation(
-    runs: Mapping[tuple[str, int], Mapping[Key, Question]],
+    runs: Mapping[tuple[str, int], Mapping[Key, LoggedQuestion]],
     unscored: set[Key],
     reference: Log,
     candidate: Log,

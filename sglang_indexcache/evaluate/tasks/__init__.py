@@ -16,16 +16,13 @@ from sglang_indexcache.evaluate.tasks.context import (
     Tokenizer,
     fitted,
 )
-from sglang_indexcache.evaluate.tasks.graphwalks import graphwalks
-from sglang_indexcache.evaluate.tasks.items import Item, Reader
-from sglang_indexcache.evaluate.tasks.longbench import longbench
+from sglang_indexcache.evaluate.tasks.files import FILES
+from sglang_indexcache.evaluate.tasks.items import Item
 from sglang_indexcache.evaluate.tasks.lookup import LETTERS, lookup
-from sglang_indexcache.evaluate.tasks.mrcr import mrcr
 from sglang_indexcache.evaluate.tasks.needles import needles
 from sglang_indexcache.evaluate.tasks.needles_text import needles_text
 from sglang_indexcache.evaluate.tasks.notes import notes
 from sglang_indexcache.evaluate.tasks.parents import parents
-from sglang_indexcache.evaluate.tasks.prompts import prompts
 from sglang_indexcache.evaluate.tasks.rounds import rounds
 from sglang_indexcache.evaluate.tasks.tracking import tracking
 
@@ -40,15 +37,6 @@ TASKS: dict[str, Task] = {
 }
 DEFAULT = tuple(task for task in TASKS if task != "notes")
 """What a released model is asked; notes are for small ones."""
-FILES: dict[str, Reader] = {
-    "mrcr": mrcr,
-    "graphwalks": graphwalks,
-    "longbench-v2": longbench,
-    "prompts": prompts,
-}
-"""What a user's file can hold; its option is called the same."""
-UNSCORED = "continuations"
-"""The task of prompts without an answer: nobody is right or wrong, so no verdict counts it."""
 CONTROL = "notes"
 """What the control asks where nothing else is generated: short, and easy for every model."""
 CHANCE = {"lookup": 1 / len(LETTERS), "longbench-v2": 1 / len(LETTERS)}
@@ -61,7 +49,6 @@ __all__ = [
     "FILES",
     "QUESTIONS",
     "TASKS",
-    "UNSCORED",
     "Context",
     "Item",
     "Question",

@@ -75,9 +75,9 @@ class Question:
     Attributes:
         name: unique in the context.
         ids: its tokens, which follow the context's.
-        answer: the answer's tokens, which follow those; none where no answer is known.
+        answer: the answer's tokens, which follow those.
         text: the question.
-        answer_text: the answer; empty where none is known.
+        answer_text: the answer.
         depth: where in the context the first line lies that the answer follows from, 0 to 1; None
             where a user's file does not tell.
     """
@@ -100,7 +100,6 @@ class Context:
         length: tokens of the context with its longest question and that question's answer.
         ids: the context's tokens.
         questions: each asked behind the context alone, none behind another.
-        messages: the conversation that a user's file has; empty for what is generated.
     """
 
     name: str
@@ -108,7 +107,6 @@ class Context:
     length: int
     ids: list[int]
     questions: list[Question]
-    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Questions that a user has: rows of a file, each one a prompt with its answer.
 
 A task of this kind is a function from a row, as it is published, to an :class:`Item`. An item is a
-context of its own with a single question, so it counts as one independent observation: `shelf` asks
-one of those that share a document.
+context of its own with a single question, so it counts as one independent observation: `selection`
+asks one of those that share a document.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.data.rows import FileRow, read_rows
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.context import Context, Question, Tokenizer
 
 Row = Mapping[str, Any]
 Message = Mapping[str, str]
-_ROWS = 64
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -28,17 +28,15 @@ class Item:
 
     Attributes:
         prompt: the conversation that is to be answered; or a text, which is sent as it is.
-        answer: the right one, to the letter; None where nobody knows it, and what the reference
-            says stands in its place.
-        begun: what an answer in the prescribed form begins with. It is put into the model's mouth
-            with the right answer; a model that answers by itself has to write it.
+        answer: the right one, to the letter.
+        begun: what an answer in the prescribed form begins with; it is fed in with the answer.
         depth: where in the prompt the answer lies, 0 to 1; None where the file does not tell.
         one_form: whether the answer can be written in one way alone, so that its tokens can be
-            scored; else the model has to write it, and the reply is read.
+            scored.
     """
 
     prompt: tuple[Message, ...] | str
-    answer: str | None
+    answer: str
     begun: str = ""
     depth: float | None = None
     one_form: bool = True
@@ -66,31 +64,25 @@ Raises:
 """
 
 
-def read_items(reader: Reader, path: Path) -> Iterator[tuple[int, Item]]:
-    """Every row of a file with its number, from 1.
+def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
+    """Every row of a file, as it lies there and as it is asked.
 
     Args:
         reader: of the file's form.
         path: .parquet, .jsonl, or .json (a list of rows).
 
     Raises:
-        QualityError: naming the line or row that cannot be read, and what is wrong with it.
+        DataError: naming the line or row that cannot be read.
+        QualityError: naming the line or row, and what is wrong with it.
     """
-    if not path.is_file():
-        raise QualityError(f"there is no file {path}; give one, .parquet, .jsonl or .json")
-    for number, row in _rows(path):
-        if not isinstance(row, dict):
-            raise QualityError(f"{place(path, number)} is no object with named fields")
+    for row in read_rows(path):
+        if not isinstance(row.value, dict):
+            raise QualityError(f"{row.where} is no object with named fields")
         try:
-            item = reader(row)
+            item = reader(row.value)
         except QualityError as error:
-            raise QualityError(f"{place(path, number)}: {error}") from error
-        yield number, item
-
-
-def place(path: Path, number: int) -> str:
-    """How a row is found again."""
-    return f"{'row' if path.suffix in ('.parquet', '.json') else 'line'} {number} of {path}"
+            raise QualityError(f"{row.where}: {error}") from error
+        yield row, item
 
 
 def as_context(
@@ -106,20 +98,16 @@ def as_context(
         name: of the context.
         number: of the row.
     """
-    answer = item.answer or ""
-    pieces = tokenizer([item.begun, answer], add_special_tokens=False)["input_ids"]
+    pieces = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
     question = Question(
-        f"row{number}", list(pieces[0]), list(pieces[1]), item.begun, answer, item.depth
+        f"row{number}", list(pieces[0]), list(pieces[1]), item.begun, item.answer, item.depth
     )
-    messages = (
-        ({"role": "user", "content": item.prompt},) if isinstance(item.prompt, str) else item.prompt
-    )
-    return Context(name, task, length, prompt_ids(item, tokenizer), [question], messages)
+    return Context(name, task, length, prompt_ids(item, tokenizer), [question])
 
 
 def tokens(item: Item, tokenizer: Tokenizer) -> int:
     """Of prompt and answer."""
-    pieces = tokenizer([item.begun, item.answer or ""], add_special_tokens=False)["input_ids"]
+    pieces = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
     return len(prompt_ids(item, tokenizer)) + sum(map(len, pieces))
 
 
@@ -203,59 +191,3 @@ def text_of(row: Row, *names: str) -> str:
             return str(row[name])
     known = ", ".join(sorted(map(str, row))) or "none"
     raise QualityError(f"{' or '.join(names)} is missing; its fields are {known}")
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            yield from _parquet(path)
-        elif path.suffix == ".json":
-            whole = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(whole, list):
-                raise QualityError(f"{path} is no list of rows")
-            yield from enumerate(whole, 1)
-        else:
-            yield from _lines(path)
-    except OSError as error:
-        raise QualityError(f"cannot read {path}: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise QualityError(
-            f"line {error.lineno} of {path} is not JSON ({error.msg}); fetch the file again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise QualityError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:  # bytes, so that only a newline ends a line
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode())
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise QualityError(
-                    f"{place(path, number)} is not JSON ({error}); fetch the file again, or "
-                    "delete that line"
-                ) from error
-            yield number, row
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise QualityError(
-            f"reading {path} needs pyarrow: pip install pyarrow, or convert it to .jsonl"
-        ) from error
-    number = 0
-    try:
-        for part in ParquetFile(path).iter_batches(batch_size=_ROWS):
-            for row in part.to_pylist():
-                number += 1
-                yield number, row
-    except ArrowException as error:
-        raise QualityError(
-            f"{path} cannot be read as parquet behind row {number} ({error}); fetch it again"
-        ) from error

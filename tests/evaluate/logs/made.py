@@ -1,7 +1,6 @@
 """Logs in each harness's published form, with the scores that a test wants.
 
-Inspect's and sgl-eval's in ``data/`` were written by inspect-ai 0.3.285 and sgl-eval 0.1.3
-themselves; lm-eval's and evalscope's follow `SampleResult` and `ReviewResult`.
+Inspect's in ``data/`` were written by inspect-ai 0.3.285 itself; lm-eval's follow `SampleResult`.
 """
 
 from __future__ import annotations
@@ -75,28 +74,10 @@ def ruler(folder: Path, score: Score) -> Path:
     return lines(folder / "samples_niah_single_1_2026-11-22T10-00-00.123456.jsonl", rows)
 
 
-def evalscope(folder: Path, score: Score, *, failed: int = 0) -> Path:
-    """A judged benchmark, two questions a set of documents."""
+def plain(folder: Path, score: Callable[[int], float | None]) -> Path:
+    """Two questions a text."""
     rows = [
-        {
-            "index": number,
-            "target": ["a"],
-            "messages": [
-                {"id": "x", "role": "user", "content": f"prompt {number}"},
-                {"id": "y", "role": "assistant", "content": f"reply {folder.name}"},
-            ],
-            "agent_trace": None,
-            "sample_score": {
-                "score": {
-                    "value": {} if number < failed else {"acc": score(number), "length": 3},
-                    "status": "transport_error" if number < failed else "success",
-                    "main_score_name": None if number < failed else "acc",
-                },
-                "sample_id": number,
-                "group_id": number,
-                "sample_metadata": {"data_source_urls": [f"set {number // 2}"]},
-            },
-        }
+        {"id": number, "context": number // 2, "prompt": f"p{number}", "score": score(number)}
         for number in range(COUNT)
     ]
-    return lines(folder / "reviews" / "some-model" / "aa_lcr_default.jsonl", rows)
+    return lines(folder / "scores.jsonl", rows)

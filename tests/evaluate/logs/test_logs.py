@@ -19,7 +19,7 @@ from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import PLAN, evaluate
 from tests.evaluate.evaluations import evaluation
 from tests.evaluate.fake_server import Fake, serving
-from tests.evaluate.logs.made import COUNT, DATA, evalscope, lm_eval, ruler
+from tests.evaluate.logs.made import COUNT, DATA, lm_eval, plain, ruler
 
 
 def same(number: int) -> float:
@@ -35,14 +35,11 @@ def logs_of(kind: str, folder: Path) -> tuple[str, str]:
     a, b = folder / "a", folder / "b"
     if kind == "lm-eval":
         return str(lm_eval(a, same).parent), str(lm_eval(b, worse))
-    if kind == "evalscope":
-        evalscope(a, same), evalscope(b, worse)
-        return str(a), str(b)
+    if kind == "plain":
+        return str(plain(a, same)), str(plain(b, worse).parent)
     if kind == "sglang-indexcache":
         write_report(evaluation(8), folder)
         return f"{folder}@full", f"{folder}@uniform:1/4"
-    if kind == "sgl-eval":
-        return str(DATA / "sgl-eval-a"), str(DATA / "sgl-eval-b")
     return str(DATA / "inspect-a.eval"), str(DATA / "inspect-b.eval")
 
 
@@ -78,9 +75,7 @@ def test_a_run_compared_with_itself_loses_nothing(kind: str, tmp_path: Path) -> 
     assert record.finished
 
 
-@pytest.mark.parametrize(
-    ("kind", "questions"), [("lm-eval", 4), ("evalscope", 2), ("inspect", 2), ("sgl-eval", 1)]
-)
+@pytest.mark.parametrize(("kind", "questions"), [("lm-eval", 4), ("plain", 2), ("inspect", 2)])
 def test_questions_about_one_text_are_one_context(
     kind: str, questions: int, tmp_path: Path
 ) -> None:
@@ -100,8 +95,8 @@ def test_epochs_are_averaged() -> None:
 
 def test_inspects_archive_and_its_json_say_the_same() -> None:
     archive = read_log("a", str(DATA / "inspect-a.eval"))
-    plain = read_log("a", str(DATA / "inspect-a.json"))
-    assert sorted(archive.samples, key=str) == sorted(plain.samples, key=str)
+    text = read_log("a", str(DATA / "inspect-a.json"))
+    assert sorted(archive.samples, key=str) == sorted(text.samples, key=str)
 
 
 def test_rulers_metric_is_its_length(tmp_path: Path) -> None:
@@ -142,8 +137,8 @@ def test_a_reference_that_is_not_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_judge_could_not_score_is_no_wrong_answer(tmp_path: Path) -> None:
-    evalscope(tmp_path / "a", same, failed=1), evalscope(tmp_path / "b", same)
-    a, b = (read_log(name, str(tmp_path / name)) for name in "ab")
+    places = plain(tmp_path / "a", lambda n: same(n) if n else None), plain(tmp_path / "b", same)
+    a, b = (read_log(name, str(place)) for name, place in zip("ab", places, strict=True))
     with pytest.raises(QualityError, match="1 of 40 questions have no score"):
         compare_logs(a, b)
     assert a.samples[0].value is None

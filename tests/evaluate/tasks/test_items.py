@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from contextlib import suppress
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.metrics import METRICS
+from sglang_indexcache.errors import DataError, QualityError
 from sglang_indexcache.evaluate.tasks import FILES, Item
 from sglang_indexcache.evaluate.tasks.items import as_context, read_items, rendered, tokens
 from tests.evaluate.fake_server import Words
@@ -33,13 +29,13 @@ ROWS = {
     "mrcr": mrcr_row,
     "graphwalks": graphwalks_row,
     "longbench-v2": longbench_row,
-    "prompts": prompt_row,
+    "prompts": lambda number: prompt_row(number, " yes"),
 }
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def read(task: str, path: Path) -> list[tuple[int, Item]]:
-    return list(read_items(FILES[task], path))
+    return [(row.number, item) for row, item in read_items(FILES[task], path)]
 
 
 def test_every_file_has_rows_here() -> None:
@@ -121,72 +117,8 @@ def test_longbench_is_asked_in_its_own_words() -> None:
 def test_prompts_are_conversations_or_texts() -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     for row in ({"messages": messages}, {"prompt": messages}):
-        assert FILES["prompts"](row) == Item(tuple(messages), None)
-    assert FILES["prompts"]({"prompt": "once"}) == Item("once", None)
+        assert FILES["prompts"]({**row, "answer": "a"}) == Item(tuple(messages), "a")
     assert FILES["prompts"]({"prompt": "once", "answer": " upon"}) == Item("once", " upon")
-
-
-# The grading code of the cards of openai/mrcr and openai/graphwalks and of THUDM/LongBench.
-def card_of_mrcr(response: str, answer: str, mark: str) -> float:
-    if not response.startswith(mark):
-        return 0.0
-    response, answer = response.removeprefix(mark), answer.removeprefix(mark)
-    return float(SequenceMatcher(None, response, answer).ratio())
-
-
-def card_of_graphwalks(response: str, truth: set[str]) -> float:
-    line = response.split("\n")[-1]
-    part = re.search(r"Final Answer: ?\[.*\]", line) if "Final Answer:" in line else None
-    if not part:
-        return 0.0
-    inner = part[0].removeprefix("Final Answer:").strip().strip("[]")
-    sampled = {one.strip() for one in inner.split(",") if one.strip()}
-    overlap = len(sampled & truth)
-    recall = overlap / len(truth) if truth else 0
-    precision = overlap / len(sampled) if sampled else 0
-    if recall + precision:
-        return 2 * recall * precision / (recall + precision)
-    return float(not sampled and not truth)
-
-
-def rule_of_longbench(response: str) -> str | None:
-    response = response.replace("*", "")
-    for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
-        if match := re.search(pattern, response):
-            return match[1]
-    return None
-
-
-MARK = "aYooSG8CQg"
-WORDS = st.lists(st.sampled_from(["tapir", "night", "\n", "of", "  ", MARK]), max_size=12)
-
-
-@given(st.booleans(), WORDS, WORDS)
-def test_mrcr_is_scored_as_its_card_does(marked: bool, said: list[str], right: list[str]) -> None:
-    reply, answer = (MARK if marked else "") + " ".join(said), MARK + " ".join(right)
-    assert METRICS["mrcr"](reply, answer) == card_of_mrcr(reply, answer, MARK)
-
-
-NODES = st.lists(st.sampled_from([node(n) for n in range(5)]), max_size=5)
-
-
-@given(NODES, NODES, st.sampled_from(["", "Let me see [x].\n", "Final Answer: []\n"]),
-       st.sampled_from(["Final Answer: [{}]", "Final Answer:[{}]", "[{}]", "{}"]))  # fmt: skip
-def test_graphwalks_is_scored_as_its_card_does(
-    said: list[str], right: list[str], before: str, form: str
-) -> None:
-    reply = before + form.format(", ".join(said))
-    answer = ", ".join(dict.fromkeys(right)) + "]"
-    expected = card_of_graphwalks(reply, set(right))
-    assert METRICS["graphwalks"](reply, answer) == pytest.approx(expected)
-
-
-@given(st.lists(st.sampled_from(["The correct answer is ", "(", ")", "*", "A", "C", "no"])))
-def test_longbench_is_scored_as_its_code_does(parts: list[str]) -> None:
-    reply = "".join(parts)
-    for letter in "ABCD":
-        expected = rule_of_longbench(reply) == letter
-        assert METRICS["longbench-v2"](reply, letter) == expected
 
 
 def test_an_item_is_a_context_with_one_question() -> None:
@@ -196,7 +128,6 @@ def test_an_item_is_a_context_with_one_question() -> None:
     text = Words().decode(made.ids + question.ids + question.answer)
     assert isinstance(item.prompt, tuple)
     assert text == f"User: {item.prompt[0]['content']}\nAssistant:The correct answer is (B"
-    assert made.messages == item.prompt
     assert tokens(item, Words()) == len(made.ids + question.ids + question.answer)
 
 
@@ -222,8 +153,6 @@ def test_conversations_are_written_by_the_template_and_answered_without_thinking
     item = FILES["prompts"]({"messages": [{"role": "user", "content": "hi"}], "answer": "yes"})
     made = as_context(item, "prompts", Templated(), 64, "prompts-64-1", 1)
     assert Words().decode(made.ids) == "<user>hi<assistant>"
-    # An engine that is asked by chat completions thinks if the template says so.
-    assert Words().decode(rendered(made.messages, Templated())) == "<user>hi<assistant><think>"
     with pytest.raises(QualityError, match="chat template refuses a conversation: no tools"):
         rendered(({"role": "tool", "content": "x"},), Templated())
 
@@ -253,7 +182,7 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "choice": ("longbench-v2", {"choice_C": None}, "choice_C is missing"),
     "no text": ("longbench-v2", {"context": 3}, "context is empty, or no text"),
     "nothing": ("prompts", {"prompt": None}, "prompt or messages is missing; its fields are"),
-    "blank": ("prompts", {"answer": " "}, "answer is empty, or no text; leave it out"),
+    "blank": ("prompts", {"answer": " "}, "has no answer, or one that is no text"),
 }
 
 
@@ -264,38 +193,15 @@ def test_a_damaged_row_is_named(tmp_path: Path, case: str, suffix: str) -> None:
     rows = [ROWS[task](0), {**ROWS[task](1), **changed}]
     path = write(tmp_path / f"rows{suffix}", rows)
     where = "line 2" if suffix == ".jsonl" else "row 2"
-    with pytest.raises(QualityError, match=rf"^{where} of .*rows\{suffix}: .*{said}") as error:
+    with pytest.raises(QualityError, match=rf"rows\{suffix}, {where}: .*{said}") as error:
         read(task, path)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt":', "line 3 of .*a.jsonl is not JSON"),
-        ("a.jsonl", b'{"prompt": "\xff"}\n', "line 1 of .*a.jsonl is not JSON"),
-        ("a.jsonl", b"7\n", "line 1 of .*a.jsonl is no object with named fields"),
-        ("a.json", b'[\n{"prompt": "x"},\n{]', "line 3 of .*a.json is not JSON"),
-        ("a.json", b'{"prompt": "x"}', "a.json is no list of rows"),
-        ("a.json", b"\xff", "a.json is not UTF-8"),
-        ("a.parquet", b"PAR1 and then nothing", "a.parquet cannot be read as parquet"),
-        ("nowhere.json", None, "there is no file .*nowhere.json"),
-    ],
-)
-def test_a_damaged_file_is_named(
-    tmp_path: Path, name: str, content: bytes | None, said: str
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(QualityError, match=said):
-        read("prompts", path)
-
-
-def test_parquet_without_pyarrow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "rows.parquet", [prompt_row(1)])
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(QualityError, match=r"rows.parquet needs pyarrow: pip install pyarrow"):
+def test_a_row_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("7\n")
+    with pytest.raises(QualityError, match=r"a.jsonl, line 1 is no object with named fields"):
         read("prompts", path)
 
 
@@ -303,5 +209,5 @@ def test_parquet_without_pyarrow_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_any_bytes_are_read_or_refused(tmp_path_factory: Any, content: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_bytes(content)
-    with suppress(QualityError):  # and nothing else
+    with suppress(QualityError, DataError):  # and nothing else
         read("prompts", path)

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.plan import Taken
-from sglang_indexcache.evaluate.tasks import FILES, UNSCORED, Item, Tokenizer
-from sglang_indexcache.evaluate.tasks.items import has_template, place, read_items, tokens
+from sglang_indexcache.evaluate.plan import SelectedRows
+from sglang_indexcache.evaluate.tasks import FILES, Item, Tokenizer
+from sglang_indexcache.evaluate.tasks.items import has_template, read_items, tokens
 from sglang_indexcache.support.words import counted
 
-CONTINUED = 128
-"""Tokens that the reference says behind a prompt whose answer nobody knows."""
 _CHARACTERS = 16
 """Of a token on average, at most: what has more characters is too long without being counted."""
 _FEWEST = 2
@@ -23,7 +21,7 @@ _FEWEST = 2
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Selection:
     """What was taken from a user's files.
 
     Attributes:
@@ -32,7 +30,7 @@ class Shelf:
         told: what was left out and why, a sentence for each file.
     """
 
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[SelectedRows, ...] = ()
     items: Mapping[str, Mapping[int, Item]] = field(default_factory=dict)
     told: tuple[str, ...] = ()
 
@@ -48,7 +46,6 @@ class Bounds:
         contexts: of a cell, at most.
         looks: of the evaluation: a cell has a context at each.
         seed: of the order.
-        generate: whether the model answers by itself.
     """
 
     lengths: tuple[int, ...]
@@ -57,19 +54,18 @@ class Bounds:
     contexts: int
     looks: int
     seed: int
-    generate: bool
 
 
 def _nothing(*_: object) -> None:
     pass
 
 
-def fill_shelf(
+def select_rows(
     files: Mapping[str, Path],
     tokenizer: Tokenizer,
     bounds: Bounds,
     on_row: Callable[[str, int], None] = _nothing,
-) -> Shelf:
+) -> Selection:
     """Read files and choose from them.
 
     Args:
@@ -82,68 +78,63 @@ def fill_shelf(
     Raises:
         QualityError: a file that cannot be read, or nothing in one that could be asked.
     """
-    taken: list[Taken] = []
+    taken: list[SelectedRows] = []
     items: dict[str, dict[int, Item]] = {}
     told = []
     for name, path in files.items():
         cells, kept, said = _choose(name, path, tokenizer, bounds, on_row)
         taken += cells
-        items |= kept
+        items[name] = kept
         told.append(said)
     if files and not has_template(tokenizer):
         told.append(
             "The tokenizer has no chat template: conversations are sent as plain turns, User: and "
             "Assistant:."
         )
-    return Shelf(tuple(taken), items, tuple(told))
+    return Selection(tuple(taken), items, tuple(told))
 
 
 def _choose(
     name: str, path: Path, tokenizer: Tokenizer, bounds: Bounds, on_row: Callable[[str, int], None]
-) -> tuple[list[Taken], dict[str, dict[int, Item]], str]:
-    cells: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-    items: dict[str, dict[int, Item]] = defaultdict(dict)
+) -> tuple[list[SelectedRows], dict[int, Item], str]:
+    cells: dict[int, dict[int, int]] = defaultdict(dict)
+    items: dict[int, Item] = {}
     left: dict[str, int] = defaultdict(int)
     most, rows = min(bounds.longest, bounds.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
         on_row(name, rows)
-        task = name if item.answer is not None else UNSCORED
         try:
             why, size = _why_not(item, tokenizer, bounds, most)
         except QualityError as error:
-            raise QualityError(f"{place(path, row)}: {error}") from error
+            raise QualityError(f"{row.where}: {error}") from error
         if why:
             left[why] += 1
         else:
-            length = next(length for length in bounds.lengths if size <= length)
-            cells[task, length][row] = size
-            items[task][row] = item
-    for row in _repeated(items[name], bounds.seed):
+            cells[next(one for one in bounds.lengths if size <= one)][row.number] = size
+            items[row.number] = item
+    for number in _repeated(items, bounds.seed):
         left[
             "that begin as another row does for half their text (one document, one observation)"
         ] += 1
-        for (task, _), sizes in cells.items():
-            if task == name:
-                sizes.pop(row, None)
+        for sizes in cells.values():
+            sizes.pop(number, None)
     taken = []
-    for (task, length), sizes in sorted(cells.items()):
+    for length, sizes in sorted(cells.items()):
         if len(sizes) < max(bounds.looks, _FEWEST):
             left[
                 f"at {length:,} tokens, too few for {counted(bounds.looks, 'look')} (take fewer "
                 "--length, or fewer --looks)"
             ] += len(sizes)
             continue
-        order = random.Random(f"{task} {length} {bounds.seed}").sample(list(sizes), len(sizes))
+        order = random.Random(f"{name} {length} {bounds.seed}").sample(list(sizes), len(sizes))
         chosen = tuple(order[: bounds.contexts])
-        taken.append(Taken(task, length, chosen, tuple(sizes[row] for row in chosen), len(sizes)))
+        known = tuple(sizes[row] for row in chosen)
+        taken.append(SelectedRows(name, length, chosen, known, len(sizes)))
     said = _told(name, rows, taken, left, bounds)
     if not taken:
         raise QualityError(f"{path} has nothing that can be asked. {said}")
-    kept: dict[str, dict[int, Item]] = defaultdict(dict)
-    for cell in taken:
-        kept[cell.task].update((row, items[cell.task][row]) for row in cell.rows)
-    return taken, kept, said
+    return taken, {row: items[row] for cell in taken for row in cell.rows}, said
 
 
 def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
@@ -167,16 +158,14 @@ def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
 
 def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tuple[str, int]:
     """Why an item is not asked, empty if it is; and its tokens with those of its answer."""
-    if bounds.generate and item.answer is None:
+    if not item.one_form:
         return (
-            "without an answer, which says nothing of replies (a server of this project is asked "
-            "about them where --generate is left away)"
+            "with an answer that has no one order (run them with another harness, and give its "
+            "logs to `indexcache eval compare`)"
         ), 0
-    if not bounds.generate and not item.one_form:
-        return "with an answer that has no one order (ask them with --generate)", 0
     size = most + 1
     if item.characters <= _CHARACTERS * most:
-        size = tokens(item, tokenizer) + (CONTINUED if item.answer is None else 0)
+        size = tokens(item, tokenizer)
     if size > most:
         return f"longer than {most:,} tokens (the longest --length, or the model's context)", size
     if size <= bounds.selects_all:
@@ -188,11 +177,10 @@ def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tup
 
 
 def _told(
-    name: str, rows: int, taken: Sequence[Taken], left: Mapping[str, int], bounds: Bounds
+    name: str, rows: int, taken: Sequence[SelectedRows], left: Mapping[str, int], bounds: Bounds
 ) -> str:
     parts = [
         f"{len(cell.rows):,} at {cell.length:,} tokens"
-        + (" without an answer" if cell.task == UNSCORED else "")
         + (
             f" (all that it has, of {bounds.contexts:,} asked for)"
             if cell.available < bounds.contexts

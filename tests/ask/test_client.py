@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_indexcache import client as serving
-from sglang_indexcache.client import Client, Server, free_port
+from sglang_indexcache.ask import launch
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server, free_port
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
 from tests.bench.fake_server import Behaviour, fake_server
 from tests.fakes import state
@@ -30,9 +34,9 @@ def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(serving, "_PORTS", range(port, port + 100))
+        monkeypatch.setattr(launch, "_PORTS", range(port, port + 100))
         assert free_port() != port
-    monkeypatch.setattr(serving.random, "sample", lambda population, count: [])
+    monkeypatch.setattr(launch.random.SystemRandom, "sample", lambda *_: [])
     with pytest.raises(ServerError, match="no free port"):
         free_port()
 
@@ -55,7 +59,7 @@ def test_a_server_whose_port_was_taken_is_given_up_at_once(tmp_path: Path) -> No
 def test_without_sglang_no_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         Server([], tmp_path / "log").start()
     assert raised.value.name == "sglang"  # from which the command line says what to install
@@ -96,6 +100,44 @@ def test_a_missing_key_is_told_as_that(given: dict[str, str], message: str) -> N
     ):
         Client(url, **given).switch_pattern("FSFS")
     assert not [key for key in ("wrong", *KEYS.values()) if key in str(raised.value)]
+
+
+class Pieces:
+    """A streamed response that arrives in pieces of three bytes."""
+
+    status_code = 200
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __enter__(self) -> Pieces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def iter_bytes(self) -> Iterator[bytes]:
+        for start in range(0, len(self._content), 3):
+            yield self._content[start : start + 3]
+
+
+def streamed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> list[Any]:
+    monkeypatch.setattr("httpx.Client.stream", lambda *_, **__: Pieces(content))
+    return list(Client("http://127.0.0.1:9").stream(text="hello"))
+
+
+@pytest.mark.parametrize("end", ["\u0085", "\u2028", "\u2029"])
+def test_a_text_may_have_other_line_ends(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """SGLang sends them as they are, and a stream of events does not end its lines there."""
+    chunks = [{"text": f"one{end}two"}, {"text": end}]
+    lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in chunks]
+    assert streamed(monkeypatch, "".join([*lines, "data: [DONE]\n\n"]).encode()) == chunks
+
+
+@pytest.mark.parametrize("content", [b'data: {"text": "on\n\n', b'data: {"text": "\xff"}\n\n'])
+def test_a_piece_that_is_not_json_is_told(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    with pytest.raises(ServerError, match="a piece of an answer that is not JSON"):
+        streamed(monkeypatch, content)
 
 
 def test_a_stream_tells_a_missing_key_too() -> None:

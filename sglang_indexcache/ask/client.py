@@ -1,35 +1,15 @@
-"""Start, talk to and stop a real SGLang server from Python: for the demo, the tests, benchmarks.
-
-The server is its own process group and dies with its parent, whatever kills that: on Linux the
-kernel sends the signal, so nothing is left behind even after kill -9.
-"""
+"""The HTTP side of a running SGLang server."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import random
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
 
 from sglang_indexcache.ask.protocol import RankState, states_of
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
-
-_MODULE = "sglang.launch_server"
-_PR_SET_PDEATHSIG = 1
-_PORTS = range(20_000, 30_000)
-_PORT_TAKEN = "address already in use"
 
 _CONNECT_SECONDS = 10.0
 """A server that is there accepts a connection at once, however long it then works."""
@@ -78,6 +58,11 @@ class Client:
             auth=self._authorize if api_key or admin_api_key else None,
         )
 
+    @property
+    def name(self) -> str:
+        """How messages call the server."""
+        return f"the server at {self.url}"
+
     def environment_for_sglang(self) -> dict[str, str]:
         """Variables from which SGLang's own client programs take this client's key."""
         return {"OPENAI_API_KEY": self._key} if self._key else {}
@@ -113,9 +98,9 @@ class Client:
                 if response.status_code != 200:
                     response.read()
                     raise self._refusal(response)
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        chunk = json.loads(line[len("data: ") :])
+                for line in _lines(response.iter_bytes()):
+                    if line.startswith(b"data: {"):
+                        chunk = self._chunk(line)
                         if "error" in chunk:
                             raise ServerError(f"{self.url} answered an error: {chunk['error']}")
                         yield chunk
@@ -123,6 +108,15 @@ class Client:
             raise ServerError(
                 f"the server at {self.url} stopped answering in the middle of a request "
                 f"({type(error).__name__}: {error})"
+            ) from error
+
+    def _chunk(self, line: bytes) -> dict[str, Any]:
+        try:
+            return dict(json.loads(line.removeprefix(b"data: ")))
+        except ValueError as error:
+            raise ServerError(
+                f"the server at {self.url} sent a piece of an answer that is not JSON: "
+                f"{line[:200]!r}. Is there a proxy in between that changes what goes through?"
             ) from error
 
     def server_info(self) -> dict[str, Any]:
@@ -261,6 +255,15 @@ class Client:
         return kind(f"{said}: {response.text[:500]}")
 
 
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream of events. They end in LF alone: a text may have other line ends."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
+
+
 def _patience(seconds: float) -> httpx.Timeout:
     """To wait ``seconds`` for an answer, but for a connection only as long as those take."""
     return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
@@ -272,148 +275,3 @@ def _clean(key: str | None) -> str:
     if not key.isascii() or not key.isprintable():
         raise ServerError("an API key has a character that no HTTP header can carry")
     return key
-
-
-class Server:
-    """One ``python -m sglang.launch_server`` process; use it as a context manager."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        log: Path,
-        *,
-        env: Mapping[str, str] | None = None,
-        port: int | None = None,
-    ) -> None:
-        self.port = port or free_port()
-        self.log = log
-        self.command = [
-            *(sys.executable, "-m", _MODULE),
-            *arguments,
-            *("--port", str(self.port)),
-        ]
-        self._env = {**os.environ, **(env or {})}
-        self._process: subprocess.Popen[bytes] | None = None
-        self.client = Client(f"http://127.0.0.1:{self.port}")
-
-    def __enter__(self) -> Server:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server's main process."""
-        if self._process is None:
-            raise ServerError("the server was not started")
-        return self._process.pid
-
-    def start(self) -> None:
-        """Start the process and return at once.
-
-        Raises:
-            ModuleNotFoundError: SGLang is not installed.
-        """
-        if _MODULE in self.command and find_spec("sglang") is None:
-            raise ModuleNotFoundError("SGLang is not installed", name="sglang")
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=self._env,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-
-    def wait_until_ready(
-        self, timeout: float = 600.0, tick: Callable[[float], None] | None = None
-    ) -> Client:
-        """Wait until the server answers.
-
-        Args:
-            timeout: seconds.
-            tick: called about twice a second with the seconds waited, for a progress display.
-
-        Raises:
-            ServerError: it died or took too long; the end of its log is in the message.
-        """
-        started = time.monotonic()
-        while (waited := time.monotonic() - started) < timeout:
-            if self._process is None or self._process.poll() is not None:
-                code = None if self._process is None else self._process.returncode
-                raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
-            if _PORT_TAKEN in self.log_tail():
-                # SGLang would stay, and whoever has the port would answer in its place.
-                self.stop()
-                raise ServerError(f"port {self.port} is in use; give the server another one")
-            if self.client.is_ready():
-                return self.client
-            if tick is not None:
-                tick(waited)
-            time.sleep(0.5)
-        self.stop()
-        raise ServerError(f"the server was not ready after {timeout:.0f} s:\n{self.log_tail()}")
-
-    def wait(self, timeout: float) -> int:
-        """Wait until the process ends by itself; returns its exit code."""
-        if self._process is None:
-            raise ServerError("the server was not started")
-        return self._process.wait(timeout)
-
-    def stop(self, grace: float = 20.0) -> None:
-        """Stop the whole process group; safe to call twice.
-
-        Args:
-            grace: seconds in which SGLang may finish what runs and end its own processes; 0 kills.
-        """
-        if self._process is None:
-            return
-        if grace:
-            # SGLang's other processes take a signal of their own for a crash, and it waits for
-            # those to settle: only the first process is told.
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace)
-        _kill_group(self._process.pid)
-        self._process.wait()
-
-    def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the server's log, the very long ones (its arguments) cut short."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(line[:500] for line in text.splitlines()[-lines:])
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port that is free now and that no outgoing connection will be given.
-
-    A server may need minutes until it listens: a port from the kernel's own range could be taken
-    by then.
-
-    Raises:
-        ServerError: none was found.
-    """
-    # Not from the seeded generator: processes with one seed would all try the same ports at once.
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise ServerError(f"found no free port from {_PORTS.start} to {_PORTS.stop - 1}")

@@ -9,21 +9,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sglang_indexcache.client import Client, free_port
+from sglang_indexcache.ask import pool as pool_module
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import free_port
+from sglang_indexcache.ask.pool import LoadPolicy, Pool
 from sglang_indexcache.errors import (
     IndexCacheError,
-    SearchError,
     ServerError,
     ServerUnavailableError,
 )
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import pool as pool_module
-from sglang_indexcache.search.evaluators.pool import Manners, ServerPool
+from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.journal import Journal
 from sglang_indexcache.search.ledger import Ledger
 from tests.search.fake_engine import Engine, serving
@@ -47,12 +49,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expected(pattern: Pattern = PATTERN) -> list[float]:
     with serving(Engine(LAYERS)) as url:
-        return list(ServerPool([Client(url)], DATA).loss(pattern, range(4)).values)
+        return list(ServedEvaluator(Pool([Client(url)]), DATA).loss(pattern, range(4)).values)
 
 
-def pool_of(stack: ExitStack, *engines: Engine, **arguments: object) -> ServerPool:
+def pool_of(stack: ExitStack, *engines: Engine, **arguments: Any) -> ServedEvaluator:
     clients = [Client(stack.enter_context(serving(engine))) for engine in engines]
-    return ServerPool(clients, DATA, **arguments)  # type: ignore[arg-type]
+    return ServedEvaluator(Pool(clients, **arguments), DATA)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def pool_of(stack: ExitStack, *engines: Engine, **arguments: object) -> ServerPo
 def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: str) -> None:
     engine, told = Engine(LAYERS), list[str]()
     pool = pool_of(
-        stack, engine, tell=told.append, manners=Manners(0.3) if fault == "slow" else Manners()
+        stack, engine, tell=told.append, load=LoadPolicy(0.3) if fault == "slow" else LoadPolicy()
     )
     engine.faults = [fault, fault]
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
@@ -76,7 +78,7 @@ def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: st
 
 def test_a_slow_answer_names_the_time_that_it_had(stack: ExitStack) -> None:
     engine, told = Engine(LAYERS), list[str]()
-    pool = pool_of(stack, engine, tell=told.append, manners=Manners(0.3))
+    pool = pool_of(stack, engine, tell=told.append, load=LoadPolicy(0.3))
     engine.faults = ["slow"]
     pool.loss(PATTERN, [0])
     assert "did not answer /generate within 0.3 s" in told[0]
@@ -115,7 +117,7 @@ def test_a_server_restarted_between_two_calls_is_checked(stack: ExitStack) -> No
     engine.restart()
     assert list(pool.loss(PATTERN, range(4)).values) == first
     engine.mode = "static"
-    with pytest.raises(SearchError, match="static mode"):
+    with pytest.raises(ServerError, match="static mode"):
         pool.loss(PATTERN, [0])
 
 
@@ -126,7 +128,7 @@ def test_a_call_goes_to_another_server(stack: ExitStack) -> None:
     for _ in range(5):
         assert list(pool.loss(PATTERN, range(4)).values) == expected()
     assert engines[1].calls + engines[2].calls == 5
-    assert all(line.startswith("http://127.0.0.1:") for line in told)
+    assert all(line.startswith("the server at http://127.0.0.1:") for line in told)
 
 
 def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
@@ -134,7 +136,7 @@ def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
     pool = pool_of(stack, *engines, tell=lambda line: None, patience=1.0)
     for engine in engines:
         engine.faults = ["503"] * 1000
-    with pytest.raises(SearchError, match=r"answered 503.* start the same command again"):
+    with pytest.raises(ServerError, match=r"answered 503.* start the same command again"):
         pool.loss(PATTERN, [0])
     assert min(engine.calls for engine in engines) > 1
 
@@ -142,18 +144,19 @@ def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
 def test_one_of_several_may_be_away_at_the_start_but_not_all(stack: ExitStack) -> None:
     nobody, told = f"http://127.0.0.1:{free_port()}", list[str]()
     url = stack.enter_context(serving(Engine(LAYERS)))
-    pool = ServerPool([Client(nobody), Client(url)], DATA, tell=told.append)
+    pool = ServedEvaluator(Pool([Client(nobody), Client(url)], tell=told.append), DATA)
     assert pool.num_layers == LAYERS
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
     assert nobody in told[0]
     with pytest.raises(ServerUnavailableError, match="cannot reach the server"):
-        ServerPool([Client(nobody)], DATA)
+        Pool([Client(nobody)])
 
 
 def test_servers_that_do_not_belong_together(stack: ExitStack) -> None:
-    with pytest.raises(SearchError, match=r"the same checkpoint; one has .* FFFF, http\S* .*FFFFF"):
+    said = r"the same checkpoint; one has .* FFFF, the server at http\S* .*FFFFF"
+    with pytest.raises(ServerError, match=said):
         pool_of(stack, Engine(LAYERS), Engine(LAYERS + 1))
-    with pytest.raises(SearchError, match="--indexcache-mode live"):
+    with pytest.raises(ServerError, match="--indexcache-mode live"):
         pool_of(stack, Engine(LAYERS), Engine(LAYERS, mode="static"))
 
 
@@ -178,7 +181,7 @@ def test_a_retried_call_is_in_the_journal_once(
 def test_a_server_has_as_many_calls_at_once_as_it_may(stack: ExitStack) -> None:
     """Of several patterns; each gets what it gets alone."""
     engines = [Engine(LAYERS, gathers=3) for _ in range(2)]
-    pool = pool_of(stack, *engines, manners=Manners(at_once=3))
+    pool = pool_of(stack, *engines, load=LoadPolicy(at_once=3))
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF")]
     found = Ledger(pool, call_tokens=1).many(patterns)
     assert np.array_equal(found, [expected(pattern) for pattern in patterns])
@@ -192,7 +195,7 @@ def test_calls_that_fail_together_are_told_once(
     monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.5)
     monkeypatch.setattr(pool_module, "LONGEST_PAUSE", 0.5)
     engine, told = Engine(LAYERS, gathers=4), list[str]()
-    pool = pool_of(stack, engine, manners=Manners(at_once=4), tell=told.append)
+    pool = pool_of(stack, engine, load=LoadPolicy(at_once=4), tell=told.append)
     engine.faults = ["503"] * 4
     assert list(Ledger(pool, call_tokens=1).losses(PATTERN)) == expected()
     assert engine.calls == 8
@@ -205,7 +208,7 @@ def test_low_priority_is_far_below_the_servers_usual_one(
 ) -> None:
     facts = {"enable_priority_scheduling": True, "default_priority_value": 5}
     engine = Engine(LAYERS, facts={**facts, "schedule_low_priority_values_first": is_smaller_first})
-    pool = pool_of(stack, engine, manners=Manners(low_priority=True))
+    pool = pool_of(stack, engine, load=LoadPolicy(low_priority=True))
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
     assert engine.priorities == {priority}
 
@@ -221,13 +224,13 @@ def test_low_priority_is_refused_where_there_is_none(
     """Without a usual priority, SGLang gives requests that name none the lowest there is."""
     engine = Engine(LAYERS, facts=facts)
     with pytest.raises(ServerError, match="--enable-priority-scheduling --default-priority-value"):
-        pool_of(stack, engine, manners=Manners(low_priority=True))
+        pool_of(stack, engine, load=LoadPolicy(low_priority=True))
     assert engine.calls == 0
 
 
 def test_no_call_at_once_is_no_way_to_ask() -> None:
-    with pytest.raises(SearchError, match="at least one call at a time, got 0"):
-        Manners(at_once=0)
+    with pytest.raises(ServerError, match="at least one call at a time, got 0"):
+        LoadPolicy(at_once=0)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -11,67 +11,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
-from sglang_indexcache.evaluate.plan import (
+from sglang_indexcache.evaluate.corpus import Corpus
+from sglang_indexcache.evaluate.cost import (
     CORRELATION,
     DISCORDANCE,
-    Cost,
-    Material,
-    Plan,
-    Taken,
     check_fits,
-    cost,
     detectable,
+    in_words,
+    tokens_at_most,
 )
-from sglang_indexcache.evaluate.session import plan_in_words
-from sglang_indexcache.evaluate.shelf import CONTINUED, Bounds, Shelf, fill_shelf
-from sglang_indexcache.evaluate.tasks import UNSCORED
+from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
+from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows
+from sglang_indexcache.evaluate.selection import Bounds, Selection, select_rows
 from sglang_indexcache.stats.power import spread
+from sglang_indexcache.study.cost import Cost
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
 from tests.evaluate.tasks.published import graphwalks_row, mrcr_row, prompt_row, write
 
-BOUNDS = Bounds((256, 512), 4096, TOPK, 8, 2, 0, False)
+BOUNDS = Bounds((256, 512), 4096, TOPK, 8, 2, 0)
 
 
-def shelf(path: Path, task: str = "prompts", **changes: object) -> Shelf:
-    return fill_shelf({task: path}, Words(), replace(BOUNDS, **changes))  # type: ignore[arg-type]
+def selection(path: Path, task: str = "prompts", **changes: object) -> Selection:
+    return select_rows({task: path}, Words(), replace(BOUNDS, **changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """6 rows to 256 tokens, 3 to 512, 2 without an answer, one too short and two too long."""
+    """6 rows to 256 tokens, 3 to 512, one too short and two too long."""
     sizes = [10] + [60] * 6 + [180] * 3 + [300] * 2
     rows = [prompt_row(n, " yes", words) for n, words in enumerate(sizes)]
-    rows[4:4] = [prompt_row(20, words=90), prompt_row(21, words=100)]
     return write(tmp_path / "mixed.jsonl", rows)
 
 
 def test_an_item_belongs_to_the_shortest_length_that_holds_it(mixed: Path) -> None:
-    found = shelf(mixed)
+    found = selection(mixed)
     cells = {(cell.task, cell.length): cell for cell in found.taken}
-    assert sorted(cells) == [(UNSCORED, 512), ("prompts", 256), ("prompts", 512)]
+    assert sorted(cells) == [("prompts", 256), ("prompts", 512)]
     for (_, length), cell in cells.items():
         assert all(256 * (length == 512) < size <= length for size in cell.sizes)
-    assert sorted(cells["prompts", 256].rows) == [2, 3, 4, 7, 8, 9]
-    assert sorted(cells["prompts", 512].rows) == [10, 11, 12]
-    assert sorted(cells[UNSCORED, 512].rows) == [5, 6]
+    assert sorted(cells["prompts", 256].rows) == [2, 3, 4, 5, 6, 7]
+    assert sorted(cells["prompts", 512].rows) == [8, 9, 10]
     [told] = found.told[:1]
-    assert told.startswith("prompts: 11 of 14 rows are asked: ")
+    assert told.startswith("prompts: 9 of 12 rows are asked: ")
     assert "6 at 256 tokens (all that it has, of 8 asked for)" in told
-    assert "2 at 512 tokens without an answer" in told
     assert "1 of at most 64 tokens (index_topk), where no pattern matters" in told
     assert "2 longer than 512 tokens (the longest --length, or the model's context)" in told
     assert "no chat template: conversations are sent as plain turns" in found.told[1]
 
 
 def test_the_models_context_is_a_bound_too(mixed: Path) -> None:
-    found = shelf(mixed, longest=256)
+    found = selection(mixed, longest=256)
     assert {cell.length for cell in found.taken} == {256}
     assert "longer than 256 tokens" in found.told[0]
 
 
 def test_no_more_than_was_asked_for_is_taken_in_an_order_of_the_seed(mixed: Path) -> None:
-    first, again, other = (shelf(mixed, contexts=3, seed=seed) for seed in (0, 0, 5))
+    first, again, other = (selection(mixed, contexts=3, seed=seed) for seed in (0, 0, 5))
     assert first == again
     [rows, others] = [next(c.rows for c in one.taken if c.length == 256) for one in (first, other)]
     assert len(rows) == 3
@@ -81,22 +76,19 @@ def test_no_more_than_was_asked_for_is_taken_in_an_order_of_the_seed(mixed: Path
 
 
 def test_too_few_of_one_length_are_left_out_and_named(mixed: Path) -> None:
-    found = shelf(mixed, looks=4)
+    found = selection(mixed, looks=4)
     assert [(cell.task, cell.length) for cell in found.taken] == [("prompts", 256)]
     assert (
-        "5 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)"
+        "3 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)"
         in found.told[0]
     )
 
 
-def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path, mixed: Path) -> None:
+def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path) -> None:
     rows = [graphwalks_row(n, "bfs" if n < 2 else "parents") for n in range(6)]
     path = write(tmp_path / "graphs.parquet", rows)
-    found = shelf(path, "graphwalks", lengths=(4096,))
-    assert "2 with an answer that has no one order (ask them with --generate)" in found.told[0]
-    assert "graphwalks: 6 of 6" in shelf(path, "graphwalks", lengths=(4096,), generate=True).told[0]
-    said = "2 without an answer, which says nothing of replies"
-    assert said in shelf(mixed, generate=True).told[0]
+    found = selection(path, "graphwalks", lengths=(4096,))
+    assert "2 with an answer that has no one order (run them with another har" in found.told[0]
 
 
 class Strict(Words):
@@ -115,35 +107,35 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     rows = [{"messages": turns, "answer": "yes"} for _ in range(3)]
     rows[1]["messages"] = [{"role": "developer", "content": "be kind"}, *turns]
     path = write(tmp_path / "own.jsonl", rows)
-    with pytest.raises(QualityError, match=r"^line 2 of .*own.jsonl: .*template refuses .*no dev"):
-        fill_shelf({"prompts": path}, Strict(), BOUNDS)
+    with pytest.raises(QualityError, match=r"own.jsonl, line 2: .*template refuses .*no dev"):
+        select_rows({"prompts": path}, Strict(), BOUNDS)
 
 
 def test_rows_are_told_while_they_are_counted(mixed: Path) -> None:
     told: list[tuple[str, int]] = []
-    fill_shelf({"prompts": mixed}, Words(), BOUNDS, lambda *one: told.append(one))
-    assert told == [("prompts", row) for row in range(1, 15)]
+    select_rows({"prompts": mixed}, Words(), BOUNDS, lambda *one: told.append(one))
+    assert told == [("prompts", row) for row in range(1, 13)]
 
 
 def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "short.jsonl", [prompt_row(n, " yes", 3) for n in range(4)])
     said = r"short.jsonl has nothing that can be asked. prompts: 0 of 4 rows are asked. Left out: 4"
     with pytest.raises(QualityError, match=said):
-        shelf(path)
+        selection(path)
 
 
-def plan_of(found: Shelf, **changes: object) -> Plan:
-    plan = Plan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2, taken=found.taken)
+def plan_of(found: Selection, **changes: object) -> EvaluationPlan:
+    plan = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2, taken=found.taken)
     return replace(plan, **changes)  # type: ignore[arg-type]
 
 
 def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
-    plan = plan_of(shelf(mixed))
-    assert plan.design.contexts == 9  # prompts without an answer are no part of a verdict
+    plan = plan_of(selection(mixed))
+    assert plan.design.contexts == 9
     control = [p for p in plan.planned if p.look == CONTROL_LOOK]
     assert {p.task for p in control} == {"notes"}
-    assert Plan.of(json.loads(json.dumps(plan.identity))) == plan
-    both = plan_of(shelf(mixed), tasks=("notes",))
+    assert EvaluationPlan.of(json.loads(json.dumps(plan.identity))) == plan
+    both = plan_of(selection(mixed), tasks=("notes",))
     assert both.design.contexts == 9 + 2 * 8
     looks = [p.look for p in both.planned]
     assert looks == sorted(looks)
@@ -152,46 +144,42 @@ def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
         assert seen - {CONTROL_LOOK} == {1, 2}
 
 
-def test_only_prompts_without_an_answer_make_a_plan_too(tmp_path: Path) -> None:
-    found = shelf(write(tmp_path / "p.jsonl", [prompt_row(n) for n in range(5)]))
-    plan = plan_of(found)
-    assert not plan.scored
-    assert len(plan.planned) == 2 + 5
-
-
 def test_contexts_are_those_of_the_rows(mixed: Path) -> None:
-    found = shelf(mixed)
-    plan, material = plan_of(found), Material(Words(), HAYSTACK, 4, found.items)
+    found = selection(mixed)
+    plan, corpus = plan_of(found), Corpus(Words(), HAYSTACK, 4, found.items)
     rows = [json.loads(line) for line in mixed.read_text().splitlines()]
     for planned in plan.planned:
         if planned.look != CONTROL_LOOK:
-            made = material.make(planned)
+            made = corpus.make(planned)
             row = rows[int(planned.context.rpartition("-")[2]) - 1]
             assert Words().decode(made.ids) == row["prompt"]
             assert made.name == planned.context
             [question] = made.questions
-            assert Words().decode(question.answer) == row.get("answer", "")
+            assert Words().decode(question.answer) == row["answer"]
             size = len(made.ids + question.ids + question.answer)
-            size += CONTINUED * (planned.task == UNSCORED)
             assert plan.sizes[planned.context] == size <= planned.length
-    other = replace(material, items={"prompts": {1: found.items["prompts"][2]}})
-    assert other.digest != material.digest != replace(material, items={}).digest
+    other = replace(corpus, items={"prompts": {1: found.items["prompts"][2]}})
+    assert other.digest != corpus.digest != replace(corpus, items={}).digest
 
 
 def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
-    plan = plan_of(shelf(mixed))
+    plan = plan_of(selection(mixed))
     planned = [p for p in plan.planned if p.look != CONTROL_LOOK]
     sizes = [plan.sizes[p.context] for p in planned]
-    times = [3 + p.again + (p.task == UNSCORED) for p in planned]
+    times = [3 + p.again for p in planned]
     least = sum(size * count for size, count in zip(sizes, times, strict=True))
-    found = cost(plan, 3, {})
-    control = found.tokens[plan.control_length]
+    control = 3 * sum(
+        plan.control_length + plan.control_length % 64
+        for p in plan.planned
+        if p.look == CONTROL_LOOK
+    )
+    found = tokens_at_most(plan, 3, {})
     pages = 64 * sum(times)  # what is left of a page is computed once more
-    assert least <= found.total - control <= least + pages
+    assert least <= found - control <= least + pages
 
 
 def test_a_row_that_a_server_does_not_take_is_refused(mixed: Path) -> None:
-    plan = plan_of(shelf(mixed))
+    plan = plan_of(selection(mixed))
     longest = max(plan.sizes.values())
     check_fits(plan, longest, "http://a")
     with pytest.raises(QualityError, match=rf"{longest} tokens .* does not fit http://a"):
@@ -206,12 +194,12 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
     The smallest cell is what a bet may lose at once, and t needs that much to differ.
     """
 
-    def plan(sizes: list[int]) -> Plan:
+    def plan(sizes: list[int]) -> EvaluationPlan:
         taken = tuple(
-            Taken("mrcr", 100 + n, tuple(range(count)), (90,) * count, count)
+            SelectedRows("mrcr", 100 + n, tuple(range(count)), (90,) * count, count)
             for n, count in enumerate(sizes)
         )
-        return Plan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=taken)
+        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=taken)
 
     deviation, differing = spread(DISCORDANCE, CORRELATION, 1)
     variance = deviation**2 * sum(1 / count for count in counts) / len(counts) ** 2
@@ -229,15 +217,15 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
 
 
 def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
-    def plan(*counts: int) -> Plan:
+    def plan(*counts: int) -> EvaluationPlan:
         taken = tuple(
-            Taken("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
+            SelectedRows("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
             for n, count in enumerate(counts, 1)
         )
-        return Plan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
+        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
 
     assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
-    words = " ".join(plan_in_words(plan(400, 400, 8), (), Cost({})))
+    words = " ".join(text for _, text in in_words(plan(400, 400, 8), (), Cost(0)))
     assert "no loss beyond 3 points can hardly be shown" in words
     assert (
         "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
@@ -245,7 +233,7 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     ) in words
     alike = plan(8, 8)
     for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
-        assert "has only" not in " ".join(plan_in_words(equal, (), Cost({})))
+        assert "has only" not in str(in_words(equal, (), Cost(0)))
 
 
 def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
@@ -263,20 +251,18 @@ def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
 
 def test_rows_about_one_document_are_one_observation(tmp_path: Path) -> None:
     path = write(tmp_path / "lb.json", longbench_rows(6, 4))
-    found, other = (shelf(path, "longbench-v2", seed=seed) for seed in (0, 3))
+    found, other = (selection(path, "longbench-v2", seed=seed) for seed in (0, 3))
     [cell], [another] = found.taken, other.taken
     assert sorted((row - 1) // 4 for row in cell.rows) == list(range(6))
     assert set(cell.rows) != set(another.rows)  # which of them is the seed's
     assert cell.available == 6
     assert "longbench-v2: 6 of 24 rows are asked" in found.told[0]
     assert "18 that begin as another row does for half their text" in found.told[0]
-    single = shelf(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
+    single = selection(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
     assert "as another row" not in single.told[0]
 
 
-def test_turns_of_a_conversation_are_one_observation_and_prompts_without_answers_none(
-    tmp_path: Path,
-) -> None:
+def test_turns_of_a_conversation_are_one_observation(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = []
     for talk in range(4):
         first = {"role": "user", "content": f"talk {talk} " * 40}
@@ -285,15 +271,13 @@ def test_turns_of_a_conversation_are_one_observation_and_prompts_without_answers
         rows.append(
             {"messages": [first, said, {"role": "user", "content": "and?"}], "answer": "no"}
         )
-        rows.append({"messages": [first, said, {"role": "user", "content": "why?"}]})
-    found = shelf(write(tmp_path / "talks.jsonl", rows))
-    counts = {cell.task: len(cell.rows) for cell in found.taken}
-    assert counts == {"prompts": 4, UNSCORED: 4}
+    found = selection(write(tmp_path / "talks.jsonl", rows))
+    assert [len(cell.rows) for cell in found.taken] == [4]
     assert "4 that begin as another row does" in found.told[0]
 
 
 def test_mrcr_is_taken_as_it_is_published(tmp_path: Path) -> None:
     path = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(4)])
-    found = shelf(path, "mrcr")
+    found = selection(path, "mrcr")
     assert [cell.rows for cell in found.taken] == [found.taken[0].rows]
     assert sorted(found.taken[0].rows) == [1, 2, 3, 4]

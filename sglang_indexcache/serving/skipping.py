@@ -1,0 +1,113 @@
+"""Whether a running server's layers skip what its patterns say: what ``server show`` tells.
+
+It compares what a rank counted with the patterns that it served. A layer counts when its Python
+runs, so a prefill counts and the replay of a decode graph does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+
+_KEY_BYTES = (INDEX_K_BYTES_PER_KEY, 2 * 128, 4 * 128)
+"""Of an index key: fp8 pages, and on the CPU platform bfloat16 or float32."""
+
+_MOST_RANGES = 6
+"""More ranges of layers than these are given as a count."""
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """What a rank's counters say.
+
+    Attributes:
+        proven: whether every layer did what the patterns say; None while nothing was counted.
+        text: a sentence that says so with the counts.
+        uncounted: what the counters cannot see; "" if nothing.
+    """
+
+    proven: bool | None
+    text: str
+    uncounted: str = ""
+
+
+def judge(state: RankState) -> Skipping:
+    """Compare what a rank's layers did with the patterns that it served."""
+    runs, reuses = state.indexer_selections, state.index_reuses
+    each = [ran + reused for ran, reused in zip(runs, reuses, strict=True)]
+    counted = max(each)
+    if not counted:
+        return Skipping(None, "not known yet, for no forward was counted. Send a request.")
+    full = _full_layers(state)
+    wrong = [
+        layer
+        for layer in range(len(runs))
+        if (layer in full and not runs[layer])
+        or (layer not in full and (runs[layer] or not reuses[layer]))
+    ]
+    kinds = sorted(set(runs), reverse=True)
+    shares = [
+        f"{kind:,} of {counted:,} {'forwards ' if kind == kinds[0] else ''}in "
+        f"{_layers(layer for layer, ran in enumerate(runs) if ran == kind)}"
+        for kind in kinds
+    ]
+    text = f"indexer ran {', '.join(shares)}: "
+    if wrong:
+        text += f"NOT OK, for {_layers(wrong)} did not do what the pattern says"
+    else:
+        text += "OK"
+    return Skipping(not wrong, text, _uncounted(state, counted))
+
+
+def told_index_keys(state: RankState) -> str:
+    """Index-K memory beside that of plain DSA, which keeps keys in every layer with an indexer."""
+    stored, plain = state.index_k_bytes_per_token, state.checkpoint_pattern.count("F")
+    here = len(state.indexer_weight_bytes) or state.full_layers  # fewer on a pipeline stage
+    for layers in (state.full_layers, plain):
+        if (
+            here in (state.full_layers, plain)
+            and stored % layers == 0
+            and stored // layers in _KEY_BYTES
+        ):
+            every = plain * stored // layers
+            return f"{stored:,} bytes per token; plain DSA: {every:,}"
+    return f"{stored:,} bytes per token in the layers of this process"
+
+
+def _full_layers(state: RankState) -> set[int]:
+    """Layers that are F in any pattern that was served; in static mode there is but one."""
+    served = {one for patterns in state.forwards_under for one in patterns.split("+")}
+    every = served or {state.pattern}
+    return {layer for pattern in every for layer, kind in enumerate(pattern) if kind == "F"}
+
+
+def _uncounted(state: RankState, counted: int) -> str:
+    if counted < state.forwards:
+        return (
+            f"{state.forwards - counted:,} of {state.forwards:,} forwards replayed CUDA graphs, in "
+            "which layers cannot be counted"
+        )
+    if counted > state.forwards:
+        return (
+            "more than the forwards were counted: captures of CUDA graphs and the halves of an "
+            "overlapped batch count too"
+        )
+    return ""
+
+
+def _layers(layers: Iterable[int]) -> str:
+    """``layers 0-2 and 5``, or a count where there are many pieces."""
+    numbers: Sequence[int] = sorted(layers)
+    pieces = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
+    ]
+    if len(pieces) > _MOST_RANGES:
+        return f"{len(numbers)} layers"
+    named = [f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces]
+    text = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    return f"layer {text}" if len(numbers) == 1 else f"layers {text}"

@@ -1,0 +1,97 @@
+"""What ``server show`` tells of a rank's counters, and that it sees layers that do not skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.serving.skipping import judge, told_index_keys
+from tests.fakes import state
+
+
+def counted(pattern: str = "FFSS", forwards: int = 16, **fields: Any) -> Any:
+    """A rank whose layers did what ``pattern`` says in every forward, but for ``fields``."""
+    obeyed = {
+        "indexer_selections": [forwards * (kind == "F") for kind in pattern],
+        "index_reuses": [forwards * (kind == "S") for kind in pattern],
+    }
+    return state(pattern, **{"forwards": forwards, **obeyed, **fields})
+
+
+def test_layers_that_skip() -> None:
+    said = judge(counted("FFFSSSSSSSSS"))
+    assert said.proven
+    assert said.text == "indexer ran 16 of 16 forwards in layers 0-2, 0 of 16 in layers 3-11: OK"
+    assert said.uncounted == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"indexer_selections": [16, 16, 16, 0], "index_reuses": [0, 0, 0, 16]}, "layer 2"),
+        ({"indexer_selections": [16, 0, 0, 0], "index_reuses": [0, 0, 16, 16]}, "layer 1"),
+        ({"index_reuses": [0, 0, 16, 0]}, "layer 3"),
+        ({"indexer_selections": [16] * 4, "index_reuses": [0] * 4}, "layers 2-3"),
+    ],
+    ids=["an S layer ran", "an F layer did not", "an S layer did nothing", "nothing skips"],
+)
+def test_layers_that_do_not(fields: dict[str, list[int]], wrong: str) -> None:
+    said = judge(counted(**fields))
+    assert said.proven is False
+    assert f"NOT OK, for {wrong} did not do what the pattern says" in said.text
+
+
+def test_nothing_was_counted() -> None:
+    said = judge(counted(forwards=0))
+    assert said.proven is None
+    assert "Send a request" in said.text
+
+
+def test_what_graphs_hide_is_said() -> None:
+    said = judge(counted(forwards=16).model_copy(update={"forwards": 100}))
+    assert said.proven
+    assert "84 of 100 forwards replayed CUDA graphs" in said.uncounted
+    halves = judge(counted(forwards=16).model_copy(update={"forwards": 8}))
+    assert "halves of an overlapped batch" in halves.uncounted
+
+
+def test_requests_of_several_patterns() -> None:
+    """A layer is F for some: it ran in their forwards alone."""
+    fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
+    under = {"FFSS": 10, "FSSS": 4, "FFSS+FSSS": 2}
+    said = judge(counted(mode="live", forwards_under=under, **fields))
+    assert said.proven
+    assert "12 of 16 in layer 1, 0 of 16 in layers 2-3" in said.text
+    alone = judge(counted(mode="live", forwards_under={"FSSS": 16}, **fields))
+    assert "NOT OK, for layer 1 did not" in alone.text
+    assert alone.proven is False
+
+
+def test_many_pieces_are_counted() -> None:
+    assert "in 8 layers, 0 of 16 in 8 layers: OK" in judge(counted("FS" * 8)).text
+    text = judge(counted("FSSFSS")).text
+    assert "in layers 0 and 3, 0 of 16 in layers 1-2 and 4-5" in text
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        (2 * 132, "264 bytes per token; plain DSA: 528"),
+        (2 * 256, "512 bytes per token; plain DSA: 1,024"),
+        (4 * 132, "528 bytes per token; plain DSA: 528"),
+        (132, "132 bytes per token in the layers of this process"),
+    ],
+    ids=["fp8 pages", "bfloat16", "live", "a pipeline stage"],
+)
+def test_index_keys_beside_those_of_plain_dsa(stored: int, said: str) -> None:
+    assert told_index_keys(counted(index_k_bytes_per_token=stored)) == said
+
+
+def test_a_pipeline_stage_is_not_compared() -> None:
+    """Two of four F layers with float32 keys take what four with bfloat16 do."""
+    stage = {"0": 1, "1": 1}
+    said = told_index_keys(
+        counted("FFFFSSSS", index_k_bytes_per_token=1024, indexer_weight_bytes=stage)
+    )
+    assert said == "1,024 bytes per token in the layers of this process"
