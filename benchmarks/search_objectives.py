@@ -33,14 +33,13 @@ from sglang_indexcache.data.machine import TEXT_CHARACTERS, MachineText, Tokens,
 from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords, facts_in
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.run import Search
-from sglang_indexcache.search.targets import parse_targets
 from sglang_indexcache.stats.student import half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine

@@ -29,8 +29,8 @@ from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.data.retrieval import TaskDocument
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.objective import Score
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json

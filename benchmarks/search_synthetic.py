@@ -4,7 +4,7 @@ python -m benchmarks.search_synthetic --layers 47 --seeds 8
 python -m benchmarks.search_synthetic --layers 78 --seeds 3
 python -m benchmarks.search_synthetic --races
 
-Each writes one file below ``benchmarks/results/search/``.
+Each writes one file below ``runs/search-synthetic``; with ``--publish``, the committed one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints, baselines
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.race import race
+from sglang_indexcache.search.rules import Constraints, baselines, parse_targets
 from sglang_indexcache.search.run import Search
-from sglang_indexcache.search.targets import parse_targets
 from sglang_indexcache.support.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "search"
@@ -93,14 +92,13 @@ KINDS = {
 }
 
 SEARCHES = {
-    "exhaustive": ("greedy", "none", BATCHES),
-    "fast": ("fast", "screened", BATCHES),
-    "oneshot": ("oneshot", "screened", BATCHES),
-    "forward": ("forward", "screened", BATCHES),
-    "fast, 10x batches": ("fast", "screened", 10 * BATCHES),
-    "exhaustive, 3 batches": ("greedy", "none", 3),
+    "exhaustive": ("greedy", False, BATCHES),
+    "fast": ("fast", True, BATCHES),
+    "forward": ("forward", True, BATCHES),
+    "fast, 10x batches": ("fast", True, 10 * BATCHES),
+    "exhaustive, 3 batches": ("greedy", False, 3),
 }
-"""Method, refinement, batches. All but the first and fifth take a tenth of the first's tokens."""
+"""Method, whether refined, batches. All but first and fourth take a tenth of the first's tokens."""
 
 
 class Landscape(SyntheticEvaluator):
@@ -138,9 +136,9 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
         return round(float(found.mean()), 8)
 
     rows: dict[str, Any] = {}
-    for title, (method, refinement, batches) in SEARCHES.items():
+    for title, (method, refine, batches) in SEARCHES.items():
         ledger = Ledger(Landscape(KINDS[name], layers, batches, seed))
-        search = Search(ledger, rules, goal, Options.parse(method, refinement))
+        search = Search(ledger, rules, goal, Options.parse(method, refine=refine))
         for _ in search.run():
             pass
         assert search.search_tokens <= search.budget.total
@@ -246,10 +244,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--races", action="store_true", help="races alone, without a search")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=Path("runs/search-synthetic"))
+    parser.add_argument("--publish", action="store_true", help="replace the committed results")
     arguments = parser.parse_args()
+    output = RESULTS if arguments.publish else arguments.output
     if arguments.races:
-        write_json(arguments.output / "races.json", {"batches": BATCHES, "rows": races(600)})
+        write_json(output / "races.json", {"batches": BATCHES, "rows": races(600)})
         return
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     rows = []
@@ -258,7 +258,7 @@ def main() -> None:
         for title, values in _summarize(rows[-len(seeds) :])["searches"].items():
             print(kind, title, values, flush=True)
     facts = {"layers": arguments.layers, "batches": BATCHES, "fresh_batches": FRESH}
-    path = arguments.output / f"synthetic-{arguments.layers}.json"
+    path = output / f"synthetic-{arguments.layers}.json"
     write_json(path, {**facts, "seeds": list(seeds), "summary": summarize(rows), "rows": rows})
 
 

@@ -1,4 +1,4 @@
-"""The generated tables of docs/search.md: each is a function of the results' folder."""
+"""The tables of benchmarks/results/search/README.md, each made from the results beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _METHODS = {"greedy": "greedy", "fast, refined": "fast"}
 def landscapes(folder: Path, path: str) -> str:
     """What searches on made-up landscapes add on fresh batches, relative to exhaustive greedy."""
     found = _read(folder, path)
-    _, *names = next(iter(found["summary"].values()))["searches"]
+    names = ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches")
     rows = []
     for kind, summary in found["summary"].items():
         cells = [summary["searches"][name]["over_exhaustive"] for name in names]
@@ -37,28 +37,6 @@ def races(folder: Path, path: str) -> str:
         wrong.setdefault(place, []).append(f"{100 * row['share_wrong']:.0f} %")
     header = ("damage", "first look", *(f"{count} candidates" for count in counts))
     return Grid("", header, tuple((*k, *cells) for k, cells in wrong.items())).to_markdown()
-
-
-def servers(folder: Path, path: str) -> str:
-    """How many times faster several servers are than one, before and now."""
-    now, before = (
-        {(r["layers"], r["method"], r["servers"]): r for r in _read(folder, name)["searches"]}
-        for name in (path, path.replace("servers", "servers-before"))
-    )
-    rows = [
-        (
-            str(layers),
-            f"`{method}`",
-            str(count),
-            f"{before[layers, method, count]['speed_up']:.2f}",
-            f"{row['speed_up']:.2f}",
-            f"{100 * row['tokens_ahead_in_vain'] / row['tokens']:.1f} %",
-        )
-        for (layers, method, count), row in now.items()
-        if count > 1
-    ]
-    header = ("layers", "method", "servers", "before", "now", "measured ahead in vain")
-    return Grid("", header, tuple(rows)).to_markdown()
 
 
 def levels(folder: Path, path: str) -> str:

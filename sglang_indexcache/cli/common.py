@@ -140,6 +140,44 @@ AdminApiKeyOption = Annotated[
 ]
 
 
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the options of a YAML file the defaults of the command that is being parsed."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise IndexCacheError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise IndexCacheError(f"--config {path} must hold options, such as 'batches: 32'")
+    known = {str(one.name): one for one in context.command.params}
+    defaults: dict[str, Any] = {}
+    for name, value in found.items():
+        option = known.get(str(name).removeprefix("--").replace("-", "_"))
+        if option is None or option.name in (None, "config", "help"):
+            raise IndexCacheError(
+                f"--config {path}: {name!r} is no option of `{context.command_path}`"
+            )
+        several = getattr(option, "multiple", False) and not isinstance(value, list)
+        defaults[str(option.name)] = [value] if several else value
+    context.default_map = defaults
+    return path
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=_read_config,
+        help="A YAML file of these options, such as 'batches: 32'. The command line wins.",
+    ),
+]
+
+
 class Reporting(TyperGroup):
     """Turns errors that a user can mend into one line and exit code 1.
 

@@ -288,7 +288,8 @@ def _difference(
     arm: str, task: str, length: int, pairs: Differences, *, bounded: bool
 ) -> PlacedDifference:
     estimate = Estimate(pairs, bounded)
-    low, high = estimate.lower(ONE_LOOK), estimate.upper(ONE_LOOK)
+    low = estimate.guarded(ONE_LOOK) if bounded else estimate.lower(ONE_LOOK)
+    high = estimate.upper(ONE_LOOK)
     return PlacedDifference(arm, task, length, estimate.mean, low, high, len(pairs), pairs.flips)
 
 
@@ -380,7 +381,7 @@ def _limits(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[BlindSpot,
 
 
 def _above(estimate: Estimate, level: float, z: float) -> bool:
-    return estimate.lower(z) > level
+    return estimate.guarded(z) > level
 
 
 def _below(estimate: Estimate, level: float, z: float) -> bool:

@@ -60,6 +60,7 @@ class Verdict:
         pattern: which was judged.
         sentence: to paste, with all that a reader needs to judge it.
         difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
+        levels: right(reference) and right(pattern), 0 to 1, of which that is the difference.
         interval: one-sided bounds at the design's alpha each, valid at every look.
         detectable: smallest loss that the whole run could show, with the design's power.
         more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
@@ -72,6 +73,7 @@ class Verdict:
     pattern: str
     sentence: str
     difference: float | None = None
+    levels: tuple[float, float] | None = None
     interval: tuple[float, float] | None = None
     detectable: float | None = None
     more: int | None = None
@@ -92,6 +94,7 @@ class Judgement:
 
     Attributes:
         kind: NO_LOSS, LOSS or UNDECIDED.
+        level: the reference's own mean over cells.
         difference: mean over cells.
         lower: bound of the difference.
         upper: the other.
@@ -101,6 +104,7 @@ class Judgement:
     """
 
     kind: Kind
+    level: float
     difference: float
     lower: float
     upper: float
@@ -121,13 +125,15 @@ def read(differences: Differences, design: Design, look: int) -> Judgement:
     deviation = estimate.error * len(differences) ** 0.5
     differing = estimate.differing / len(differences)
     z = design.bounds[look - 1]
-    lower, upper = estimate.lower(z), estimate.upper(z)
+    lower, upper = estimate.guarded(z), estimate.upper(z)
     kind = Kind.UNDECIDED
     if lower > -design.margin:
         kind = Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Judgement(kind, estimate.mean, lower, upper, deviation, differing, estimate.heaviest)
+    return Judgement(
+        kind, estimate.level, estimate.mean, lower, upper, deviation, differing, estimate.heaviest
+    )
 
 
 def sees(differences: Differences, alpha: float) -> bool:
@@ -289,7 +295,7 @@ def judge(
         return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
     differences = paired(long, pattern, reference, cells=seeing)
     left = _without_blind(design, long, blind)
-    verdict = _claim(pattern, differences, left, look, noise, permitted)
+    verdict = _claim(pattern, reference, differences, left, look, noise, permitted)
     caveats = [_cannot_see(blind)] if blind else []
     if bad is None:
         caveats.append("Not shown: that these questions can see a bad pattern.")
@@ -354,6 +360,7 @@ def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collectio
 
 def _claim(
     pattern: str,
+    reference: str,
     differences: Differences,
     design: Design,
     look: int,
@@ -373,19 +380,27 @@ def _claim(
         pattern,
         "",
         difference=reading.difference,
+        levels=(reading.level, reading.level + reading.difference),
         interval=(reading.lower, reading.upper),
         detectable=design.detectable(*seen),
         more=more,
         flips=differences.flips,
         noise=noise.flips if noise else None,
     )
-    return replace(verdict, sentence=_sentence(verdict, differences, design, look, permitted))
+    sentence = _sentence(verdict, reference, differences, design, look, permitted)
+    return replace(verdict, sentence=sentence)
 
 
 def _sentence(
-    verdict: Verdict, differences: Differences, design: Design, look: int, permitted: bool
+    verdict: Verdict,
+    reference: str,
+    differences: Differences,
+    design: Design,
+    look: int,
+    permitted: bool,
 ) -> str:
     assert verdict.interval is not None
+    assert verdict.levels is not None
     assert verdict.difference is not None
     assert verdict.detectable is not None
     lower, upper = verdict.interval
@@ -414,7 +429,8 @@ def _sentence(
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     missing = f" {differences.missing:,} questions missing." if differences.missing else ""
     return (
-        f"{verdict.pattern}: {claim}. Difference {_points(verdict.difference)} points "
+        f"{verdict.pattern}: {claim}. {reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
+        f"{verdict.levels[1]:.1%}: difference {_points(verdict.difference)} points "
         f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
         f"{differences.flips}, in {len(differences):,} contexts{noise}.{missing} "
         f"A loss of {100 * verdict.detectable:.1f} points would have been found "

@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import islice
 
 import numpy as np
@@ -18,10 +19,72 @@ import numpy as np
 from sglang_indexcache.data.documents import Conversation, Document, read_documents
 from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.objective import Objective, Score
 
 FIRST_LOOK = 100
 """Documents that are looked at to see whether the data marks answers."""
+
+
+class Score(StrEnum):
+    """Which predictions count, of those whose query sees more than it may select."""
+
+    ANSWERS = "answers"
+    LATE = "late"
+    ALL = "all"
+
+    @classmethod
+    def parse(cls, text: str) -> Score:
+        """From what a user writes.
+
+        Raises:
+            SearchError: none of the three.
+        """
+        if text not in list(cls):
+            raise SearchError(f"the score is {', '.join(cls)}, got {text!r}")
+        return cls(text)
+
+
+_COUNTS = {
+    Score.ANSWERS: "answer tokens",
+    Score.LATE: "tokens in the later half of each sequence",
+    Score.ALL: "all tokens",
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which predictions a loss counts.
+
+    Attributes:
+        score: of which tokens.
+        topk: tokens that a query selects (``index_topk``). Until it sees more than these, no
+            pattern changes what it attends to, so its prediction is never counted.
+    """
+
+    score: Score = Score.ALL
+    topk: int = 0
+
+    def counted(self, answers: Mask) -> Mask:
+        """The predictions of one sequence that count.
+
+        Args:
+            answers: ``[length]`` bool, whether a token belongs to an answer.
+
+        Returns:
+            ``[length - 1]`` bool; entry i is the prediction of token i + 1, whose query sees
+            i + 1 tokens.
+        """
+        query = np.arange(len(answers) - 1)
+        counted: Mask = query >= self.topk
+        if self.score is Score.ANSWERS:
+            return counted & answers[1:]
+        if self.score is Score.LATE:
+            return counted & (query >= len(query) // 2)
+        return counted
+
+    def in_words(self) -> str:
+        """Which tokens count."""
+        counts = _COUNTS[self.score]
+        return f"{counts} whose query sees more than {self.topk} tokens" if self.topk else counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +164,6 @@ class Calibration:
         each = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
         return f"{min(each)}" if min(each) == max(each) else f"{min(each)} to {max(each)}"
 
-    def part(self, place: int, parts: int) -> Calibration:
-        """The part of this number, of as many equal ones."""
-        size = len(self.sequences) // parts
-        mine = slice(place * size, (place + 1) * size)
-        return replace(self, sequences=self.sequences[mine], counted=self.counted[mine])
-
     def followed_by(self, held_out: Calibration) -> Calibration:
         """These sequences to search on, those of ``held_out`` after them."""
         return replace(
@@ -145,11 +202,11 @@ def prepare(
 
     A sequence is a whole document of at most ``context`` tokens. Longer text is cut into
     consecutive windows, a longer conversation after the last response that fits; a longer document
-    with answers is left out, because an answer would lose its evidence. Whether a sequence is held
-    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`). Of each
-    part the first that have at least half of ``context`` are taken, the longest of the others only
-    if the source ends before there are enough, and shuffled. So neither part changes between runs
-    or machines.
+    with answers is left out, because an answer would lose its evidence. Whether a document is held
+    out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`), so all
+    windows of a text are on one side. Of each part the first that have at least half of ``context``
+    are taken, the longest of the others only if the source ends before there are enough, and
+    shuffled. So neither part changes between runs or machines.
 
     Args:
         source: as for :func:`~sglang_indexcache.data.documents.read_documents`.
@@ -203,8 +260,7 @@ def _choose(reading: _Reading, wanted: dict[bool, int]) -> dict[bool, list[Marke
     """At most as many sequences of each part as are wanted; reads no further than needed."""
     chosen: dict[bool, list[Marked]] = {part: [] for part in wanted}
     shorter: dict[bool, list[tuple[int, int, Marked]]] = {part: [] for part in wanted}
-    for order, piece in enumerate(reading.pieces()):
-        part = is_held_out(piece.ids)
+    for order, (part, piece) in enumerate(reading.pieces()):
         if 2 * len(piece) < reading.context:
             heapq.heappush(shorter[part], (len(piece), -order, piece))
             if len(shorter[part]) > wanted[part]:
@@ -245,8 +301,8 @@ class _Reading:
     shortened: int = 0
     windowed: int = 0
 
-    def pieces(self) -> Iterator[Marked]:
-        """Every sequence, in the order of the documents."""
+    def pieces(self) -> Iterator[tuple[bool, Marked]]:
+        """Every sequence in the order of the documents, and whether its document is held out."""
         for document in read_documents(self.source):
             self.documents += 1
             if self.objective.score is Score.ANSWERS and not document.has_answers:
@@ -263,7 +319,8 @@ class _Reading:
                 pieces = self._shortened(document)
             counting = [p for p in pieces if self.objective.counted(p.answers).any()]
             self.blind += bool(pieces) and not counting
-            yield from counting
+            part = is_held_out(marked.ids)
+            yield from ((part, piece) for piece in counting)
 
     def _shortened(self, document: Document) -> list[Marked]:
         """A conversation cut after a response; nothing of what cannot be cut."""
@@ -299,9 +356,11 @@ class _Reading:
                 "its response, or text with answers; or count other tokens (--score late)."
             )
         length = "longer" if self.too_long else "shorter"
+        one_side = "; all windows of a text are on one side: give several documents"
+        told = self.in_words(0, 0) + (one_side if self.windowed else "")
         return SearchError(
             f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
             f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
-            f"{got[True]} ({self.in_words(0, 0)}). Give more text, or ask for fewer batches or a "
-            f"{length} context."
+            f"{got[True]} ({told}). Give more text, or ask for fewer batches "
+            f"or a {length} context."
         )

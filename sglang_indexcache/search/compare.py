@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
 from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.study.plots import make_figure, save_figure
 
 CONFIDENCE = 0.95
+_LABEL_WIDTH = 46
+"""Characters of an axis label's line, in the height of a figure."""
 
 
 @dataclass(frozen=True)
@@ -214,3 +219,34 @@ def _difference(values: Floats) -> Difference | None:
     """Of those sequences that have one."""
     known = values[~np.isnan(values)]
     return Difference.of(known) if len(known) > 1 else None
+
+
+def draw_comparison(
+    comparisons: Sequence[tuple[str, Comparison]], path: Path, objective: str = ""
+) -> None:
+    """Loss difference along the context, one line a pattern with its 95 % band."""
+    figure, [axis] = make_figure(6.4, 3.6)
+    for name, found in comparisons:
+        known = [
+            (a, b, d) for (a, b), d in zip(pairwise(found.edges), found.curve, strict=True) if d
+        ]
+        middles = [(a + b) / 2 for a, b, _ in known]
+        [line] = axis.plot(middles, [d.mean for *_, d in known], marker="o", ms=3, label=name)
+        low, high = [d.low for *_, d in known], [d.high for *_, d in known]
+        axis.fill_between(middles, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    axis.axhline(0, color="black", lw=0.8, ls=":")
+    axis.set_xlabel("position in the context, tokens")
+    axis.set_ylabel(axis_label("loss difference", objective), fontsize=8)
+    axis.set_title(f"against {_short(comparisons[0][1].reference)}", fontsize=9, loc="left")
+    axis.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+def axis_label(quantity: str, objective: str) -> str:
+    """An axis label that says which tokens count."""
+    which = f" of {objective}" if objective else ""
+    return fill(f"{quantity}{which}, nats per token", _LABEL_WIDTH)
+
+
+def _short(pattern: Pattern) -> str:
+    return pattern.summary() if pattern.shared_layers else "every layer F"

@@ -1,4 +1,10 @@
-"""Between an algorithm and its evaluator: remembers, counts, journals, measures what is missing."""
+"""Between an algorithm and its evaluator: remembers, counts, journals, measures what is missing.
+
+The journal's first line says what was measured (checkpoint, data, evaluator); each other line is
+one finished evaluation. Nothing about the algorithm is in it: an algorithm is deterministic, so
+running it again over a journal gives the answer that an uninterrupted run would have given, and
+every method can use every other method's evaluations.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +23,60 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Evaluator, Floats, standard_error
-from sglang_indexcache.search.journal import Journal, Record
+from sglang_indexcache.study.journal import Journal
 
 CALL_TOKENS = 1 << 20
 """Most tokens of a call that holds several batches: 13 s at 82,000 tokens a second."""
 
-Known = Mapping[int, Pattern]
-"""The best pattern that is known, by its number of F layers."""
+
+@dataclass(frozen=True)
+class Measured:
+    """One finished evaluation.
+
+    Attributes:
+        pattern: the F/S string.
+        batches: calibration batch numbers.
+        losses: nats per token of each of them; JSON keeps every bit of a float64.
+        layer_tokens: what it cost, tokens times layers.
+        seconds: how long it took, for the estimate of what is left.
+    """
+
+    pattern: str
+    batches: tuple[int, ...]
+    losses: tuple[float, ...]
+    layer_tokens: int
+    seconds: float
+
+
+class SearchJournal(Journal):
+    """A search's journal, locked while it is open.
+
+    Raises:
+        SearchError: the file is another search's (checkpoint, data or evaluator differ), damaged
+            before its last line, or in use by another process.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        super().__init__(path, identity, "search", SearchError)
+        try:
+            self.records: list[Measured] = list(self.parsed(_measured))
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, record: Measured) -> None:
+        """Write one finished evaluation; on disk when this returns."""
+        self.write(asdict(record) | {"seconds": round(record.seconds, 3)})
+
+
+def _measured(entry: Mapping[str, Any]) -> Measured:
+    return Measured(
+        entry["pattern"],
+        tuple(entry["batches"]),
+        tuple(entry["losses"]),
+        entry["layer_tokens"],
+        entry["seconds"],
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +136,7 @@ class Ledger:
     def __init__(
         self,
         evaluator: Evaluator,
-        journal: Journal | None = None,
+        journal: SearchJournal | None = None,
         held_out: int = 0,
         on_measured: Callable[[Ledger], None] | None = None,
         call_tokens: int = CALL_TOKENS,
@@ -224,7 +279,7 @@ class Ledger:
                     "text, or run the model in float32 (--dtype)."
                 )
         if self._journal is not None:
-            record = Record(str(pattern), batches, values, found.layer_tokens, seconds)
+            record = Measured(str(pattern), batches, values, found.layer_tokens, seconds)
             self._journal.append(record)
         tokens = sum(self.batch_tokens[batch] for batch in batches)
         with self._counting:

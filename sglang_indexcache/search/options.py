@@ -1,29 +1,25 @@
-"""How to search: a method, a refinement and a budget, and what they cost before they run."""
+"""How to search, and how many tokens that may take."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.methods import METHODS, Method
+from sglang_indexcache.search.methods.both import Both
 from sglang_indexcache.search.methods.fast import Fast
 from sglang_indexcache.search.methods.greedy import Greedy, evaluations
-from sglang_indexcache.search.refinements import REFINEMENTS, Refinement
-from sglang_indexcache.search.refinements.exchange import Screened
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.search.rules import Constraints, Targets
 
 DEFAULT_SHARE = 0.1
-"""The budget that nobody gave, in shares of what exhaustive greedy forwards ..."""
+"""The budget that nobody gave, of each search, in shares of what exhaustive greedy forwards ..."""
 DEFAULT_EVALUATIONS_PER_LAYER = 2
 """... or this, where it is more: with few layers, a tenth is too little to tell patterns apart."""
 REFINEMENT_SHARE = 0.35
 """Share of the budget that is set aside for refinement."""
-
-_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -61,39 +57,71 @@ class Options:
 
     Attributes:
         method: finds a pattern for every mark.
-        refinement: improves each of them.
         share: the budget in shares of what exhaustive greedy would forward. None is
             :data:`DEFAULT_SHARE`, or more where the search needs more.
+        refine: improve each found pattern by exchanges.
 
     Raises:
         SearchError: a share that is not above 0 and at most 1.
     """
 
     method: Method = field(default_factory=Fast)
-    refinement: Refinement = field(default_factory=Screened)
     share: float | None = None
+    refine: bool = True
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share <= 1:
             raise SearchError(f"the budget's share must be above 0 and at most 1, got {self.share}")
 
     @classmethod
-    def parse(cls, method: str, refinement: str = "none", share: float | None = None) -> Options:
-        """From names such as ``fast``, ``greedy:4`` (four blocks) and ``beam:8`` (eight wide).
+    def parse(cls, method: str, share: float | None = None, *, refine: bool = True) -> Options:
+        """From a method's name, such as ``fast`` or ``greedy:4`` (four blocks).
 
         Raises:
             SearchError: an unknown name, or a number that does not belong to it.
         """
-        return cls(
-            _chosen("method", METHODS, method),
-            _chosen("refinement", REFINEMENTS, refinement),
-            share,
+        return cls(_chosen(method), share, refine)
+
+    @classmethod
+    def best(
+        cls,
+        constraints: Constraints,
+        targets: Targets,
+        batch_tokens: Sequence[int],
+        share: float | None = None,
+    ) -> tuple[Options, str]:
+        """What to search with if nobody said: both searches, or one where two do not fit.
+
+        Returns:
+            The options, and why they are not ``both``, in words; "" where they are.
+        """
+        one = cls(Fast(), share)
+        if targets.loss_budget is not None:
+            return one, "method: fast alone, because forward selection cannot stop at a loss budget"
+        two = cls(Both(), share)
+        try:
+            budget = two.budget(constraints, targets, batch_tokens)
+        except SearchError:
+            return one, "method: fast alone, because the budget is too little for both searches"
+        if share is None or budget.total >= two.usual(constraints, targets, batch_tokens):
+            return two, ""
+        return one, (
+            f"method: fast alone, because --budget {share:g} leaves each of two searches less than "
+            "it usually has; --method both makes them all the same"
         )
 
     def in_words(self, *, is_refined: bool = True) -> str:
         """For provenance, which names the refinement only where it ran."""
-        refinement = self.refinement.in_words if is_refined else ""
+        refinement = "screened refinement" if is_refined and self.refine else ""
         return ", ".join(filter(None, (self.method.in_words, refinement)))
+
+    def usual(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """Tokens of the search where nobody gives a budget, and it needs no more."""
+        full = sum(batch_tokens)
+        exhaustive = evaluations(constraints, targets) * full
+        several = DEFAULT_EVALUATIONS_PER_LAYER * len(constraints.start) * full
+        each = max(round(DEFAULT_SHARE * exhaustive), several)
+        return min(exhaustive, self.method.searches * each)
 
     def budget(
         self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
@@ -109,23 +137,21 @@ class Options:
             SearchError: a share below what the method needs or of what keeps to none, a method
                 that needs more than exhaustive greedy here, or targets that it cannot aim at.
         """
-        full = sum(batch_tokens)
-        exhaustive = evaluations(constraints, targets) * full
+        exhaustive = evaluations(constraints, targets) * sum(batch_tokens)
         needed = self.method.least(constraints, targets, batch_tokens)
         least = needed or 0
-        is_kept = needed is not None and self.refinement.tokens(0) is not None
-        self._check(least, exhaustive, is_kept=is_kept)
-        total = round((self.share or DEFAULT_SHARE) * exhaustive)
-        if self.share is None:
-            several = DEFAULT_EVALUATIONS_PER_LAYER * len(constraints.start) * full
-            total = min(exhaustive, max(total, several))
-        set_aside = self.refinement.tokens(int(REFINEMENT_SHARE * total)) or 0
+        self._check(least, exhaustive, is_kept=needed is not None)
+        if self.share is not None:
+            total = round(self.share * exhaustive)
+        else:
+            total = self.usual(constraints, targets, batch_tokens)
+        set_aside = int(REFINEMENT_SHARE * total) if self.refine else 0
         if self.share is None:
             total = max(total, least + set_aside)
             if not isinstance(self.method, Greedy):  # which is refined on top of its own cost
                 total = min(total, exhaustive)
         method = max(total - set_aside, least)
-        return Budget(method, total - method, exhaustive, is_kept)
+        return Budget(method, total - method, exhaustive, needed is not None)
 
     def _check(self, least: int, exhaustive: int, *, is_kept: bool) -> None:
         """Refuse what cannot be kept."""
@@ -146,100 +172,16 @@ class Options:
             )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The bill of one search.
-
-    Attributes:
-        evaluations: patterns times the whole calibration set.
-        sequences: forward passes of one sequence.
-        tokens: tokens forwarded.
-        hours: wall-clock, or None without a prefill rate.
-        gpu_hours: ``hours`` times the GPUs of all servers, or None.
-    """
-
-    evaluations: float
-    sequences: float
-    tokens: float
-    hours: float | None
-    gpu_hours: float | None
-
-
-def cost(
-    constraints: Constraints,
-    targets: Targets,
-    options: Options,
-    sequences: int,
-    context: int,
-    tokens_per_second: float | None = None,
-    gpus: int = 1,
-    servers: int = 1,
-) -> Cost:
-    """Predict a search.
-
-    The bill is the whole budget. A pattern with S layers prefills faster than the all-F rate that
-    is usually at hand, so hours are an upper bound too.
-
-    The rate is that of one server as it will be used: see :func:`busy_share`.
-
-    Args:
-        constraints: of the search.
-        targets: of the search.
-        options: of the search.
-        sequences: in the whole calibration set.
-        context: tokens of each.
-        tokens_per_second: prefill rate of one server at this context, as far as its ranks work.
-        gpus: of one server.
-        servers: how many of them share the work; taken to be always busy.
-
-    Raises:
-        SearchError: numbers below one, or options whose cost nobody can predict.
-    """
-    if min(sequences, context, gpus, servers) < 1 or (tokens_per_second or 1) <= 0:
-        raise SearchError("sequences, context, GPUs, servers and the rate must be above zero")
-    budget = options.budget(constraints, targets, [context] * sequences)
-    if not budget.is_kept:
-        raise SearchError(f"there is no cost model for: {options.in_words()}")
-    tokens = budget.total
-    hours = tokens / tokens_per_second / servers / 3600 if tokens_per_second else None
-    return Cost(
-        evaluations=tokens / (sequences * context),
-        sequences=tokens / context,
-        tokens=tokens,
-        hours=hours,
-        gpu_hours=hours * gpus * servers if hours is not None else None,
-    )
-
-
-def busy_share(per_batch: int, ranks: int) -> float:
-    """The share of a server's data-parallel ranks that work, on average over a batch.
-
-    A rank takes whole sequences, so the last round of a batch may leave ranks idle. A call may
-    hold several batches where they are short; this is for calls of one, the worst case.
-
-    Args:
-        per_batch: sequences in a batch.
-        ranks: data-parallel ranks of the server.
-
-    Raises:
-        SearchError: numbers below one.
-    """
-    if min(per_batch, ranks) < 1:
-        raise SearchError("sequences in a batch and data-parallel ranks must be above zero")
-    rounds = -(-per_batch // ranks)
-    return per_batch / (rounds * ranks)
-
-
-def _chosen(kind: str, table: Mapping[str, type[_Row]], text: str) -> _Row:
-    """The row that ``text`` names, with its number where one is given."""
+def _chosen(text: str) -> Method:
+    """The method that ``text`` names, with its number where one is given."""
     name, colon, number = text.partition(":")
-    if name not in table:
-        raise SearchError(f"{kind} {name!r} is unknown; there are {', '.join(table)}")
-    row: Any = table[name]
+    if name not in METHODS:
+        raise SearchError(f"method {name!r} is unknown; there are {', '.join(METHODS)}")
+    row: Any = METHODS[name]
     if not colon:
         return row()  # type: ignore[no-any-return]
     if not fields(row):
-        raise SearchError(f"{kind} {name} takes no number, got {text!r}")
+        raise SearchError(f"method {name} takes no number, got {text!r}")
     if not number.isdigit():
-        raise SearchError(f"{kind} {name} takes a number, such as {name}:4, got {text!r}")
+        raise SearchError(f"method {name} takes a number, such as {name}:4, got {text!r}")
     return row(int(number))  # type: ignore[no-any-return]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from sglang_indexcache.library import Citation, Entry, Method, Quality
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.figures import draw_losses
+from sglang_indexcache.search.compare import axis_label
 from sglang_indexcache.search.ledger import Step
+from sglang_indexcache.search.rules import Mark
 from sglang_indexcache.search.run import Found, HeldOut, Search
 from sglang_indexcache.search.sources import Setup
-from sglang_indexcache.search.targets import Mark
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import versions
 from sglang_indexcache.support.files import write_json, write_whole
 
@@ -25,6 +27,7 @@ _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL = "partial"
 _LOSS = "calibration loss, nats per token (lower is better)"
 _HELD_OUT = "held-out loss, nats per token (lower is better)"
+_BLUE, _RED, _GREEN, _GREY = "#1f5fa8", "#c0392b", "#2c8a4b", "#8a8a8a"
 
 
 class OutputFolder:
@@ -209,3 +212,69 @@ def _interval(held_out: HeldOut) -> dict[str, float]:
 def _number(value: float) -> float | None:
     """JSON and YAML have no portable NaN."""
     return None if math.isnan(value) else value
+
+
+def draw_losses(search: Search, path: Path, objective: str = "") -> None:
+    """Loss after each flip with the retentions marked (paper, figure beside Algorithm 1).
+
+    The band is two standard errors of the increase over the start. A racing search measures most
+    steps on few batches and keeps the lowest, so its line runs a little low between the marks; the
+    marks themselves are measured on all batches. What a mark's pattern adds on held-out batches is
+    drawn over the same start. A second search, the way up from all S, has a dashed line.
+    ``objective`` says which tokens' loss it is.
+    """
+    figure, [axis] = make_figure(6.4, 3.8)
+    start = len(search.constraints.start.full_layers)
+    for way, style in zip(_ways(search.path), ("-", "--"), strict=False):
+        steps = [start - len(step.pattern.full_layers) for step in way]
+        losses = [step.loss for step in way]
+        axis.plot(steps, losses, color=_BLUE, ls=style, lw=1.4, marker="o", ms=2.5)
+        low = [step.loss - 2 * np.nan_to_num(step.standard_error) for step in way]
+        high = [step.loss + 2 * np.nan_to_num(step.standard_error) for step in way]
+        axis.fill_between(steps, low, high, color=_BLUE, alpha=0.13, lw=0)
+    axis.axhline(search.start_loss, color="black", lw=0.8, ls=":", label="no layer shared")
+    for number, found in enumerate(search.found.values()):
+        _draw_mark(axis, search, found, start - found.mark.full_layers, is_first=number == 0)
+    axis.set_xlabel("layers turned from F to S")
+    axis.set_ylabel(axis_label("loss", objective), fontsize=8)
+    axis.set_title(search.in_words(), fontsize=9, loc="left")
+    axis.legend(fontsize=8, frameon=False, loc="upper left")
+    axis.ticklabel_format(axis="y", useOffset=False)
+    axis.margins(y=0.12)
+    save_figure(figure, path)
+
+
+def _ways(path: Sequence[Step]) -> list[list[Step]]:
+    """The steps of each search that ``path`` holds, most F layers first; each begins anew."""
+    ways: list[list[Step]] = []
+    for step in path:
+        if step.layer is None:
+            ways.append([])
+        ways[-1].append(step)
+    return [sorted(way, key=lambda step: -len(step.pattern.full_layers)) for way in ways]
+
+
+def _draw_mark(axis: Any, search: Search, found: Found, step: int, *, is_first: bool) -> None:
+    axis.axvline(step, color=_RED, lw=0.6, alpha=0.35)
+    label = "pattern found" if is_first else None
+    axis.plot(step, found.loss, color=_RED, marker="D", ms=5, ls="none", label=label, zorder=4)
+    axis.annotate(
+        found.mark.label,
+        (step, 0.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, 4),
+        textcoords="offset points",
+        color=_RED,
+        fontsize=9,
+    )
+    if held_out := found.held_out:
+        label = "pattern found, held out (95 %)" if is_first else None
+        loss = search.start_loss + held_out.added
+        axis.errorbar(
+            step + 0.12, loss, held_out.half, color=_GREEN, marker="o", ms=4, capsize=3, lw=1,
+            label=label, zorder=5,
+        )  # fmt: skip
+    if "uniform" in found.baselines:
+        label = "uniform interleaving" if is_first else None
+        loss = found.baselines["uniform"][1]
+        axis.plot(step, loss, color=_GREY, marker="s", ms=4.5, ls="none", label=label, zorder=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Evaluator, Floats
+from sglang_indexcache.study.plots import make_figure, save_figure
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""
@@ -165,3 +167,29 @@ def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
             "mean_overlap_with_source": None if np.isnan(value) else value,
         }
     return data
+
+
+def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> None:
+    """Heatmap of ``[N, N]`` overlap, the pattern's blocks drawn on it (paper, appendix)."""
+    from matplotlib.patches import Rectangle
+
+    count = len(matrix)
+    size = min(9.0, 3.6 + 0.09 * count)
+    figure, [axis] = make_figure(size, size * 0.86)
+    image = axis.imshow(matrix, cmap="viridis", vmin=0, vmax=1, origin="lower")
+    bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
+    bar.set_label("share of the selection in common", fontsize=9)
+    for group in pattern.groups if pattern else ():
+        corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
+        side = len(group.layers)
+        box = Rectangle(corner, side, side, fill=False, edgecolor="#ff4d3d", lw=1.6, clip_on=False)
+        axis.add_patch(box)
+    every = 1 if count <= 16 else 5
+    axis.set_xticks(range(0, count, every))
+    axis.set_yticks(range(0, count, every))
+    axis.tick_params(labelsize=8)
+    axis.set_xlabel("layer")
+    axis.set_ylabel("layer")
+    if pattern is not None:
+        axis.set_title("boxes: layers that share one selection", fontsize=9, loc="left")
+    save_figure(figure, path)

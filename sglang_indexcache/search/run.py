@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints, baselines
 from sglang_indexcache.search.evaluators import Floats, standard_error
+from sglang_indexcache.search.exchange import refine
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.targets import Mark, Targets
+from sglang_indexcache.search.rules import Constraints, Mark, Targets, baselines
 from sglang_indexcache.stats.student import half_width
 
 
@@ -147,6 +147,9 @@ class Search:
     def _pass(self, mark: Mark, pattern: Pattern) -> Found:
         losses = self.ledger.losses(pattern)
         mean = float(losses.mean())
+        known = self.found.get(mark.full_layers)
+        if known is not None and known.loss <= mean:
+            return known
         return self._keep(Found(mark, pattern, mean, self._error(losses), pattern, mean))
 
     def _error(self, losses: Floats) -> float:
@@ -158,10 +161,10 @@ class Search:
         return found
 
     def _refined(self, found: Found, budget: int) -> Found:
+        if not self.options.refine:
+            return replace(found, is_final=True)
         before = self.ledger.spent
-        pattern, exchanges = self.options.refinement.refine(
-            self.ledger, self.constraints, found.pattern, self._known(), budget
-        )
+        pattern, exchanges = refine(self.ledger, self.constraints, found.pattern, budget)
         losses = self.ledger.losses(pattern)
         return replace(
             found,
@@ -172,12 +175,6 @@ class Search:
             is_refined=exchanges > 0 or self.ledger.spent > before,
             is_final=True,
         )
-
-    def _known(self) -> dict[int, Pattern]:
-        """The best pattern so far by its number of F layers, down to the last mark."""
-        known = {len(step.pattern.full_layers): step.pattern for step in self.path}
-        known |= {count: found.pattern for count, found in self.found.items()}
-        return {count: pattern for count, pattern in known.items() if count >= min(self.found)}
 
     def _compared(self, found: Found) -> Found:
         others = baselines(found.mark.full_layers, self.constraints)

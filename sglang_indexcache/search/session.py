@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.journal import Journal
-from sglang_indexcache.search.ledger import Ledger, Step
+from sglang_indexcache.search.ledger import Ledger, SearchJournal, Step
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
+from sglang_indexcache.search.rules import Constraints, Targets
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.sources import Setup
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.running import progress_at_most, resumable, resuming
+
+JOURNAL = "journal.jsonl"
 
 
 def run_search(
@@ -26,8 +28,8 @@ def run_search(
     targets: Targets,
     options: Options,
     output: Path,
-    name: str = "",
     console: Console | None = None,
+    rate: Rate | None = None,
 ) -> Search:
     """Search, or go on where an interrupted search of the same folder was.
 
@@ -37,8 +39,8 @@ def run_search(
         targets: where to leave patterns, and where to end.
         options: how to search.
         output: folder for everything.
-        name: prefix of the patterns' names; the model's name by default.
         console: where to tell what happens; standard output by default.
+        rate: how fast tokens are computed, if it is known.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; what was found until then is in ``output``.
@@ -47,19 +49,16 @@ def run_search(
     console = console or Console()
     with (
         resumable(console, output, "what was found"),
-        Journal(output / "journal.jsonl", setup.identity) as journal,
+        SearchJournal(output / JOURNAL, setup.identity) as journal,
     ):
         ledger = Ledger(setup.evaluator, journal, setup.held_out)
         search = Search(ledger, constraints, targets, options)
-        folder = OutputFolder(output, search, replace(setup, name=name or setup.name))
-        total = search.expected_tokens
-        for notice in setup.notices:
-            console.print(notice, highlight=False)
+        folder = OutputFolder(output, search, setup)
+        print_plan(console, [*setup.rows, *plan(search, rate)])
         resuming(console, len(journal.records), "evaluations", journal.path)
-        console.print(_budget(search), highlight=False)
         try:
             with progress_at_most(console) as progress:
-                task = progress.add_task("measuring the start", total=total)
+                task = progress.add_task("measuring the start", total=search.expected_tokens)
                 ledger.on_measured = lambda known: progress.update(
                     task, completed=known.known_tokens - known.ahead_tokens
                 )
@@ -78,15 +77,59 @@ def run_search(
     return search
 
 
-def _budget(search: Search) -> str:
-    """What the search will forward at most."""
-    budget, checks = search.budget, f"{search.check_tokens:,}"
+def print_dry_run(
+    setup: Setup,
+    constraints: Constraints,
+    targets: Targets,
+    options: Options,
+    console: Console,
+    rate: Rate | None,
+) -> None:
+    """Say what :func:`run_search` would do and what it costs; nothing is measured."""
+    search = Search(Ledger(setup.evaluator, None, setup.held_out), constraints, targets, options)
+    print_plan(console, [*setup.rows, *plan(search, rate)])
+
+
+def plan(search: Search, rate: Rate | None) -> Iterator[tuple[str, str]]:
+    """What the search will do and forward at most: a name and a sentence each."""
+    budget = search.budget
+    full = f"{search.ledger.full_evaluation:,}"
+    yield "method", search.options.in_words()
+    yield "targets", ", ".join(mark.label for mark in search.targets.marks)
     if not budget.is_kept:
-        return f"budget: none, {search.options.in_words()} keeps to none"
-    return (
-        f"budget: {budget.total:,} tokens, {100 * budget.share:.1f} % of exhaustive greedy's; then "
-        f"{checks} at most to compare what was found"
+        yield "budget", f"none, {search.options.in_words()} keeps to none"
+        return
+    yield (
+        "budget",
+        f"{budget.total:,} tokens, {100 * budget.share:.1f} % of exhaustive greedy's, which are "
+        f"{budget.total / search.ledger.full_evaluation:.1f} patterns on all {full} tokens; then "
+        f"{search.check_tokens:,} at most to compare what was found",
     )
+    yield "cost", Cost(budget.total + search.check_tokens, rate).in_words()
+
+
+def measured_rate(output: Path, batch_tokens: Sequence[int], calls: int) -> Rate | None:
+    """The rate of the evaluations that a search has left in its folder; None where it left none.
+
+    Args:
+        output: the search's folder.
+        batch_tokens: tokens of each batch.
+        calls: that were made at the same time, on all servers together.
+    """
+    path = output / JOURNAL
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    tokens, seconds = 0, 0.0
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            tokens += sum(batch_tokens[batch] for batch in entry["batches"])
+            seconds += entry["seconds"]
+        except (ValueError, KeyError, IndexError):  # torn by a kill, or of other data
+            continue
+    if not seconds:
+        return None
+    source = f"measured by {len(lines):,} evaluations in {path}"
+    return Rate(calls * tokens / seconds, source)
 
 
 def _show(event: Step | Found, search: Search, console: Console) -> None:
@@ -128,9 +171,10 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
             "its 95 % interval. Judge it by that: the loss it was chosen by flatters it.",
             highlight=False,
         )
+    flips = sum(step.layer is not None for step in search.path)
     if undecided := sum(not step.decided for step in search.path):
         console.print(
-            f"{undecided} of {len(search.path) - 1} flips are undecided: the budget ended while "
+            f"{undecided} of {flips} flips are undecided: the budget ended while "
             "several candidates were left. More budget (--budget) or more batches (--batches) "
             "would tell. Decided is no proof either: each comparison has 95 % for itself alone.",
             highlight=False,

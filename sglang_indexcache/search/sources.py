@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_indexcache.ask.pool import ONE_CALL, LoadPolicy, Pool
@@ -19,11 +19,9 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import Library, ModelInfo
 from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.calibration import Calibration, prepare
-from sglang_indexcache.search.evaluators import Evaluator, TokenEvaluator
+from sglang_indexcache.search.calibration import Calibration, Score, prepare
+from sglang_indexcache.search.evaluators import BatchLosses, Evaluator, TokenEvaluator
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.objective import Score
 from sglang_indexcache.study.provenance import checkpoint_digest
 
 DEFAULT_CONTEXT = 8
@@ -67,23 +65,23 @@ class Setup:
     counted: Sequence[Sequence[Mask]] = ()
 
     @property
-    def notices(self) -> Iterator[str]:
-        """What a user should know before a model runs, a line each, in rich's markup."""
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What a user should know before a model runs: a name and a sentence each."""
         if self.objective:
-            yield f"objective  loss of {self.objective} ({self.counts} in a batch)"
-            yield f"data       {self.data}: {self.reading}"
+            yield "objective", f"loss of {self.objective} ({self.counts} in a batch)"
+            yield "data", f"{self.data}: {self.reading}"
         if self.advice:
-            yield f"[yellow]advice[/yellow]     {self.advice}"
+            yield "advice", self.advice
 
     @property
     def token_evaluator(self) -> TokenEvaluator:
-        """The evaluator, if it knows the loss of every token.
+        """The evaluator, which knows the loss of every token.
 
         Raises:
-            SearchError: a made-up landscape does not.
+            SearchError: it does not.
         """
         if not hasattr(self.evaluator, "token_losses"):
-            raise SearchError("a made-up landscape has no tokens; give --model")
+            raise SearchError("this evaluator knows no losses of single tokens")
         return self.evaluator  # type: ignore[return-value]
 
     def resolve(self, value: str) -> Pattern:
@@ -103,7 +101,6 @@ class Data:
         held_out: further batches, on which no pattern is chosen.
         seed: of the shuffle.
         use_held_out: measure on the held-out batches alone.
-        part: ``(i, n)``: measure on the i-th of n equal parts of the batches.
         score: which predictions count; None leaves it to the data (see :func:`prepare`).
     """
 
@@ -114,12 +111,7 @@ class Data:
     held_out: int = 0
     seed: int = 0
     use_held_out: bool = False
-    part: tuple[int, int] = (0, 1)
     score: Score | None = None
-
-    def parts(self, count: int) -> list[Data]:
-        """``count`` disjoint sets of this size."""
-        return [replace(self, batches=self.batches * count, part=(i, count)) for i in range(count)]
 
     def calibration(self, model: Path, topk: int) -> Calibration:
         """The sequences, in the tokens of the checkpoint folder ``model``.
@@ -152,8 +144,8 @@ class Data:
             score=self.score,
         )
         if self.use_held_out:
-            return split.held_out.part(*self.part)
-        return split.calibration.part(*self.part).followed_by(split.held_out)
+            return split.held_out
+        return split.calibration.followed_by(split.held_out)
 
 
 @dataclass(frozen=True)
@@ -212,27 +204,32 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Synthetic:
-    """A made-up landscape of ``layers`` layers, to try a search without a model."""
+class Planned:
+    """Nothing that runs: the checkpoint's config and the data are read, to say what is to come."""
 
-    layers: int
+    model: Path
     data: Data
 
     @contextmanager
     def open(self) -> Iterator[Setup]:
-        """Make it up; of ``data`` only the seed and the numbers of batches count."""
-        place, parts = self.data.part
-        held_out = self.data.held_out
-        batches = self.data.batches // parts + held_out
-        evaluator = SyntheticEvaluator(self.layers, batches, self.data.seed, place)
-        layers, own = tuple(range(self.layers)), Pattern.full(self.layers)
-        checkpoint = Checkpoint("Synthetic", layers, own, {})
-        model = ModelInfo(name="synthetic", architectures=("Synthetic",), num_layers=self.layers)
-        facts = (evaluator.identity, "made up", self.data.seed)
-        yield Setup(evaluator, checkpoint, model, model.name, *facts, held_out=held_out)
+        """Read; whoever measures with it fails."""
+        ready = _Ready.read(self.model, self.data)
+        yield ready.setup("nothing", _Nothing(ready.checkpoint.num_layers, ready.calibration))
 
 
-Source = Served | InProcess | Local | Synthetic
+class _Nothing:
+    """Has the form of an evaluator and measures nothing."""
+
+    in_flight = 1
+
+    def __init__(self, num_layers: int, calibration: Calibration) -> None:
+        self.num_layers, self.batch_tokens = num_layers, calibration.batch_tokens
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        raise NotImplementedError("a dry run measures nothing")
+
+
+Source = Served | InProcess | Local | Planned
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ class _Ready:
         topk = int(checkpoint.shape["index_topk"])
         return cls(model, data, checkpoint, digest, data.calibration(model, topk), topk)
 
-    def setup(self, kind: str, evaluator: TokenEvaluator) -> Setup:
+    def setup(self, kind: str, evaluator: Evaluator) -> Setup:
         if evaluator.num_layers != self.checkpoint.num_layers:
             raise SearchError(
                 f"the engine serves {evaluator.num_layers} layers, the checkpoint in --model has "

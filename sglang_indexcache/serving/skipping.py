@@ -80,8 +80,7 @@ def told_index_keys(state: RankState) -> str:
 
 def _full_layers(state: RankState) -> set[int]:
     """Layers that are F in any pattern that was served; in static mode there is but one."""
-    served = {one for patterns in state.forwards_under for one in patterns.split("+")}
-    every = served or {state.pattern}
+    every = state.rows or {state.pattern}
     return {layer for pattern in every for layer, kind in enumerate(pattern) if kind == "F"}
 
 

@@ -1,7 +1,9 @@
 """Confidence bounds of a stratified mean difference, with contexts as the only observations.
 
-The estimate is the mean over cells (strata) of the mean over a cell's contexts (clusters): a cell
-counts the same however many contexts it has. Four things decide how it is bounded.
+The estimate is the mean over cells (strata) of the mean over a cell's questions, which come in
+contexts (clusters). A cell counts the same however many contexts it has, and a context as much as
+it has questions: so a cell's mean is what a harness prints (a ratio estimator, linearised). Five
+things decide how it is bounded.
 
 * *Many contexts that differ.* Student's t on the contexts' differences within cells, degrees of
   freedom by Welch and Satterthwaite. Losses are rare and one-sided, so the differences are skewed
@@ -18,6 +20,11 @@ counts the same however many contexts it has. Four things decide how it is bound
 * *Cells of unequal size.* A small cell counts as much as a large one, may have lost nothing by
   luck, and then adds nothing to the standard error. So what differs is counted in the steps of the
   cell that moves the mean most: t is left to evaluations in which that much was seen to move.
+* *Losses that were not seen.* A pattern may lose a few contexts whole and nothing elsewhere; then a
+  run can miss all of them, and what does differ (an engine's flips, fine scores) says nothing of
+  them. So :meth:`Estimate.guarded` is never above what the rule of three leaves open: with ``n``
+  contexts, losses of mean ``m`` that a context can have at most ``w`` of stay unseen with a
+  probability of at most ``(1 - m/w)^n``.
 * *Unbounded outcomes* (nats) have no exact form: t alone, and no bound where it has none.
 """
 
@@ -67,9 +74,16 @@ class Estimate:
         """The estimate."""
         return float(self.scaled.mean())
 
+    @cached_property
+    def level(self) -> float:
+        """The reference's own mean, weighted as the estimate is; nan where it is not known."""
+        if not len(self.differences.reference):
+            return float("nan")
+        return float((self.differences.reference * self._weights).mean())
+
     @property
     def heaviest(self) -> float:
-        """By how much a context of the smallest cell moves the mean, beside an average one's 1."""
+        """By how much a context moves the mean at most, beside an average one's 1."""
         return float(self._weights.max())
 
     @cached_property
@@ -109,19 +123,27 @@ class Estimate:
             z: the boundary at this look, as a standard normal value.
         """
         if self.exact:
-            return _bet(self.scaled, self.heaviest, _error(z))
+            return _bet(self.scaled, self.heaviest, error_above(z))
         return self.mean - self._half(z)
 
     def upper(self, z: float) -> float:
         """What the mean is below; see :meth:`lower`."""
         if self.exact:
-            return -_bet(-self.scaled, self.heaviest, _error(z))
+            return -_bet(-self.scaled, self.heaviest, error_above(z))
         return self.mean - self._half(-z)
+
+    def guarded(self, z: float) -> float:
+        """:meth:`lower`, and low enough for losses of whole contexts of which none was seen.
+
+        A claim of no loss beyond a margin rests on this one, whatever method gives the other.
+        """
+        return min(self.lower(z), -unseen(len(self.differences), error_above(z), self.heaviest))
 
     @cached_property
     def _weights(self) -> Floats:
-        counts = np.bincount(self.differences.cells)
-        weights: Floats = len(self.differences) / (counts.size * counts[self.differences.cells])
+        cells, questions = self.differences.cells, self.differences.questions
+        asked = np.bincount(cells, questions)
+        weights: Floats = len(cells) * questions / (asked.size * asked[cells])
         return weights
 
     @property
@@ -142,9 +164,10 @@ class Estimate:
 
     @cached_property
     def _residuals(self) -> Floats:
-        cells = self.differences.cells
-        means = np.bincount(cells, self.scaled) / np.bincount(cells)
-        found: Floats = self.scaled - means[cells]
+        cells, values = self.differences.cells, self.differences.values
+        questions = self.differences.questions
+        means = np.bincount(cells, questions * values) / np.bincount(cells, questions)
+        found: Floats = self._weights * (values - means[cells])
         return found
 
     @cached_property
@@ -176,12 +199,27 @@ class Estimate:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
         if not 0 < self.error < np.inf:
             return float(np.inf * np.sign(z))
-        beyond = student_quantile(_error(abs(z)), self._freedom)  # the accurate tail
+        beyond = student_quantile(error_above(abs(z)), self._freedom)  # the accurate tail
         t = -beyond * np.sign(z)
         skew = float((self._residuals**3).sum()) / len(self.differences) ** 3 / self.error**3
         if abs(skew) > 1e-6:
             t = 3 / skew * (np.cbrt(1 + skew * (t - skew / 6)) - 1)
         return float(t * self.error)
+
+
+def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
+    """The largest mean loss of which a run sees nothing with a probability of ``alpha``.
+
+    By losing a few contexts whole: the exact form of the rule of three. Of the losses of mean
+    ``m`` among independent contexts that move the mean by ``heaviest`` at most, none is seen with
+    a probability of at most ``(1 - m / heaviest) ** contexts``, whatever cells they lie in.
+
+    Args:
+        contexts: at least one.
+        alpha: 0 to 1.
+        heaviest: see :attr:`Estimate.heaviest`.
+    """
+    return heaviest * float(-np.expm1(np.log(alpha) / contexts))
 
 
 def capital(values: Floats, largest: float, null: float) -> float:
@@ -201,7 +239,7 @@ def capital(values: Floats, largest: float, null: float) -> float:
     return float(np.exp(np.minimum(logs, 700.0)).mean())
 
 
-def _error(z: float) -> float:
+def error_above(z: float) -> float:
     """The normal probability above ``z``."""
     from scipy.special import ndtr
 

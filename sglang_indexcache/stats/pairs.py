@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,7 @@ class Differences:
         flips: over all pairs.
         questions: int64 [contexts], how many each value is the mean of.
         missing: questions that only one of the arms answered. They are left out of both.
+        reference: float64 [contexts], means of the reference's values; empty if nobody asks.
     """
 
     values: Floats
@@ -89,6 +90,7 @@ class Differences:
     flips: Flips
     questions: Ints
     missing: int = 0
+    reference: Floats = field(default_factory=lambda: np.zeros(0))
 
     def __len__(self) -> int:
         return len(self.values)
@@ -146,9 +148,11 @@ def _by_context(
     arms: str,
 ) -> Differences:
     groups: dict[str, list[float]] = defaultdict(list)
+    own: dict[str, list[float]] = defaultdict(list)
     for key, value in first.items():
         if key in second:
             groups[key[0]].append(second[key] - value)
+            own[key[0]].append(value)
     if not groups:
         raise QualityError(f"{arms} have no question in common; ask both the same contexts")
     names = tuple(sorted({cell_of[context] for context in groups}))
@@ -160,4 +164,5 @@ def _by_context(
         Flips(int((every < 0).sum()), int((every > 0).sum()), len(every)),
         np.array([len(group) for group in groups.values()], dtype=np.int64),
         missing=len(first.keys() ^ second.keys()),
+        reference=np.array([np.mean(group) for group in own.values()], dtype=np.float64),
     )

@@ -105,16 +105,20 @@ class Design:
 
         For t the normal size, and half a squared boundary for not knowing the deviation (Guenther
         1981, American Statistician 35:243), which the contexts that differ alone can tell. The bet
-        is on differences that reach as far as the heaviest context moves the mean.
+        is on differences that reach as far as the heaviest context moves the mean. Never fewer than
+        a rare loss of whole contexts needs to be seen, see `bounds.unseen`.
         """
+        from scipy.special import ndtr
+
+        rare: float = math.log(ndtr(-self.bounds[-1])) / math.log1p(-margin / heaviest)
         known: float = (self.drift * deviation / margin) ** 2
         step = math.sqrt(deviation**2 / differing) / heaviest if differing else 0.0
         by_bet = max(known, self._bet_needs(margin / heaviest, deviation / heaviest, step))
         if not differing:
-            return by_bet
+            return max(by_bet, rare)
         unknown: float = self.bounds[-1] ** 2 / 2
         by_t = max(known + unknown / differing, _SURELY_NOT_FEW / differing)
-        return min(by_bet, by_t)
+        return max(min(by_bet, by_t), rare)
 
     def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
         """Contexts until one of the stakes, each a part of the capital, has won by itself.

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,13 @@ from sglang_indexcache.errors import ServerError
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.sources import Data, Served
-from sglang_indexcache.search.targets import parse_targets
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parity import decided_prompt
 from tests.oracle import Oracle
@@ -81,7 +81,7 @@ def search_into(folder: Path, source: Served) -> Search:
     with source.open() as setup:
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "2"], rules)
-        return run_search(setup, rules, goals, Options(), folder, "e2e")
+        return run_search(replace(setup, name="e2e"), rules, goals, Options(), folder)
 
 
 @pytest.fixture(scope="module")

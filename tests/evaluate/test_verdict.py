@@ -84,7 +84,7 @@ def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None
     values = draw.choice([0, 0.125, -0.125], size=600, p=[0.5, 0.22, 0.28])
     flips = Flips(int((values < 0).sum()), int((values > 0).sum()), 4800)
     found = Differences(values, np.zeros(600, int), (("needles", LONG),), flips, np.full(600, 8))
-    verdict = _claim("same", found, Design(600, margin=0.01), 4, None, True)
+    verdict = _claim("same", "full", found, Design(600, margin=0.01), 4, None, True)
     assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
     assert "undecided: a new run of the same size shows, with 80% probab" in verdict.sentence
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.search_landscape import SyntheticEvaluator
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.library import ModelInfo
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.targets import Targets, parse_targets
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
+from sglang_indexcache.search.run import Search
+from sglang_indexcache.search.session import run_search
+from sglang_indexcache.search.sources import Setup
 
 
 def free(count: int) -> Constraints:
@@ -20,3 +32,30 @@ def targets(count: int, *values: str) -> Targets:
 
 def landscape(count: int, seed: int = 0, batches: int = 8, **arguments: float) -> Ledger:
     return Ledger(SyntheticEvaluator(count, batches, seed, **arguments))  # type: ignore[arg-type]
+
+
+def made_up(evaluator: Evaluator, held_out: int = 0, name: str = "x") -> Setup:
+    """What a search of a landscape measures with."""
+    count = evaluator.num_layers
+    checkpoint = Checkpoint("Synthetic", tuple(range(count)), Pattern.full(count), {})
+    model = ModelInfo(name="synthetic", architectures=("Synthetic",), num_layers=count)
+    identity = getattr(evaluator, "identity", {"evaluator": "synthetic"})
+    return Setup(evaluator, checkpoint, model, name, identity, "made up", 0, held_out=held_out)
+
+
+def searched(
+    output: Path,
+    evaluator: Evaluator,
+    *goals: str,
+    held_out: int = 0,
+    method: str = "fast",
+    keep_full: tuple[int, ...] = (),
+    **options: Any,
+) -> tuple[Search, str]:
+    """A search as a user runs it, on a landscape; and what it said."""
+    setup = made_up(evaluator, held_out)
+    rules = Constraints.make(setup.checkpoint.own, keep_full)
+    console = Console(file=io.StringIO(), width=400)
+    marks, how = parse_targets(goals or None, rules), Options.parse(method, **options)
+    search = run_search(setup, rules, marks, how, output, console)
+    return search, console.file.getvalue()  # type: ignore[attr-defined]

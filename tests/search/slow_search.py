@@ -1,32 +1,36 @@
-"""The ``indexcache`` command with a made-up landscape that leaves time to interrupt a search.
+"""A search of a made-up landscape that leaves time to interrupt it.
 
-``SERVERS`` in the environment says how many calls it takes at the same time.
+``python -m tests.search.slow_search OUTPUT METHOD CALLS``: so many calls at the same time.
 """
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from sglang_indexcache.cli import app
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import BatchLosses
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
+from tests.search.helpers import searched
 
 SECONDS = 0.02
 
-measure = SyntheticEvaluator.loss
 
+class Slow(SyntheticEvaluator):
+    """Takes its time for every call."""
 
-def measure_slowly(
-    self: SyntheticEvaluator, pattern: Pattern, batches: Sequence[int]
-) -> BatchLosses:
-    time.sleep(SECONDS)
-    return measure(self, pattern, batches)
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        time.sleep(SECONDS)
+        return super().loss(pattern, batches)
 
 
 if __name__ == "__main__":
-    SyntheticEvaluator.loss = measure_slowly  # type: ignore[method-assign]
-    SyntheticEvaluator.in_flight = int(os.environ.get("SERVERS", "1"))
-    app()
+    output, method, calls = sys.argv[1:]
+    evaluator = Slow(12, 16)
+    evaluator.in_flight = int(calls)
+    try:
+        searched(Path(output), evaluator, held_out=8, method=method)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.data.marking import Marker, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.calibration import Calibration, Split, prepare
-from sglang_indexcache.search.objective import Score
+from sglang_indexcache.search.calibration import Calibration, Score, Split, prepare
 from tests.data.letters import Letters, letters, text_of
 
 SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
@@ -114,12 +113,27 @@ def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
 
 
 def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
-    text = "".join(f"{i:04}" for i in range(100))
-    (tmp_path / "a.txt").write_text(text)
-    split = made(tmp_path / "a.txt")
-    windows = {text[i : i + 8] for i in range(0, len(text), 8)}
+    texts = ["".join(f"{i:04}" for i in range(start, start + 100)) for start in (0, 200, 400)]
+    split = made(write(tmp_path / "a.jsonl", ({"text": text} for text in texts)), held_out=0)
+    windows = {text[i : i + 8] for text in texts for i in range(0, len(text), 8)}
     assert {text_of(s) for s in split.calibration.sequences} <= windows
-    assert "1 texts cut into windows" in split.calibration.reading
+    assert "texts cut into windows" in split.calibration.reading
+
+
+def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
+    """Six of eight held-out windows were of documents whose other windows were searched on."""
+    texts = ["".join(chr(300 + 40 * i + j) for j in range(40)) for i in range(60)]
+    path = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    split = made(path, batches=40, held_out=20)
+    of = {character: place for place, text in enumerate(texts) for character in text}
+    sides = [
+        {of[chr(token)] for sequence in part.sequences for token in sequence}
+        for part in (split.calibration, split.held_out)
+    ]
+    assert min(map(len, sides)) > 3
+    assert not sides[0] & sides[1]
+    with pytest.raises(SearchError, match="all windows of a text are on one side: give several"):
+        made(write(tmp_path / "one.jsonl", [{"text": "a long text" * 99}]))
 
 
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
@@ -209,11 +223,9 @@ def test_too_little(tmp_path: Path) -> None:
         made(tmp_path, context=1)
 
 
-def test_parts_and_what_is_held_out(lines: Path) -> None:
+def test_what_is_held_out_follows(lines: Path) -> None:
     split = made(lines)
-    parts = [split.calibration.part(i, 3) for i in range(3)]
-    assert sum((part.sequences for part in parts), ()) == split.calibration.sequences
-    both = parts[0].followed_by(split.held_out)
-    assert (both.held_out, len(both.batches)) == (1, 2)
-    assert both.batches[1] == split.held_out.sequences
-    assert both.size == "1 batches of 2 x 8 tokens"
+    both = split.calibration.followed_by(split.held_out)
+    assert (both.held_out, len(both.batches)) == (1, 4)
+    assert both.batches[3] == split.held_out.sequences
+    assert both.size == "3 batches of 2 x 8 tokens"

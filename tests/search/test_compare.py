@@ -8,8 +8,7 @@ from scipy import stats
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.compare import Comparison, Difference, compare
-from sglang_indexcache.search.figures import draw_comparison
+from sglang_indexcache.search.compare import Comparison, Difference, compare, draw_comparison
 
 A, B = Pattern("FFFF"), Pattern("FSFS")
 Losses = list[list[np.ndarray]]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import BatchLosses
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints, stage_starts
 from sglang_indexcache.search.evaluators import BatchLosses
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods import Method
 from sglang_indexcache.search.methods.fast import Fast
 from sglang_indexcache.search.methods.greedy import Greedy, evaluations, greedy
-from sglang_indexcache.search.targets import parse_targets
+from sglang_indexcache.search.rules import Constraints, parse_targets, stage_starts
 from tests.search.helpers import free, landscape, targets
 from tests.search.oracle import algorithm_1, algorithm_1_in_blocks
 
@@ -63,8 +62,8 @@ def test_a_whole_descent_takes_the_papers_count() -> None:
 
 
 def test_obeys_every_constraint() -> None:
-    own = Pattern("FFSFFSFFFFFF")
-    rules = Constraints.make(own, keep_full=[4], force_shared=[7], stage_starts=[6])
+    own = Pattern("FFSFFSFSFFFF")
+    rules = Constraints.make(own, keep_full=[4, 6])
     for step in greedy(landscape(12), rules, parse_targets(["3"], rules)):
         text = str(step.pattern)
         assert text[0] == text[4] == text[6] == "F"

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import FastGreedy
 from sglang_indexcache.search.methods.forward import Ascent, Forward
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.run import Search
-from sglang_indexcache.search.targets import parse_targets
 from tests.search.helpers import free, landscape, targets
 from tests.search.oracle import forward_selection
 
@@ -73,8 +72,8 @@ def test_leaves_every_mark_and_the_marks_are_listed_from_most_f_layers() -> None
 
 
 def test_obeys_every_constraint() -> None:
-    own = Pattern("FFSFFSFFFFFF")
-    rules = Constraints.make(own, keep_full=[4], force_shared=[7], stage_starts=[6])
+    own = Pattern("FFSFFSFSFFFF")
+    rules = Constraints.make(own, keep_full=[4, 6])
     events = list(Forward().descend(landscape(12), rules, parse_targets(["7"], rules), 10**9))
     for text in walked(events):
         assert text[0] == text[4] == text[6] == "F"

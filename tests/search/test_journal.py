@@ -4,27 +4,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import BatchLosses
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
-from sglang_indexcache.search.journal import Journal, Record
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Ledger, Measured, SearchJournal
 from tests.search.helpers import landscape
 
 IDENTITY = {"checkpoint": "a", "data": "b"}
 
 
 def filled(path: Path) -> bytes:
-    with Journal(path, IDENTITY) as journal:
-        journal.append(Record("FFS", (0, 1), (2.0, 0.1 + 0.2), 30, 0.5))
-        journal.append(Record("FSS", (1,), (1 / 3,), 15, 0.25))
+    with SearchJournal(path, IDENTITY) as journal:
+        journal.append(Measured("FFS", (0, 1), (2.0, 0.1 + 0.2), 30, 0.5))
+        journal.append(Measured("FSS", (1,), (1 / 3,), 15, 0.25))
     return path.read_bytes()
 
 
 def test_keeps_every_bit(tmp_path: Path) -> None:
     filled(tmp_path / "j")
-    with Journal(tmp_path / "j", IDENTITY) as journal:
+    with SearchJournal(tmp_path / "j", IDENTITY) as journal:
         first, second = journal.records
     assert (first.pattern, first.batches, first.losses) == ("FFS", (0, 1), (2.0, 0.1 + 0.2))
     assert (second.pattern, second.losses, second.layer_tokens) == ("FSS", (1 / 3,), 15)
@@ -37,10 +36,10 @@ def test_survives_a_cut_at_every_byte(tmp_path: Path) -> None:
         path = tmp_path / f"cut-{length}"
         path.write_bytes(content[:length])
         finished = max(content[:length].count(b"\n") - 1, 0)
-        with Journal(path, IDENTITY) as journal:
+        with SearchJournal(path, IDENTITY) as journal:
             assert len(journal.records) == finished
-            journal.append(Record("FSF", (0,), (1.0,), 15, 0.1))
-        with Journal(path, IDENTITY) as journal:
+            journal.append(Measured("FSF", (0,), (1.0,), 15, 0.1))
+        with SearchJournal(path, IDENTITY) as journal:
             assert [r.pattern for r in journal.records] == [*["FFS", "FSS"][:finished], "FSF"]
         path.unlink()
 
@@ -48,29 +47,33 @@ def test_survives_a_cut_at_every_byte(tmp_path: Path) -> None:
 def test_belongs_to_one_search(tmp_path: Path) -> None:
     filled(tmp_path / "j")
     with pytest.raises(SearchError, match=r"different: data \('b' then, 'c' now\).*--output"):
-        Journal(tmp_path / "j", {"checkpoint": "a", "data": "c"})
+        SearchJournal(tmp_path / "j", {"checkpoint": "a", "data": "c"})
 
 
 def test_long_values_that_differ_are_named_and_not_written_out(tmp_path: Path) -> None:
-    with Journal(tmp_path / "j", {"plan": {"rows": list(range(99)), "seed": 0, "task": "a"}}):
+    plan = {"rows": list(range(99)), "seed": 0, "task": "a"}
+    with SearchJournal(tmp_path / "j", {"plan": plan}):
         pass
     with pytest.raises(SearchError, match=r"different: plan rows; plan seed \(0 then, 1 now\)\. G"):
-        Journal(tmp_path / "j", {"plan": {"rows": list(range(98)), "seed": 1, "task": "a"}})
+        SearchJournal(tmp_path / "j", {"plan": plan | {"rows": [], "seed": 1}})
 
 
 def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     lines = filled(tmp_path / "j").split(b"\n")
     (tmp_path / "j").write_bytes(b"\n".join([lines[0], b"{broken", lines[2], b""]))
     with pytest.raises(SearchError, match="damaged at line 2"):
-        Journal(tmp_path / "j", IDENTITY)
+        SearchJournal(tmp_path / "j", IDENTITY)
     (tmp_path / "j").write_bytes(b"\n".join([lines[0], b'{"pattern": "F"}', b""]))
     with pytest.raises(SearchError, match="damaged at line 2"):
-        Journal(tmp_path / "j", IDENTITY)
+        SearchJournal(tmp_path / "j", IDENTITY)
 
 
 def test_two_searches_cannot_share_one(tmp_path: Path) -> None:
-    with Journal(tmp_path / "j", IDENTITY), pytest.raises(SearchError, match="in use by another"):
-        Journal(tmp_path / "j", IDENTITY)
+    with (
+        SearchJournal(tmp_path / "j", IDENTITY),
+        pytest.raises(SearchError, match="in use by another"),
+    ):
+        SearchJournal(tmp_path / "j", IDENTITY)
 
 
 class Counting(SyntheticEvaluator):
@@ -95,11 +98,11 @@ def test_the_ledger_measures_nothing_twice_and_counts_the_same_after_a_restart(
         return [float(v) for v in found.ravel()], ledger.spent
 
     evaluator = Counting()
-    with Journal(tmp_path / "j", IDENTITY) as journal:
+    with SearchJournal(tmp_path / "j", IDENTITY) as journal:
         before = ask(Ledger(evaluator, journal))
     assert sorted(evaluator.asked) == sorted(set(evaluator.asked))
     assert len(evaluator.asked) == 8
-    with Journal(tmp_path / "j", IDENTITY) as journal:
+    with SearchJournal(tmp_path / "j", IDENTITY) as journal:
         again = Ledger(evaluator, journal)
         assert again.known_tokens == 8000
         assert ask(again) == before

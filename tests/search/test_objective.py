@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.objective import Objective, Score
+from sglang_indexcache.search.calibration import Objective, Score
 
 
 @given(

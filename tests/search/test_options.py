@@ -7,81 +7,37 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
-from sglang_indexcache.search.evaluators.synthetic import SyntheticEvaluator
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.greedy import Greedy
-from sglang_indexcache.search.methods.similarity import Similarity
-from sglang_indexcache.search.options import Options, busy_share, cost
-from sglang_indexcache.search.refinements import Unrefined
-from sglang_indexcache.search.refinements.exchange import Screened
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
-from sglang_indexcache.search.targets import Targets, parse_targets
 from tests.search.helpers import free, landscape, targets
 
 
 @pytest.mark.parametrize(
-    ("method", "refinement", "words"),
+    ("method", "refine", "words"),
     [
-        ("fast", "none", "fast greedy (lazy re-evaluation, paired racing)"),
+        ("fast", False, "fast greedy (lazy re-evaluation, paired racing)"),
         (
             "greedy:4",
-            "beam:8",
-            "exhaustive greedy (Algorithm 1), 4 pipeline blocks, beam refinement",
+            True,
+            "exhaustive greedy (Algorithm 1), 4 pipeline blocks, screened refinement",
         ),
     ],
 )
-def test_options_in_words(method: str, refinement: str, words: str) -> None:
-    assert Options.parse(method, refinement).in_words() == words
+def test_options_in_words(method: str, refine: bool, words: str) -> None:
+    assert Options.parse(method, refine=refine).in_words() == words
 
 
 def test_the_papers_search() -> None:
     """47 layers down to one: N(N-1)/2 passes over 768 sequences of 200K, and the start."""
-    bill = cost(
-        free(47), targets(47, "1"), Options(Greedy(), Unrefined()), sequences=768, context=200_000,
-        tokens_per_second=1e6, gpus=8,
-    )  # fmt: skip
-    assert bill.evaluations == 1082
-    assert bill.sequences == 1082 * 768
-    assert bill.tokens == 1082 * 768 * 200_000
-    assert bill.hours == pytest.approx(bill.tokens / 1e6 / 3600)
-    assert bill.gpu_hours == pytest.approx(8 * bill.hours)
-
-
-@pytest.mark.parametrize("layers", [12, 47])
-def test_fast_never_costs_more_than_predicted(layers: int) -> None:
-    goal = targets(layers, "1/2", "1/4")
-    search = Search(landscape(layers, batches=32), free(layers), goal, Options())
-    for _ in search.run():
-        pass
-    bill = cost(free(layers), goal, Options(), sequences=32, context=1000)
-    assert search.search_tokens <= bill.tokens
-    assert bill.hours is None
-
-
-def test_servers_share_the_hours_but_not_the_gpu_hours() -> None:
-    facts = (free(12), targets(12, "1/4"), Options(), 32, 1000, 100.0, 8)
-    one, four = cost(*facts), cost(*facts, 4)
-    assert four.hours == pytest.approx((one.hours or 0) / 4)
-    assert four.gpu_hours == pytest.approx(one.gpu_hours)
-
-
-@pytest.mark.parametrize(
-    ("per_batch", "ranks", "share"), [(8, 8, 1.0), (1, 8, 0.125), (9, 8, 9 / 16), (16, 8, 1.0)]
-)
-def test_a_short_batch_leaves_ranks_idle(per_batch: int, ranks: int, share: float) -> None:
-    assert busy_share(per_batch, ranks) == share
-
-
-def test_bad_numbers() -> None:
-    with pytest.raises(SearchError, match="above zero"):
-        busy_share(0, 8)
-    with pytest.raises(SearchError, match="above zero"):
-        cost(free(4), targets(4, "1"), Options(), sequences=0, context=1)
-    with pytest.raises(SearchError, match="no cost model"):
-        cost(free(4), targets(4, "1"), Options(Similarity()), sequences=1, context=1)
+    tokens = [200_000] * 768
+    budget = Options(Greedy(), refine=False).budget(free(47), targets(47, "1"), tokens)
+    assert budget.total == budget.exhaustive == (47 * 46 // 2 + 1) * 768 * 200_000
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -89,8 +45,8 @@ def test_greedy_is_refined_too_and_its_bill_says_so(seed: int) -> None:
     """It spends more than the budget itself, which once left nothing for the refinement."""
     goal = targets(24, "1/4")
     plain, refined = (
-        Search(landscape(24, seed, batches=16), free(24), goal, Options(Greedy(), refinement))
-        for refinement in (Unrefined(), Screened())
+        Search(landscape(24, seed, batches=16), free(24), goal, Options(Greedy(), refine=refine))
+        for refine in (False, True)
     )
     for search in (plain, refined):
         for _ in search.run():
@@ -110,7 +66,7 @@ def test_refinement_repairs_what_greedy_ran_into() -> None:
             landscape(24, seed, batches=8, coupling=20.0),
             free(24),
             targets(24, "1/4"),
-            Options(Greedy(), Screened()),
+            Options(Greedy()),
         )
         for _ in search.run():
             pass
@@ -132,7 +88,7 @@ def run(search: Search) -> Search:
 def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
     layers = draw(st.sampled_from([4, 5, 8, 12, 20, 47, 80]))
     batches = draw(st.sampled_from([1, 2, 3, 8, 16, 33, 64]))
-    names = ["fast", "oneshot", "forward"]
+    names = ["fast", "forward", "both"]
     names += ["greedy", "greedy:2"] if layers <= 12 else []
     method = draw(st.sampled_from(names))
     marks = draw(st.lists(st.integers(2, layers).map(str), min_size=1, max_size=3))
@@ -145,11 +101,11 @@ def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
     if draw(st.booleans()):  # documents are whole, so batches differ in length
         lengths = np.random.default_rng(seed).integers(1, 2000, batches)
         evaluator.batch_tokens = tuple(int(length) for length in lengths)
-    refinement = draw(st.sampled_from(["none", "screened"]))
+    refine = draw(st.booleans())
     share = draw(st.sampled_from([None, None, 0.05, 0.1, 0.3, 1.0]))
     with reject_on(SearchError):
         goal = parse_targets(marks, rules)
-        options = Options.parse(method, refinement, share)
+        options = Options.parse(method, share, refine=refine)
         options.budget(rules, goal, evaluator.batch_tokens)
     return Ledger(evaluator), rules, goal, options
 
@@ -192,13 +148,12 @@ def test_two_batches(layers: int, least: float) -> None:
 
 def test_a_budget_that_nothing_keeps_to_is_refused() -> None:
     goal = targets(12, "1/4")
-    for names in (("similarity",), ("fast", "swap"), ("fast", "beam")):
-        with pytest.raises(SearchError, match="--budget does not bound this"):
-            Search(landscape(12), free(12), goal, Options.parse(*names, share=0.5))
-        assert not Search(landscape(12), free(12), goal, Options.parse(*names)).budget.is_kept
+    with pytest.raises(SearchError, match="--budget does not bound this"):
+        Search(landscape(12), free(12), goal, Options.parse("similarity", 0.5))
+    assert not Search(landscape(12), free(12), goal, Options.parse("similarity")).budget.is_kept
 
 
-@pytest.mark.parametrize("method", ["fast", "oneshot", "forward"])
+@pytest.mark.parametrize("method", ["fast", "forward", "both"])
 def test_the_refusal_names_a_budget_that_is_enough(method: str) -> None:
     goal, ledger = targets(24, "1/4"), landscape(24, batches=4)
     with pytest.raises(SearchError, match="needs at least") as refused:
@@ -229,21 +184,12 @@ def test_every_budget_does_something() -> None:
     assert spent[-1] > 2 * spent[0]
 
 
-@pytest.mark.parametrize("method", ["fast", "oneshot", "forward", "greedy"])
-def test_the_bill_is_the_budget(method: str) -> None:
-    goal, options = targets(47, "1/4"), Options.parse(method, "screened")
-    search = Search(landscape(47, batches=32), free(47), goal, options)
-    bill = cost(free(47), goal, options, sequences=32, context=1000)
-    assert bill.tokens == search.budget.total
-    assert search.expected_tokens == search.budget.total + search.check_tokens
-
-
 def test_provenance_names_a_refinement_only_where_it_ran() -> None:
     goal = targets(12, "1/4")
-    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy", "screened", 1.0)))
+    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy", 1.0)))
     assert search.budget.refinement == 0
     assert search.in_words() == "exhaustive greedy (Algorithm 1)"
-    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy", "screened")))
+    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy")))
     assert search.in_words() == "exhaustive greedy (Algorithm 1), screened refinement"
 
 

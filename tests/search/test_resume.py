@@ -18,10 +18,7 @@ from tests.signals import hears_sigint
 
 
 def start(output: Path, method: str = "fast", servers: int = 1) -> subprocess.Popen[bytes]:
-    command = [
-        *(sys.executable, "-m", "tests.search.slow_search", "search", "run", "--synthetic", "12"),
-        *("--batches", "8", "--name", "test", "--output", str(output), "--method", method),
-    ]
+    command = [sys.executable, "-m", "tests.search.slow_search", str(output), method, str(servers)]
     return subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -29,7 +26,6 @@ def start(output: Path, method: str = "fast", servers: int = 1) -> subprocess.Po
         start_new_session=True,
         preexec_fn=hears_sigint,
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "SERVERS": str(servers)},
     )
 
 
@@ -54,14 +50,14 @@ def size(path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("method", "servers", "goal"),
-    [("fast", 1, 20), ("fast", 3, 20), ("oneshot", 1, 3), ("forward", 3, 3)],
+    [("fast", 1, 20), ("fast", 3, 20), ("both", 1, 3), ("forward", 3, 3)],
 )
 def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goal: int) -> None:
     """Also where several calls are in flight, some of them ahead of what was asked for."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finish(start(undisturbed, method))
     expected = results(undisturbed)
-    assert list(expected) == [f"test-1of{r}.yaml" for r in (2, 4, 8)]
+    assert list(expected) == [f"x-1of{r}.yaml" for r in (2, 4, 8)]
     whole = size(undisturbed / "journal.jsonl")
     moments = random.Random(0)
     journal, kills = killed / "journal.jsonl", 0
@@ -98,10 +94,10 @@ def test_an_interrupted_search_leaves_a_usable_result(tmp_path: Path, number: in
     assert process.returncode == 130
     state = json.loads((tmp_path / "search.json").read_text())
     assert state["complete"] is False
-    partial = load_entry(tmp_path / "test-partial.yaml")
+    partial = load_entry(tmp_path / "x-partial.yaml")
     assert partial.pattern == state["steps"][-1]["pattern"]
     assert partial.method.name == "unfinished search"
     assert (tmp_path / "losses.png").stat().st_size > 0
     finish(start(tmp_path))
-    assert not (tmp_path / "test-partial.yaml").exists()
+    assert not (tmp_path / "x-partial.yaml").exists()
     assert json.loads((tmp_path / "search.json").read_text())["complete"] is True

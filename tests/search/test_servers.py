@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,15 @@ from sglang_indexcache.ask import pool
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import free_port
 from sglang_indexcache.ask.pool import LoadPolicy
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.sources import Data, Served
-from sglang_indexcache.search.targets import parse_targets
-from tests.search.fake_engine import Engine, serving
+from tests.fakes.server import FakeServer, serving
 from tests.search.test_resume import evaluations, results
 
 PACKAGE = Path(sglang_indexcache.__file__).parent
-TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "ask" / "client.py"
+TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "search"
 LAYERS = 12
 
 
@@ -39,7 +39,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.search.fake_engine"]
+        command = [sys.executable, "-m", "tests.fakes.server"]
         arguments = map(str, (self.port, LAYERS, self._seconds))
         self._process = subprocess.Popen([*command, *arguments], cwd=Path(__file__).parents[2])
         client = Client(f"http://127.0.0.1:{self.port}")
@@ -60,13 +60,13 @@ def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1
         rules = Constraints.make(setup.checkpoint.own)
         goals = parse_targets(["1/2", "1/4"], rules)
         with (output.parent / f"{output.name}.log").open("w") as log:
-            run_search(setup, rules, goals, Options(), output, "x", Console(file=log))
+            run_search(replace(setup, name="x"), rules, goals, Options(), output, Console(file=log))
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:
     """The YAML byte for byte, whatever the number; what is measured in addition is a guess."""
     for at_once in (1, 3):
-        engine = Engine(LAYERS, gathers=at_once)
+        engine = FakeServer("F" * LAYERS, "live", gathers=at_once)
         with serving(engine) as url:
             search([int(url.rpartition(":")[2])], tmp_path / str(at_once), [], at_once)
         assert engine.most_at_once == at_once

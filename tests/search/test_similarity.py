@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.methods.similarity import most_similar
+from sglang_indexcache.search.rules import Constraints
 from tests.search.helpers import free
 from tests.search.oracle import every_pattern, source
 

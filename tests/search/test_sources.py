@@ -6,37 +6,29 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import PatternError, SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.objective import Score
-from sglang_indexcache.search.sources import Data, Local, Setup, Synthetic
+from sglang_indexcache.search.calibration import Score
+from sglang_indexcache.search.sources import Data, Local, Setup
 from tests.cli.test_search import TINY
+from tests.search.helpers import made_up
 
 
 @pytest.mark.parametrize(
     ("value", "pattern"),
     [("full", "FFFFFFFF"), ("uniform:1/4", "FSSSFSSS"), ("FSFFFFFF", "FSFFFFFF")],
 )
-def test_a_made_up_landscape_takes_every_form_of_a_pattern(value: str, pattern: str) -> None:
-    with Synthetic(8, Data()).open() as setup:
-        assert setup.resolve(value) == Pattern(pattern)
+def test_a_setup_takes_every_form_of_a_pattern(value: str, pattern: str) -> None:
+    assert made_up(SyntheticEvaluator(8)).resolve(value) == Pattern(pattern)
 
 
-def test_a_made_up_landscape_refuses_what_a_checkpoint_does() -> None:
-    with Synthetic(8, Data()).open() as setup:
-        with pytest.raises(PatternError, match="4 characters and the model has 8"):
-            setup.resolve("FSFS")
-        with pytest.raises(SearchError, match="has no tokens"):
-            _ = setup.token_evaluator
-
-
-def test_parts_are_sets_of_the_same_size_and_other_data() -> None:
-    losses = []
-    for part in Data(batches=4).parts(3):
-        with Synthetic(8, part).open() as setup:
-            assert len(setup.evaluator.batch_tokens) == 4
-            losses.append(setup.evaluator.loss(Pattern.full(8), range(4)).mean)
-    assert len(set(losses)) == 3
+def test_a_setup_refuses_what_a_checkpoint_does() -> None:
+    setup = made_up(SyntheticEvaluator(8))
+    with pytest.raises(PatternError, match="4 characters and the model has 8"):
+        setup.resolve("FSFS")
+    with pytest.raises(SearchError, match="no losses of single tokens"):
+        _ = setup.token_evaluator
 
 
 @pytest.mark.parametrize(("context", "length"), [(None, 512), (256, 256)])

@@ -2,14 +2,14 @@ import pytest
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import (
+from sglang_indexcache.search.rules import (
     Constraints,
     baselines,
     exchanged,
     flipped,
+    parse_targets,
     stage_starts,
 )
-from sglang_indexcache.search.targets import parse_targets
 from tests.search.helpers import free
 
 
@@ -49,7 +49,7 @@ def test_bad_targets(values: list[str], message: str) -> None:
 
 
 def test_targets_that_the_constraints_bar() -> None:
-    rules = Constraints.make(Pattern("FSFFFF"), keep_full=[2, 3], force_shared=[4])
+    rules = Constraints.make(Pattern("FSFFSF"), keep_full=[2, 3])
     assert parse_targets(["3", "4"], rules).fewest == 3
     for value in ("2", "5"):
         with pytest.raises(SearchError, match="can only reach 3 to 4"):
@@ -57,19 +57,16 @@ def test_targets_that_the_constraints_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("keep_full", "message"),
     [
-        ({"keep_full": [6]}, r"layers \[6\] do not exist in a 6-layer model"),
-        ({"force_shared": [-1]}, r"layers \[-1\] do not exist"),
-        ({"keep_full": [2], "force_shared": [2]}, "forced both to F and to S"),
-        ({"force_shared": [0]}, "forced both to F and to S"),
-        ({"keep_full": [1]}, "ships no indexer there"),
-        ({"stage_starts": [1]}, "ships no indexer there"),
+        ([6], r"layers \[6\] do not exist in a 6-layer model"),
+        ([-1], r"layers \[-1\] do not exist"),
+        ([1], "ships no indexer there"),
     ],
 )
-def test_contradicting_constraints(arguments: dict[str, list[int]], message: str) -> None:
+def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
     with pytest.raises(SearchError, match=message):
-        Constraints.make(Pattern("FSFFFF"), **arguments)
+        Constraints.make(Pattern("FSFFFF"), keep_full)
 
 
 def test_stage_starts_cover_the_layers() -> None:

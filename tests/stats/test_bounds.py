@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from scipy.stats import norm, ttest_1samp
 
-from sglang_indexcache.stats.bounds import Estimate, capital
+from sglang_indexcache.stats.bounds import Estimate, capital, unseen
 from sglang_indexcache.stats.pairs import Differences, Flips
+from sglang_indexcache.stats.power import Design
 
 Z = float(norm.ppf(0.95))
 
@@ -127,3 +128,50 @@ def test_unbounded_outcomes_without_an_error_have_no_bounds() -> None:
     for estimate in (nothing, single):
         assert estimate.lower(Z) == -np.inf
         assert estimate.upper(Z) == np.inf
+
+
+def test_whole_contexts_that_may_be_lost_unseen_bound_every_method() -> None:
+    """Forty contexts that flip a little unlock t; a hundred contexts cannot show one point."""
+    values = [0.0] * 60 + [-1 / 8, 1 / 8] * 20
+    estimate = Estimate(differences(values))
+    assert not estimate.exact
+    assert estimate.lower(Z) > -0.02
+    # Exactly the loss with which no context of a hundred is lost in one run of twenty.
+    assert estimate.guarded(Z) == pytest.approx(0.05 ** (1 / 100) - 1)
+    assert estimate.guarded(Z) < -0.029
+    nothing = Estimate(differences([0.0] * 500))
+    assert nothing.guarded(Z) == nothing.lower(Z)  # the bet is farther away
+
+
+@pytest.mark.parametrize("sizes", [(300, 300), (20, 400), (5, 50, 500)])
+def test_no_way_to_lose_whole_contexts_is_seen_less_often(sizes: tuple[int, ...]) -> None:
+    """Against the best that a loss can do: water-filling over cells of these sizes."""
+    heaviest = sum(sizes) / len(sizes) / min(sizes)
+    loss = unseen(sum(sizes), 0.05, heaviest)
+    most = 0.0
+    for level in np.linspace(0, max(sizes) * 2, 4000)[1:]:
+        lost = [max(0.0, 1 - size / level) for size in sizes]
+        if sum(lost) / len(sizes) >= loss:
+            most = float(np.prod([(1 - p) ** size for p, size in zip(lost, sizes, strict=True)]))
+            break
+    assert most <= 0.05 + 1e-6
+
+
+def test_a_plan_promises_no_margin_that_a_rare_loss_could_hide_in() -> None:
+    design = Design(contexts=192, margin=0.01)
+    assert design.needed(0.02, 0.3) >= np.log(0.0427) / np.log(0.99)
+    assert design.detectable(0.02, 0.3) >= unseen(192, 0.0427) - 1e-3
+
+
+def test_a_cells_mean_is_that_of_its_questions() -> None:
+    """As a harness prints it: four single questions do not outweigh one context of sixteen."""
+    values, questions = [-0.25, 0.5, 0.0, 1.0], [16, 4, 2, 1]
+    estimate = Estimate(differences(values, [0] * 4, questions), bounded=False)
+    every = np.repeat(values, questions)
+    assert estimate.mean == pytest.approx(every.mean())
+    # The linearised ratio estimator, Cochran (1977), section 6.4, without the finite correction.
+    size = np.array(questions)
+    residuals = size * (np.array(values) - every.mean()) / size.mean()
+    assert estimate.error == pytest.approx(residuals.std(ddof=1) / 2)
+    both = Estimate(differences([*values, 0.2], [0] * 4 + [1], [*questions, 3]), bounded=False)
+    assert both.mean == pytest.approx((every.mean() + 0.2) / 2)

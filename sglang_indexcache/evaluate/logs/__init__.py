@@ -5,13 +5,18 @@ A harness judges and prompts as it likes; its scores are taken as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.logs import inspect, lm_eval, own, plain
 from sglang_indexcache.evaluate.logs.sample import Row, Sample, first_row
+from sglang_indexcache.stats.pairs import Cell
+
+
+def _nothing(*_: object) -> Mapping[Cell, float]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -23,18 +28,20 @@ class Format:
         head: the row by which it is recognised.
         fits: whether that row is of this kind.
         read: a file's samples, given the metric that the user chose.
+        reported: what the harness itself printed of a metric, by task and length, where it tells.
     """
 
     files: tuple[str, ...]
     head: Callable[[Path], Row]
     fits: Callable[[Row], bool]
     read: Callable[[Path, str | None], Iterator[Sample]]
+    reported: Callable[[Path, str], Mapping[Cell, float]] = _nothing
 
 
 FORMATS = {
     "sglang-indexcache": Format(own.FILES, first_row, own.fits, own.read),
-    "lm-eval": Format(lm_eval.FILES, first_row, lm_eval.fits, lm_eval.read),
-    "inspect": Format(inspect.FILES, inspect.header, inspect.fits, inspect.read),
+    "lm-eval": Format(lm_eval.FILES, first_row, lm_eval.fits, lm_eval.read, lm_eval.reported),
+    "inspect": Format(inspect.FILES, inspect.header, inspect.fits, inspect.read, inspect.reported),
     "plain": Format(plain.FILES, first_row, plain.fits, plain.read),
 }
 
@@ -47,11 +54,13 @@ class Log:
         name: how the run is called in the report.
         kind: of :data:`FORMATS`.
         samples: in the order of the log.
+        reported: what the harness printed, by task and length; empty where it does not tell.
     """
 
     name: str
     kind: str
     samples: tuple[Sample, ...]
+    reported: Mapping[Cell, float] = field(default_factory=dict)
 
 
 def read_log(name: str, place: str, metric: str | None = None) -> Log:
@@ -77,7 +86,12 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
     samples = tuple(sample for file in files for sample in FORMATS[kind].read(file, metric))
     if not samples:
         raise QualityError(f"{place} has no sample")
-    return Log(name, kind, samples)
+    reported = {
+        cell: value
+        for file in files
+        for cell, value in FORMATS[kind].reported(file, samples[0].metric).items()
+    }
+    return Log(name, kind, samples, reported)
 
 
 def _recognise(path: Path) -> tuple[str, list[Path]]:

@@ -26,11 +26,14 @@ from sglang_indexcache.evaluate.evaluation import (
 from sglang_indexcache.evaluate.logs import Log
 from sglang_indexcache.evaluate.logs.sample import Sample
 from sglang_indexcache.evaluate.verdict import Verdicts, judge
+from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design
 
 NO_CONTROL = -1
 """For ``Evaluation.selects_all``: a log does not tell which of its prompts are short."""
 MOST_UNSCORED = 0.01
+ROUNDED = 5e-4
+"""How far a harness may round what it prints."""
 Key = tuple[str, str]
 """Task and question."""
 
@@ -81,6 +84,9 @@ def compare_logs(
     for log in (candidate, again, bad):
         if log is not None:
             _check_same(reference, log, base, _questions(log))
+    for log in (reference, candidate, again, bad):
+        if log is not None:
+            _check_reported(log, _questions(log))
     unscored = {key for run in runs.values() for key, one in run.items() if one.value is None}
     _check_scored(unscored, len(base))
     evaluation = _evaluation(runs, unscored, reference, candidate, bad, margin, facts or {})
@@ -145,6 +151,23 @@ def _check_same(
         raise QualityError(f"{reference.name} and {other.name} have other metrics; say --metric")
 
 
+def _check_reported(log: Log, run: Mapping[Key, LoggedQuestion]) -> None:
+    """The mean of a task's questions must be what the harness printed of them."""
+    values: dict[Cell, list[float]] = defaultdict(list)
+    for (task, _), one in run.items():
+        if one.value is not None:
+            values[task, one.sample.length].append(one.value)
+    for cell, said in log.reported.items():
+        found = fmean(values[cell]) if cell in values else None
+        if found is None or abs(found - said) > ROUNDED:
+            mean = "nothing" if found is None else f"{found:.4f}"
+            raise QualityError(
+                f"{log.name}: the harness reports {said:.4f} for {cell[0]}, and its samples have a "
+                f"mean of {mean}. Its number is no mean of these scores: choose another metric "
+                "(--metric), or give the samples of the run that was reported"
+            )
+
+
 def _check_scored(unscored: set[Key], count: int) -> None:
     if len(unscored) > MOST_UNSCORED * count:
         raise QualityError(
@@ -204,15 +227,19 @@ def _evaluation(
             if context not in left
         ),
         finished=True,
-        notices=_notices(len(unscored)),
+        notices=_notices(len(unscored), checked=bool(reference.reported and candidate.reported)),
     )
 
 
-def _notices(unscored: int) -> tuple[str, ...]:
+def _notices(unscored: int, *, checked: bool) -> tuple[str, ...]:
     said = [
         "The answers and their scores are another harness's: which pattern they were made with, "
         "and whether both runs had the same server, is not known here."
     ]
+    if not checked:
+        said.append(
+            "The harness's own numbers do not lie beside its samples, so they were not compared."
+        )
     if unscored:
         said.append(f"{unscored} questions have no score in one of the runs, and count in none.")
     return tuple(said)

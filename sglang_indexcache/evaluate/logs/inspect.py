@@ -42,14 +42,43 @@ def header(path: Path) -> Row:
             for name in ("header.json", "_journal/start.json"):
                 if name in names:
                     return _object(_member(archive, archive.getinfo(name)))
-    except BadZipFile as error:
+    except (BadZipFile, ValueError) as error:
         raise QualityError(f"{path} is not a whole Inspect log: {error}") from error
     return {}
 
 
 def read(path: Path, metric: str | None) -> Iterator[Sample]:
-    """The samples of one run; each epoch is one."""
-    task = str(header(path)["eval"]["task"])
+    """The samples of one run; each epoch is one.
+
+    Raises:
+        QualityError: the run was cancelled or has failed, or its log is damaged.
+    """
+    about = header(path)
+    if about.get("status") != "success":
+        raise QualityError(
+            f"the run of {path} did not end well (status {about.get('status', 'unknown')}): what "
+            "it lacks may be the hard questions. Let it finish (inspect eval-retry)"
+        )
+    task = str(about["eval"]["task"])
+    try:
+        yield from _read(path, task, metric)
+    except (KeyError, TypeError, AttributeError, ValueError, EOFError) as error:
+        raise QualityError(f"{path} is damaged, or no log of Inspect ({error})") from error
+
+
+def reported(path: Path, metric: str) -> dict[tuple[str, int], float]:
+    """What the harness printed: the mean, or the accuracy, of a score."""
+    about = header(path)
+    for score in (about.get("results") or {}).get("scores") or ():
+        if score.get("name") == metric:
+            metrics = score.get("metrics") or {}
+            for name in ("accuracy", "mean"):
+                if name in metrics:
+                    return {(str(about["eval"]["task"]), 0): float(metrics[name]["value"])}
+    return {}
+
+
+def _read(path: Path, task: str, metric: str | None) -> Iterator[Sample]:
     rows = list(_samples(path))
     chosen = pick(sorted({name for row in rows for name in row.get("scores") or {}}), metric, path)
     for row in rows:
@@ -109,5 +138,9 @@ def _member(archive: ZipFile, info: ZipInfo) -> bytes:
     name, extra = struct.unpack("<HH", archive.fp.read(_LOCAL_HEADER)[-4:])
     archive.fp.seek(name + extra, io.SEEK_CUR)
     packed = archive.fp.read(info.compress_size)
-    with zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as stream:
-        return stream.read()
+    try:
+        unpacker = zstandard.ZstdDecompressor()
+        with unpacker.stream_reader(packed, read_across_frames=True) as stream:
+            return stream.read()
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{info.filename}: {error}") from error

@@ -7,10 +7,12 @@ tasks name their metrics by length and give -1 at the lengths that the document 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.logs.sample import (
     Row,
     Sample,
@@ -40,29 +42,49 @@ def read(path: Path, metric: str | None) -> Iterator[Sample]:
     """The samples of one task."""
     task = task_of(path)
     rows = list(json_lines(path))
-    names = sorted({name for row in rows for name in _scores(row)})
+    names = sorted({name for row in rows for name in _metrics(row)})
     chosen = pick(names, metric, path)
     for row in rows:
-        scores = _scores(row)
-        if chosen in scores:
-            number, length = scores[chosen]
-            doc = row.get("doc") or {}
-            question = str(row["doc_id"])
-            yield Sample(
-                task,
-                question,
-                cluster(doc, question),
-                digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
-                chosen,
-                as_number(number, path),
-                length,
+        if chosen not in _metrics(row):
+            continue  # under another filter
+        length, name = _metrics(row)[chosen]
+        if name not in row:
+            raise QualityError(
+                f"{path} names the metric {name!r} and document {row['doc_id']} has none; run the "
+                "harness again, or choose another metric (--metric)"
             )
+        question = str(row["doc_id"])
+        yield Sample(
+            task,
+            question,
+            cluster(row.get("doc") or {}, question),
+            digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
+            chosen,
+            as_number(row[name], path),
+            length,
+        )
 
 
-def _scores(row: Row) -> dict[str, tuple[float, int]]:
-    """By name, with the filter where there is one: the score, and the length if it is named."""
+def reported(path: Path, metric: str) -> dict[tuple[str, int], float]:
+    """What the harness printed, from ``results_<date>.json`` beside the samples, by its length."""
+    task, date = task_of(path), path.stem.rpartition("_")[2]
+    place = path.with_name(f"results_{date}.json")
+    if not place.exists():
+        return {}
+    found = json.loads(place.read_text(encoding="utf-8"))["results"].get(task, {})
+    name, _, chosen = metric.partition(",")
+    chosen = chosen or "none"
+    if name == "score":  # RULER's metrics are lengths; -1 is one that no document has
+        every = {key.partition(",")[0]: value for key, value in found.items()}
+        return {(task, int(key)): every[key] for key in every if key.isdigit() and every[key] != -1}
+    value = found.get(f"{name},{chosen}")
+    return {} if value is None else {(task, 0): value}
+
+
+def _metrics(row: Row) -> dict[str, tuple[int, str]]:
+    """By name, with the filter where there is one: the length if it is named, and the field."""
     suffix = "" if row.get("filter", "none") == "none" else f",{row['filter']}"
     if row["metrics"] and all(name.isdigit() for name in row["metrics"]):
-        asked = [name for name in row["metrics"] if row[name] != -1]
-        return {f"score{suffix}": (row[name], int(name)) for name in asked}
-    return {f"{name}{suffix}": (row[name], 0) for name in row["metrics"]}
+        asked = [name for name in row["metrics"] if row.get(name) != -1]
+        return {f"score{suffix}": (int(name), name) for name in asked}
+    return {f"{name}{suffix}": (0, name) for name in row["metrics"]}

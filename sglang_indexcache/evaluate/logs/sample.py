@@ -86,7 +86,7 @@ def cluster(fields: Mapping[str, Any] | None, otherwise: str) -> str:
     """Which text a question is about, from what the log keeps of its data set's row."""
     for name in CLUSTERS:
         value = (fields or {}).get(name)
-        if value:
+        if value is not None and value != "":
             return digest(name, value)
     return otherwise
 
@@ -115,6 +115,11 @@ def as_number(value: Any, where: Path) -> float | None:
     """
     if value is None or isinstance(value, str) or value != value:
         return None
+    if not isinstance(value, int | float):
+        raise QualityError(
+            f"{where} has a score that is no number ({str(value)[:40]}), such as a metric of whole "
+            "runs leaves with each sample. Choose another metric (--metric)"
+        )
     number = float(value)
     if not 0 <= number <= 1:
         raise QualityError(

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.ledger import Ledger, Step
+from sglang_indexcache.search.methods.both import Both
 from sglang_indexcache.search.methods.fast import Fast
 from sglang_indexcache.search.methods.forward import Forward
 from sglang_indexcache.search.methods.greedy import Greedy
-from sglang_indexcache.search.methods.oneshot import OneShot
 from sglang_indexcache.search.methods.similarity import Similarity
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.search.rules import Constraints, Targets
 
 
 class Method(Protocol):
@@ -26,15 +25,19 @@ class Method(Protocol):
     def in_words(self) -> str:
         """For the provenance of what it finds."""
 
+    @property
+    def searches(self) -> int:
+        """How many searches it makes; the default budget is for so many."""
+
     def descend(
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
     ) -> Iterator[Step | Pattern]:
         """Yield the start as a step, then what it finds on its way.
 
-        A step that arrives at a mark, and a pattern with as many F layers as a mark, is that
-        mark's answer; whoever takes it measures it on all batches. ``budget`` is in tokens, is
-        :meth:`least` or more, and pays for everything that is asked for until the last mark's
-        answer is measured.
+        A step that arrives at a mark, and a pattern with as many F layers as a mark, is an answer
+        for that mark; whoever takes it measures it on all batches, and keeps the best of several.
+        ``budget`` is in tokens, is :meth:`least` or more, and pays for everything that is asked
+        for until the last mark's answer is measured.
         """
 
     def least(
@@ -55,8 +58,8 @@ class Method(Protocol):
 
 
 METHODS: Mapping[str, type[Method]] = {
+    "both": Both,
     "fast": Fast,
-    "oneshot": OneShot,
     "forward": Forward,
     "greedy": Greedy,
     "similarity": Similarity,

@@ -28,12 +28,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints, flipped
 from sglang_indexcache.search.evaluators import standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.race import race
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.search.rules import Constraints, Targets, flipped
 
 _MEMORY = 64
 """Re-measurements from which the margin is taken."""
@@ -50,6 +49,7 @@ class Fast:
     """:class:`FastGreedy` as a row of :data:`~sglang_indexcache.search.methods.METHODS`."""
 
     in_words = "fast greedy (lazy re-evaluation, paired racing)"
+    searches = 1
 
     def descend(
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int

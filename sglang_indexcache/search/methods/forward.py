@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Descent, FastGreedy, least_subset
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.search.rules import Constraints, Targets
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Forward:
     """:class:`~sglang_indexcache.search.methods.fast.FastGreedy` upwards."""
 
     in_words = "forward selection (lazy re-evaluation, paired racing)"
+    searches = 1
 
     def descend(
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int

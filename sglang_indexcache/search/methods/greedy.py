@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints, flipped, stage_starts
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.search.rules import Constraints, Targets, flipped, stage_starts
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Greedy:
     """
 
     blocks: int = 1
+    searches: ClassVar[int] = 1
 
     @property
     def in_words(self) -> str:

@@ -14,10 +14,9 @@ import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.constraints import Constraints
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.targets import Targets
+from sglang_indexcache.search.rules import Constraints, Targets
 
 
 @runtime_checkable
@@ -33,6 +32,7 @@ class Similarity:
     """:func:`most_similar` as a row of :data:`~sglang_indexcache.search.methods.METHODS`."""
 
     in_words = "similarity matrix, exact dynamic programme"
+    searches = 1
 
     def descend(
         self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int

@@ -81,3 +81,46 @@ def plain(folder: Path, score: Callable[[int], float | None]) -> Path:
         for number in range(COUNT)
     ]
     return lines(folder / "scores.jsonl", rows)
+
+
+def lm_eval_results(samples: Path, values: dict[str, float]) -> Path:
+    """What the harness printed of that run, where it writes it."""
+    task, date = samples.stem.removeprefix("samples_").rsplit("_", 1)
+    path = samples.with_name(f"results_{date}.json")
+    path.write_text(json.dumps({"results": {task: {"alias": task, **values}}}))
+    return path
+
+
+def inspect_json(folder: Path, score: Score, groups: list[int], **changes: Any) -> Path:
+    """An Inspect log as JSON: so many questions of each context, whose ids count from 0."""
+    contexts = [context for context, count in enumerate(groups) for _ in range(count)]
+    values = [score(number) for number in range(len(contexts))]
+    log = {
+        "version": 2,
+        "status": "success",
+        "eval": {"task": "qa", "model": "m"},
+        "results": {
+            "scores": [
+                {
+                    "name": "match",
+                    "metrics": {"accuracy": {"value": sum(values) / max(len(values), 1)}},
+                }
+            ]
+        },
+        "samples": [
+            {
+                "id": number,
+                "epoch": 1,
+                "input": f"question {number}",
+                "target": "a",
+                "scores": {"match": {"value": "C" if value else "I"}},
+                "metadata": {"context_id": context},
+            }
+            for number, (context, value) in enumerate(zip(contexts, values, strict=True))
+        ],
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "log.json"
+    path.write_text(json.dumps(log))
+    return path

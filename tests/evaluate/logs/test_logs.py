@@ -18,8 +18,17 @@ from sglang_indexcache.evaluate.verdict import Kind
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import PLAN, evaluate
 from tests.evaluate.evaluations import evaluation
-from tests.evaluate.fake_server import Fake, serving
-from tests.evaluate.logs.made import COUNT, DATA, lm_eval, plain, ruler
+from tests.evaluate.fake_server import Fake
+from tests.evaluate.logs.made import (
+    COUNT,
+    DATA,
+    inspect_json,
+    lm_eval,
+    lm_eval_results,
+    plain,
+    ruler,
+)
+from tests.fakes.server import serving
 
 
 def same(number: int) -> float:
@@ -231,3 +240,73 @@ def test_an_older_journal_is_read_and_its_report_is_not_compared(tmp_path: Path)
     write_report(load(tmp_path), tmp_path)
     with pytest.raises(QualityError, match=r"does not say what its contexts.*eval report FOLDER"):
         read_log("a", f"{tmp_path}@full", "right")
+
+
+def test_the_difference_is_that_of_what_the_harness_printed(tmp_path: Path) -> None:
+    """With clusters of unequal size, one of which is called 0."""
+    groups = [16, 8, 4, 4, 2, 2, 1, 1, 1, 1]
+    lost, won = (17, 25, 33, 34), (0, 1, 2, 3, 4, 5)
+    before = read_log("all F", str(inspect_json(tmp_path / "a", lambda n: n not in won, groups)))
+    after = read_log("1/4", str(inspect_json(tmp_path / "b", lambda n: n not in lost, groups)))
+    record, verdicts = compare_logs(before, after, margin=0.2)
+    _, verdict = verdicts["1/4"]
+    assert len({row.context for row in record.outcomes("score")}) == len(groups)
+    assert verdict.difference == pytest.approx(2 / 40)
+    assert verdict.levels == pytest.approx((34 / 40, 36 / 40))
+    assert "all F 85.0%, 1/4 90.0%: difference +5.0 points" in verdict.sentence
+    assert not any("not compared" in notice for notice in record.notices)
+
+
+def test_samples_that_do_not_give_the_harness_own_number_are_refused(tmp_path: Path) -> None:
+    path = lm_eval(tmp_path / "a", same)
+    results = lm_eval_results(path, {"acc,none": 0.8, "acc_stderr,none": 0.01})
+    log, other = read_log("a", str(path)), read_log("b", str(lm_eval(tmp_path / "b", worse)))
+    record, _ = compare_logs(log, other)
+    assert any("not compared" in notice for notice in record.notices)  # of b nothing is known
+    results.write_text(results.read_text().replace("0.8,", "0.83,"))
+    said = r"a: the harness reports 0.8300 for longbench_qasper, .* have a mean of 0.8000"
+    with pytest.raises(QualityError, match=said):
+        compare_logs(read_log("a", str(path)), other)
+
+
+def test_rulers_numbers_are_checked_by_length(tmp_path: Path) -> None:
+    path = ruler(tmp_path / "a", lambda number: float(number % 4 > 0))
+    lm_eval_results(path, {"4096,none": 0.6, "8192,none": 1.0})
+    with pytest.raises(QualityError, match=r"reports 0\.6000 for niah_single_1"):
+        compare_logs(read_log("a", str(path)), read_log("a", str(path)))
+    lm_eval_results(path, {"4096,none": 0.5, "8192,none": 1.0, "16384,none": -1})
+    compare_logs(read_log("a", str(path)), read_log("b", str(path)))
+
+
+def test_runs_that_did_not_end_well_and_damaged_logs_are_refused(tmp_path: Path) -> None:
+    cancelled = inspect_json(tmp_path / "a", same, [4] * 5, status="cancelled")
+    with pytest.raises(QualityError, match=r"did not end well \(status cancelled\)"):
+        read_log("a", str(cancelled))
+    damaged = inspect_json(tmp_path / "b", same, [4] * 5, samples=[{"scores": {"match": {}}}])
+    with pytest.raises(QualityError, match="is damaged, or no log of Inspect"):
+        read_log("a", str(damaged))
+    archive = bytearray((DATA / "inspect-a.eval").read_bytes())
+    start = archive.index(b"samples/") + 200
+    archive[start : start + 40] = bytes(40)
+    broken = tmp_path / "c.eval"
+    broken.write_bytes(archive)
+    with pytest.raises(QualityError, match=r"damaged|not a whole"):
+        read_log("a", str(broken))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [([1.0, 2.0], "a score that is no number"), (None, "names the metric 'acc' and document 3")],
+)
+def test_metrics_of_whole_runs_and_missing_ones_are_refused(
+    tmp_path: Path, value: object, said: str
+) -> None:
+    path = lm_eval(tmp_path, same)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if value is None:
+        del rows[3]["acc"]
+    else:
+        rows[3]["acc"] = value
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(QualityError, match=said):
+        read_log("a", str(path))

@@ -1,0 +1,90 @@
+"""A made-up loss landscape with the traits that the paper reports, for tests and studies.
+
+Layers form clusters inside of which sharing is nearly free; crossing a cluster boundary costs.
+Damage done by one layer travels upwards and makes later damage worse, so flips are not additive.
+Batches differ in level (a lot) and in how they weigh the layers (a little).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators import BatchLosses, Floats
+
+
+class SyntheticEvaluator:
+    """Losses by formula; the same arguments always give the same landscape.
+
+    Args:
+        num_layers: length of a pattern.
+        num_batches: calibration batches.
+        seed: of the landscape (layers).
+        data_seed: of the batches; another one is another calibration set of the same model.
+        noise: how differently batches weigh a layer (standard deviation of the log).
+        coupling: how much damage below a layer multiplies the layer's own damage; 0 is additive.
+        tokens: per batch, for the cost count.
+    """
+
+    in_flight = 1
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_batches: int = 32,
+        seed: int = 0,
+        data_seed: int = 0,
+        *,
+        noise: float = 0.2,
+        coupling: float = 4.0,
+        tokens: int = 1000,
+    ) -> None:
+        self.num_layers = num_layers
+        self.batch_tokens = (tokens,) * num_batches
+        self._arguments = (num_layers, num_batches, seed, data_seed, noise, coupling, tokens)
+        self._coupling = coupling
+        layers = np.random.default_rng([seed, 1])
+        data = np.random.default_rng([data_seed, 2])
+        steps = layers.exponential(0.04, num_layers)
+        boundaries = layers.random(num_layers) < 0.2
+        self._position = np.cumsum(steps + boundaries * layers.uniform(0.3, 1.5, num_layers))
+        depth = np.arange(num_layers) / max(num_layers - 1, 1)
+        weight = 0.01 * np.exp(0.9 * layers.standard_normal(num_layers)) * (1.6 - depth)
+        self._noise = noise
+        self._weight = weight[:, None] * self._spread(data)  # [layers, batches]
+        self._level = 2.0 + 0.3 * data.standard_normal(num_batches)
+
+    def _spread(self, data: np.random.Generator) -> Floats:
+        """``[layers, batches]``: how batches weigh the layers. Other kinds of data override it."""
+        shape = (self.num_layers, len(self.batch_tokens))
+        return np.exp(self._noise * data.standard_normal(shape))
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What the journal and the pattern file say about where the losses come from."""
+        digest = hashlib.sha256(repr(self._arguments).encode()).hexdigest()
+        return {"evaluator": "synthetic", "checkpoint": digest, "data": digest}
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
+        pattern.check_length(self.num_layers)
+        chosen = np.asarray(batches, dtype=np.int64)
+        values = self._level[chosen] + self._damage(pattern, chosen)
+        return BatchLosses(values, sum(self.batch_tokens[b] for b in batches) * self.num_layers)
+
+    def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
+        """``[batches]`` nats added by sharing."""
+        total = np.zeros(len(chosen))
+        for layer in pattern.shared_layers:
+            distance = self._position[layer] - self._position[pattern.sources[layer]]
+            own = self._weight[layer, chosen] * (1.0 - np.exp(-distance))
+            total = total + own * (1.0 + self._coupling * total)
+        return total
+
+    def similarity(self, batches: Sequence[int]) -> Floats:
+        """``[layers, layers]`` float64: how well layer j's indices serve layer i (j < i)."""
+        gap = self._position[:, None] - self._position[None, :]
+        return np.tril(np.exp(-np.abs(gap)))

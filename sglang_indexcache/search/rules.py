@@ -1,0 +1,215 @@
+"""The rules of a search: which layers may lose their indexer, and at how many F layers it ends."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+
+_RATIO = re.compile(r"(\d+)/(\d+)")
+_BUDGET = re.compile(r"\+(\d+(?:\.\d+)?)%")
+_DEFAULT = ("1/2", "1/4", "1/8")
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The rules of one search.
+
+    Attributes:
+        start: where it begins: the checkpoint's own sharing.
+        fixed: F layers that may not be flipped: layer 0 and those that a user keeps.
+    """
+
+    start: Pattern
+    fixed: frozenset[int]
+
+    @classmethod
+    def make(cls, own: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
+        """Combine the rules.
+
+        Args:
+            own: the checkpoint's own sharing; its S layers have no indexer and stay S.
+            keep_full: layers that must stay F.
+
+        Raises:
+            SearchError: a layer that does not exist, or that has no indexer to keep.
+        """
+        kept = {0, *keep_full}
+        if outside := sorted(layer for layer in kept if not 0 <= layer < len(own)):
+            raise SearchError(f"layers {outside} do not exist in a {len(own)}-layer model")
+        if missing := sorted(layer for layer in kept if not own.is_full(layer)):
+            raise SearchError(
+                f"layers {missing} are to stay F, but the checkpoint ships no indexer there"
+            )
+        return cls(own, frozenset(kept))
+
+    @property
+    def fewest(self) -> int:
+        """F layers that no search can go below."""
+        return len(self.fixed)
+
+    def candidates(self, pattern: Pattern) -> list[int]:
+        """F layers of ``pattern`` that may become S, ascending."""
+        return [layer for layer in pattern.full_layers if layer not in self.fixed]
+
+    def restorable(self, pattern: Pattern) -> list[int]:
+        """S layers of ``pattern`` that may become F again, ascending."""
+        return [layer for layer in pattern.shared_layers if self.start.is_full(layer)]
+
+
+def flipped(pattern: Pattern, layer: int) -> Pattern:
+    """``pattern`` with F and S exchanged at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
+    return Pattern.from_layers(len(pattern), set(pattern.full_layers) ^ {layer})
+
+
+def exchanged(pattern: Pattern, out: int, into: int) -> Pattern:
+    """``pattern`` with F layer ``out`` made S and S layer ``into`` made F."""
+    return Pattern.from_layers(len(pattern), set(pattern.full_layers) - {out} | {into})
+
+
+def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
+    """The blind schedules with this many F layers that the constraints allow, by name.
+
+    ``uniform`` is the paper's interleaving where a ratio 1/r gives this count, and the F layers
+    spread as evenly as integers allow otherwise. ``freq`` is SGLang's ``index_topk_freq`` without
+    an offset, where some frequency gives this count.
+    """
+    count, most = len(constraints.start), set(constraints.start.full_layers)
+    spread = Pattern.from_layers(count, (i * count // full_layers for i in range(full_layers)))
+    found = {"uniform": spread}
+    for name, schedule in (("uniform", Pattern.uniform), ("freq", Pattern.from_freq)):
+        every = (schedule(count, freq) for freq in range(1, count + 1))
+        if fitting := next((p for p in every if len(p.full_layers) == full_layers), None):
+            found[name] = fitting
+    return {name: p for name, p in found.items() if constraints.fixed <= {*p.full_layers} <= most}
+
+
+def stage_starts(num_layers: int, stages: int) -> tuple[int, ...]:
+    """First layers of ``stages`` blocks of layers of even size, the longer ones first.
+
+    Raises:
+        SearchError: more stages than layers, or fewer than one.
+    """
+    if not 1 <= stages <= num_layers:
+        raise SearchError(f"{num_layers} layers cannot be cut into {stages} blocks")
+    size, longer = divmod(num_layers, stages)
+    return tuple(stage * size + min(stage, longer) for stage in range(stages))
+
+
+def parse_layers(text: str) -> list[int]:
+    """``3,5,10-12`` as numbers.
+
+    Raises:
+        SearchError: anything else.
+    """
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise SearchError(f"{text!r} is not a list of layers such as 3,5,10-12")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A retention at which the search leaves a pattern.
+
+    Attributes:
+        full_layers: F layers left.
+        label: the retention in words for names and figures, such as ``1/4``.
+    """
+
+    full_layers: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where a search leaves patterns and where it ends.
+
+    Attributes:
+        marks: most F layers first.
+        loss_budget: largest allowed loss over the start pattern's, relative (0.005 is +0.5 %);
+            None for no limit. The search ends before the flip that would exceed it.
+    """
+
+    marks: tuple[Mark, ...]
+    loss_budget: float | None = None
+
+    @property
+    def fewest(self) -> int:
+        """F layers at which the search ends at the latest."""
+        return self.marks[-1].full_layers
+
+    def mark_at(self, full_layers: int) -> Mark | None:
+        """The mark with exactly this many F layers."""
+        return next((mark for mark in self.marks if mark.full_layers == full_layers), None)
+
+    def refuse_loss_budget(self, method: str) -> None:
+        """For a method that does not stop where the loss exceeds it.
+
+        Raises:
+            SearchError: there is a loss budget.
+        """
+        if self.loss_budget is not None:
+            raise SearchError(
+                f"{method} cannot stop at a loss budget (+{100 * self.loss_budget:g}%). Give "
+                "ratios or numbers of F layers, or search with --method fast or greedy."
+            )
+
+
+def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Targets:
+    """Read what a user wrote.
+
+    Args:
+        values: each a ratio (``1/4``: a quarter of the layers, rounded up), a count of F layers
+            (``12``), or a loss budget (``+0.5%``, at most one). A budget alone goes as far down
+            as the constraints allow. None is 1/2, 1/4 and 1/8.
+        constraints: the rules of the search.
+
+    Raises:
+        SearchError: a value that cannot be read or reached.
+    """
+    total, most = len(constraints.start), len(constraints.start.full_layers)
+    marks: dict[int, Mark] = {}
+    budgets: list[float] = []
+    for value in _DEFAULT if values is None else values:
+        if match := _BUDGET.fullmatch(value):
+            budgets.append(float(match[1]) / 100)
+            continue
+        mark = _mark(value, total)
+        if not constraints.fewest <= mark.full_layers <= most:
+            raise SearchError(
+                f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "
+                f"can only reach {constraints.fewest} to {most} (layer 0 and the layers of "
+                "--keep-full stay F; layers without an indexer in the checkpoint stay S)"
+            )
+        marks.setdefault(mark.full_layers, mark)
+    if len(budgets) > 1:
+        raise SearchError("give at most one loss budget")
+    if values is not None and not values:
+        raise SearchError("give at least one target, such as 1/4, 12 or +0.5%")
+    budget = budgets[0] if budgets else None
+    if not marks:
+        marks[constraints.fewest] = Mark(constraints.fewest, f"{constraints.fewest}/{total}")
+    return Targets(tuple(sorted(marks.values(), key=lambda m: -m.full_layers)), budget)
+
+
+def _mark(value: str, total: int) -> Mark:
+    if match := _RATIO.fullmatch(value):
+        above, below = int(match[1]), int(match[2])
+        if not 0 < above <= below:
+            raise SearchError(f"target {value} is not a ratio between 0 and 1")
+        return Mark(math.ceil(Fraction(above, below) * total), value)
+    if value.isdigit() and int(value) > 0:
+        return Mark(int(value), f"{value}/{total}")
+    raise SearchError(
+        f"target {value!r} is neither a ratio (1/4) nor a count of F layers (12) nor a loss "
+        "budget (+0.5%)"
+    )
