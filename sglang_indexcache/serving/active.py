@@ -95,17 +95,18 @@ class ActivePattern:
         """A forward of a whole batch has begun.
 
         Args:
-            rows: how many each pattern has in it; of an idle rank, 0 of the server's.
+            rows: how many each pattern has in it; an idle rank has none of any.
         """
-        counters, names = self.counters, sorted(map(str, rows))
+        counters, names = self.counters, sorted(str(pattern) for pattern, n in rows.items() if n)
         counters.forwards += 1
+        if not names:
+            return
         counters.mixed_forwards += len(names) > 1
         under = "+".join(names)
         if under not in counters.forwards_under and len(counters.forwards_under) >= _MOST_MIXES:
             under = OTHER_MIXES
         counters.forwards_under[under] += 1
-        for pattern, count in rows.items():
-            counters.rows[str(pattern)] += count
+        counters.rows += Counter({str(pattern): count for pattern, count in rows.items()})
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""

@@ -184,6 +184,12 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     assert told["graph_replays"] == {"mixed": 3}
 
 
+def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
+    serving.count_forward({serving.pattern: 0})
+    told = report(scheduler())
+    assert (told["forwards"], told["rows"], told["forwards_under"]) == (1, {}, {})
+
+
 def test_mixes_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
     for number in range(active._MOST_MIXES + 3):
         serving.count_forward({Pattern("F" + "FS"[number % 2] * (number + 1)): 1})
