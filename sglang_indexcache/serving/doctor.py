@@ -305,9 +305,10 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
     if plan.kernels == "engine":
         return []
     from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.serving.cuda.choice import choose
+    from sglang_indexcache.serving.cuda.choice import choose, describe
 
-    return [("kernel", str(r)) for r in choose(plan.kernels, cfg, model, Machine.here())]
+    routes = choose(plan.kernels, cfg, model, Machine.here())
+    return [("kernel", line) for line in describe(routes)]
 
 
 def _own_sharing(plan: Plan) -> str:

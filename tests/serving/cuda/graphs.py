@@ -1,4 +1,4 @@
-"""CUDA graphs for the checks, and what stands for them on a CPU.
+"""SGLang's graph backends without a runner, on a card or on what stands for one.
 
 A recorded graph does what a CUDA graph does: a replay runs no Python, only the operations that were
 launched, on the tensors that they were launched with.
@@ -6,7 +6,7 @@ launched, on the tensors that they were launched with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -86,20 +86,19 @@ CPU: Any = SimpleNamespace(
     stream=nullcontext,
     graph=_graph,
     graph_pool_handle=lambda: None,
-    memory_reserved=lambda: 0,
 )
 
 
-def module(dry: bool) -> Any:
-    """``torch.cuda``, or what stands for it."""
-    return CPU if dry else torch.cuda
+def device_module() -> Any:
+    """``torch.cuda`` where tensors are made on a card by default, else what stands for it."""
+    return torch.cuda if torch.get_default_device().type == "cuda" else CPU
 
 
 @contextmanager
-def sglang_on(dry: bool) -> Iterator[Any]:
-    """The device's module, with SGLang's graphs on it."""
-    if not dry:
-        yield torch.cuda
+def sglang_graphs() -> Iterator[None]:
+    """SGLang captures and replays on :func:`device_module`."""
+    if device_module() is torch.cuda:
+        yield
         return
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
         breakable_cuda_graph,
@@ -109,35 +108,27 @@ def sglang_on(dry: bool) -> Iterator[Any]:
         mock.patch.object(torch.cuda, "CUDAGraph", CpuGraph),
         mock.patch.object(breakable_cuda_graph, "get_device_module", return_value=CPU),
     ):
-        yield CPU
+        yield
 
 
-class Replayed:
-    """A function of tensors, run once to warm up and captured on a side stream.
-
-    In a dry run the function is the graph: references decide by values, which no recording could.
-    """
-
-    def __init__(self, body: Callable[[], Any], dry: bool) -> None:
-        self._body, self._graph = body, None
-        before = module(dry).memory_reserved()
-        if dry:
-            body()
-        else:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                body()
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=side):
-                body()
-        self.pool_bytes = module(dry).memory_reserved() - before
-
-    def replay(self) -> None:
-        """Run it once more, with what its tensors hold now."""
-        if self._graph is None:
-            self._body()
-        else:
-            self._graph.replay()
-            torch.cuda.synchronize()
+def runner_backend(cls: type, **fields: Any) -> Any:
+    """One of SGLang's graph backends without the runner that would build it."""
+    made: Any = cls.__new__(cls)
+    runner = SimpleNamespace(
+        cuda_graph_output_capacity_rows=lambda _: None,
+        cuda_graph_output_rows=lambda _: None,
+    )
+    device = device_module()
+    vars(made).update(
+        _graphs={},
+        _outputs={},
+        _pool=device.graph_pool_handle(),
+        _capture_stream=device.Stream(),
+        _device_module=device,
+        _precarve=SimpleNamespace(measure=nullcontext, mint=lambda: None),
+        _cuda_graph_runner=runner,
+        _tp_group=SimpleNamespace(barrier=lambda: None),
+        _memory_saver_adapter=None,
+        **fields,
+    )
+    return made
