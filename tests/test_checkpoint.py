@@ -86,9 +86,10 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (config("LlamaForCausalLM"), "LlamaForCausalLM without a lightning indexer"),
-        (config(index_topk=None), "without a lightning indexer"),
-        (config("Dots3NoteForCausalLM"), "runs the indexer in every layer"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6},
+            "LlamaForCausalLM without a lightning indexer",
+        ),
         (config("DeepseekV4ForCausalLM"), "compressed sparse attention"),
         (config("MistralLarge3ForCausalLM"), "loads no indexer weights"),
         (
