@@ -65,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "bench": (
         BASE | {"ask", "study", "support"},
-        SMALL | TABLES | {"httpx", "transformers", "matplotlib"},
+        SMALL | TABLES | {"httpx", "matplotlib", "pyarrow"},
     ),
 }
 UNBOUND = ("serving", "cli", "demo")

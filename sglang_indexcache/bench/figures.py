@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -100,32 +99,6 @@ def draw_scaling(curves: Mapping[str, Mapping[int, float]], unit: str, path: Pat
     axis.set_ylabel(unit)
     axis.legend(fontsize=8, frameon=False)
     axis.grid(which="both", lw=0.3, alpha=0.5)
-    save_figure(figure, path)
-
-
-def draw_turns(turns: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Share of the turns that were at least as fast.
-
-    Args:
-        turns: a panel for every quantity: times in order, by name.
-        path: a .png file.
-    """
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure, axes = _panels(len(turns))
-    for axis, (quantity, curves) in zip(axes, turns.items(), strict=True):
-        for color, (name, times) in zip(cycle(_COLORS), curves.items(), strict=False):
-            shares = [100 * (place + 1) / len(times) for place in range(len(times))]
-            axis.step(times, shares, where="post", color=color, label=name)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_xlabel(quantity)
-        axis.set_ylim(0, 100)
-        axis.grid(which="both", lw=0.3, alpha=0.5)
-    axes[0].set_ylabel("turns, %")
-    axes[0].legend(fontsize=8, frameon=False, loc="lower right")
     save_figure(figure, path)
 
 

@@ -22,9 +22,6 @@ from sglang_indexcache.support.files import write_whole
 
 Metric = Literal["prefill", "decode", "full"]
 
-ClockName = Literal["wall", "processor"]
-"""How seconds were counted; ``processor`` is the CPU platform's, for a machine that is shared."""
-
 METRICS: dict[Metric, str] = {
     "prefill": "Prefill time (s)",
     "decode": "Decode throughput, per request (tok/s)",
@@ -204,7 +201,7 @@ class LatencyResult(Strict):
         configurations: the first is the baseline.
         lengths: prompt tokens.
         new_tokens: generated per request.
-        clock: how seconds were counted.
+        clock: how seconds were counted: a field of the files, which knows one value.
         rounds: times that every configuration was visited, in turns: A B A B.
         visits: one server start with all lengths, or, side by side, one turn.
         samples: everything measured; warm-up is not among them.
@@ -219,7 +216,7 @@ class LatencyResult(Strict):
     configurations: tuple[Configuration, ...] = Field(min_length=1)
     lengths: tuple[int, ...]
     new_tokens: int
-    clock: ClockName
+    clock: Literal["wall"] = "wall"
     rounds: int
     visits: tuple[Visit, ...]
     samples: tuple[Sample, ...]

@@ -86,6 +86,13 @@ class ModelShape(Strict):
         active = self.active_experts + self.shared_experts
         return 3 * self.hidden * self.expert_width * active + self.hidden * self.experts
 
+    @property
+    def mlp_parameters(self) -> int:
+        """Of all layers' experts and dense MLPs, and of embedding and output projection."""
+        experts = 3 * self.expert_width * (self.experts + self.shared_experts) + self.experts
+        sparse = self.hidden * experts * (self.layers - self.dense_layers)
+        return sparse + self.hidden * (3 * self.dense_width * self.dense_layers + 2 * self.vocab)
+
 
 _FIELDS = {
     "layers": "num_hidden_layers",

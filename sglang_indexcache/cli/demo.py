@@ -19,7 +19,7 @@ from sglang_indexcache.cli.common import (
 app = group("See on this machine what sharing does.")
 
 
-@app.command("run")
+@app.command("run", epilog="Example: indexcache demo run -o demo")
 def demo_command(output: OutputOption = Path(".demo")) -> None:
     """Serve a small model with every indexer and with a quarter of them, in turns. 3 to 5 minutes.
 
@@ -31,7 +31,7 @@ def demo_command(output: OutputOption = Path(".demo")) -> None:
     run(output, out)
 
 
-@app.command("model")
+@app.command("model", epilog="Example: indexcache demo model --preset deepseek-v3.2 -o model")
 def make_model_command(
     output: OutputOption,
     preset: Annotated[

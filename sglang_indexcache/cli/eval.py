@@ -269,7 +269,8 @@ def run_command(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what the evaluation costs and what loss it can show; send nothing.",
+            help="Say what the evaluation costs and what loss it can show, and make every context "
+            "once; send nothing.",
             rich_help_panel=WHERE,
         ),
     ] = False,
@@ -290,7 +291,9 @@ def run_command(
     from sglang_indexcache.evaluate.session import run_evaluation
 
     if dry_run:
-        asked.read().tell(out)
+        request = asked.read()
+        request.tell(out)
+        request.check_contexts(out)
         return
     servers = _servers(url, api_key)
     if output is None:

@@ -20,7 +20,10 @@ from sglang_indexcache.heal import STEPS
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
 
-@app.command("run")
+@app.command(
+    "run",
+    epilog="Example: indexcache heal run MODEL --pattern uniform:1/4 --data texts.jsonl -o adapter",
+)
 def run(
     checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's folder; it is only read.")],
     pattern: PatternOption,
@@ -113,7 +116,7 @@ def run(
     )
 
 
-@app.command("merge")
+@app.command("merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")
 def merge_command(
     adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
     model: Annotated[Path, typer.Option(help="The checkpoint that it was trained on.")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -109,22 +110,29 @@ def build_command(
     from rich.table import Table
 
     from sglang_indexcache.kernels import compilers
-    from sglang_indexcache.kernels.build import FOLDERS, build
+    from sglang_indexcache.kernels.build import FOLDERS, build, nvcc_version
     from sglang_indexcache.kernels.disassembly import usage
 
+    said: set[str] = set()
+
+    def warn(version: compilers.Version) -> None:
+        """Say once that no server takes by default what this compiler makes."""
+        if (doubt := compilers.doubt("nvcc", version)) and doubt not in said:
+            out.print(f"No default on a Hopper: {doubt}.", markup=False, soft_wrap=True)
+            said.add(doubt)
+
     table = Table("kernel", "registers", "stack bytes", "spilled bytes", box=SIMPLE)
-    doubts: set[str | None] = set()
+    with suppress(KernelError):  # without a compiler the cache may still hold every library
+        warn(nvcc_version())
     for folder in FOLDERS:
         started = monotonic()
         library = build(folder, say=out.print)
         took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
         out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
-        doubts.add(compilers.doubt("nvcc", library.compiler))
+        warn(library.compiler)
         for kernel in usage(library.log.read_text()):
             numbers = kernel.registers, kernel.stack, kernel.spills
             table.add_row(kernel.kernel, *map(str, numbers))
-    for doubt in filter(None, doubts):
-        out.print(f"No default on a Hopper: {doubt}.", markup=False, soft_wrap=True)
     if show:
         out.print(table)
 

@@ -167,7 +167,13 @@ class Findings:
         return {
             "prompt_tokens": self.prompt_tokens,
             "servers": [
-                {name: value for name, value in vars(one).items() if name != "client"}
+                {
+                    "name": one.name,
+                    "said": one.said,
+                    "prefill": one.prefill,
+                    "per_token": one.per_token,
+                    "state": one.state and one.state.to_json(),
+                }
                 for one in self.both
             ],
             "questions": [

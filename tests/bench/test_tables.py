@@ -12,6 +12,7 @@ from benchmarks import readme
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import write_latency
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,
@@ -23,7 +24,6 @@ from sglang_indexcache.bench.results import (
     amdahl,
 )
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
-from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.errors import BenchError
 
 LENGTHS = (10_000, 200_000)

@@ -13,9 +13,10 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.evaluate.journal import load
 from sglang_indexcache.support.files import shipped
 from tests.evaluate.evaluate import evaluate
-from tests.evaluate.fake_server import Fake, serving
+from tests.evaluate.fake_server import Fake
 from tests.evaluate.logs.made import DATA, lm_eval
 from tests.evaluate.tasks.published import mrcr_row, prompt_row, write
+from tests.fakes.server import serving
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))

@@ -14,12 +14,10 @@ import pytest
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.bench import latency, replay
+from sglang_indexcache.bench import latency
 from sglang_indexcache.bench.latency import Settings, Target
-from sglang_indexcache.bench.replay import ReplayResult
 from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.traffic import Mix
 from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
 
@@ -67,25 +65,6 @@ def test_servers_side_by_side(
                 assert share is not None
                 assert speed.ideal is not None
                 assert 0 < share < 1 < speed.ideal < 2
-
-
-def test_traffic_through_sglangs_own_benchmark(
-    servers: StartedServers,
-    glm: Path,
-    target: Target,
-    served: tuple[Configuration, ...],
-    tmp_path: Path,
-) -> None:
-    mix = Mix(sessions=4, limit=900, system=64, answer=4, concurrency=1, turns=3.0, seed=0)
-    result = replay.run(target, glm, servers, served, mix, tmp_path, rounds=1)
-    assert len(result.replays) == 2
-    for one in result.replays:
-        assert len(one.turns) == 3 + 1 + 3 + 5
-        assert one.turns[0].cached == 0
-        assert all(turn.cached > 0 for turn in one.turns if turn.turn)
-        assert 0 < one.hit_rate < 1
-    written = replay.write_replay(result, tmp_path)
-    assert load(ReplayResult, written[0]) == result
 
 
 def test_one_live_server_stands_for_all_patterns(

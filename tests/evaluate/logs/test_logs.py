@@ -18,7 +18,7 @@ from sglang_indexcache.evaluate.verdict import Kind
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import PLAN, evaluate
 from tests.evaluate.evaluations import evaluation
-from tests.evaluate.fake_server import Fake, serving
+from tests.evaluate.fake_server import Fake
 from tests.evaluate.logs.made import (
     COUNT,
     DATA,
@@ -28,6 +28,7 @@ from tests.evaluate.logs.made import (
     plain,
     ruler,
 )
+from tests.fakes.server import serving
 
 
 def same(number: int) -> float:
