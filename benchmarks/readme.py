@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import search_tables
-from benchmarks.kernels import composition, forecast
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import LatencyResult, load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
@@ -27,9 +26,9 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
-        "docs/kernels.md",
         "docs/evaluate.md",
         "benchmarks/results/search/README.md",
+        "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )
@@ -61,19 +60,6 @@ def _amdahl(folder: Path, path: str) -> str:
 
 def _memory(folder: Path, path: str) -> str:
     return tables.memory_grid(load(LatencyResult, folder / path)).to_markdown()
-
-
-def _forecast(folder: Path, path: str) -> str:
-    return forecast.table(json.loads((folder / path).read_text())).to_markdown()
-
-
-def _best_first(folder: Path, path: str) -> str:
-    found = json.loads((folder / path).read_text())["best_pages_first"]
-    return forecast.best_first_table(found).to_markdown()
-
-
-def _composition(folder: Path, path: str) -> str:
-    return composition.table(json.loads((folder / path).read_text())["composition"]).to_markdown()
 
 
 def _quality_errors(folder: Path, path: str) -> str:
@@ -171,9 +157,6 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
-    "kernel-forecast": (_forecast, "kernels/forecast.json"),
-    "kernel-best-first": (_best_first, "kernels/forecast.json"),
-    "kernel-composition": (_composition, "kernels/forecast.json"),
     "expect": (_expect, "expect.json"),
     "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),

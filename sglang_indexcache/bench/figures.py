@@ -80,54 +80,6 @@ def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_scaling(curves: Mapping[str, Mapping[int, float]], unit: str, path: Path) -> None:
-    """Cost against context length, both logarithmic, with the slope of the last step.
-
-    Args:
-        curves: cost by length, by name.
-        unit: of the cost, for the axis.
-        path: a .png file.
-    """
-    figure, [axis] = _panels(1)
-    for name, curve in curves.items():
-        lengths = sorted(curve)
-        slope = last_slope(curve)
-        text = name if slope is None else f"{name}, grows as L^{slope:.2f} at the end"
-        axis.plot(lengths, [curve[n] for n in lengths], marker="o", ms=4, label=text)
-    axis.set_yscale("log")
-    _context_axis(axis, sorted({n for curve in curves.values() for n in curve}))
-    axis.set_ylabel(unit)
-    axis.legend(fontsize=8, frameon=False)
-    axis.grid(which="both", lw=0.3, alpha=0.5)
-    save_figure(figure, path)
-
-
-def last_slope(curve: Mapping[int, float]) -> float | None:
-    """``d log(cost) / d log(length)`` between the two longest contexts."""
-    import math
-
-    if len(curve) < 2:
-        return None
-    before, last = sorted(curve)[-2:]
-    return math.log(curve[last] / curve[before]) / math.log(last / before)
-
-
-def prefill_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
-    """Prefill time of each configuration, relative to the baseline at the shortest length."""
-    from statistics import median
-
-    def time(name: str, length: int) -> float:
-        return median(result.values(name, "prefill", length).values())
-
-    unit = time(result.baseline.name, min(result.lengths))
-    return {
-        label(result, configuration): {
-            length: time(configuration.name, length) / unit for length in result.lengths
-        }
-        for configuration in result.configurations
-    }
-
-
 def share_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
     """The baseline's indexer share by metric and length, where the server told it."""
     curves: dict[str, dict[int, float]] = {}

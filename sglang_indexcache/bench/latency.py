@@ -364,10 +364,6 @@ def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
     save(result, written[0])
     write_whole(written[1], tables.report(result))
     figures.draw_speedups(result, written[2])
-    if "prefill" in result.metrics:
-        written.append(folder / "latency-scaling.png")
-        unit = "prefill time, relative to DSA at the shortest"
-        figures.draw_scaling(figures.prefill_curves(result), unit, written[-1])
     shares = figures.share_curves(result)
     if shares:
         written.append(folder / "latency-share.png")

@@ -16,7 +16,7 @@ from typing import Protocol
 from sglang_indexcache.bench import roofline
 from sglang_indexcache.bench.forward import MODELS, MOST_OFF, Deployment, Forwards
 from sglang_indexcache.bench.results import LatencyResult, Metric, amdahl, load, removed_share
-from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES, find_gpu
+from sglang_indexcache.bench.roofline import find_gpu
 from sglang_indexcache.bench.rows import Estimate
 from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of, preset, shape_of
 from sglang_indexcache.bench.tables import Grid
@@ -58,12 +58,10 @@ class Source(Protocol):
     Attributes:
         title: what of, in words.
         metrics: what it knows.
-        cache: format of the KV cache.
     """
 
     title: str
     metrics: tuple[Metric, ...]
-    cache: str
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -89,7 +87,7 @@ class Composed:
     def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
         self.forwards = Forwards(deployment, data)
         self._deployment = deployment
-        self.title, self.cache = str(deployment), deployment.cache
+        self.title = str(deployment)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -135,9 +133,9 @@ class Roofline:
 
     metrics: tuple[Metric, ...] = ("prefill",)
 
-    def __init__(self, shape: ModelShape, gpu: str, gpus: int = 1, kv: str = "") -> None:
+    def __init__(self, shape: ModelShape, gpu: str, gpus: int = 1) -> None:
         self._shape, self._gpu, self._gpus = shape, find_gpu(gpu), gpus
-        self.title, self.cache = f"{shape.name}, {gpus} x {self._gpu.name}", kv or "bf16"
+        self.title = f"{shape.name}, {gpus} x {self._gpu.name}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -230,7 +228,7 @@ def choose_source(
     name = _measured_name(model)
     if name is None:
         shape = shape_of(model)
-        return shape, Roofline(shape, gpu, gpus, kv)
+        return shape, Roofline(shape, gpu, gpus)
     deployment = Deployment(name, gpu.lower(), gpus, dp, kv)
     return deployment.shape, Composed(deployment, data)
 
@@ -345,42 +343,3 @@ def range_said(source: Source, patterns: Patterns, contexts: Sequence[int]) -> s
         f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from its "
         f"neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says '{NO_RATE}'."
     )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one token over all layers.
-
-    Attributes:
-        kv: latent rows.
-        index_k: index keys of the F layers.
-        index_k_full: of all layers.
-    """
-
-    kv: int
-    index_k: int
-    index_k_full: int
-
-    @property
-    def tokens_gained(self) -> float:
-        """Additional tokens in the same memory, as a part of those without sharing."""
-        return (self.kv + self.index_k_full) / (self.kv + self.index_k) - 1
-
-
-def memory(shape: ModelShape, pattern: Pattern, kv: str) -> Memory:
-    """What a token occupies in static mode, where an S layer has no index-K cache."""
-    return Memory(
-        kv=KV_BYTES[kv] * shape.layers,
-        index_k=INDEX_K_BYTES * len(pattern.full_layers),
-        index_k_full=INDEX_K_BYTES * shape.layers,
-    )
-
-
-def memory_grid(shape: ModelShape, patterns: Patterns, kv: str) -> Grid:
-    """Exact, from the cache layouts of a GPU in static mode."""
-    rows = []
-    for name, pattern in patterns:
-        found = memory(shape, pattern, kv)
-        rows.append((name, f"{found.index_k}", f"{found.kv}", f"+{found.tokens_gained:.1%}"))
-    header = ("", "index-K bytes a token", f"{kv} KV bytes a token", "KV tokens gained")
-    return Grid("memory, all layers", header, tuple(rows))

@@ -157,4 +157,3 @@ def plan_command(
     sentences = [*source.sources, plan.range_said(source, patterns, contexts), *said]
     for sentence in filter(None, [*sentences, *(own.sources if own else ())]):
         _say(sentence)
-    out.print(plan.memory_grid(shape, patterns, source.cache).to_terminal())

@@ -40,7 +40,7 @@ from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.cuda.choice import check_reference, choose
+from sglang_indexcache.serving.cuda.choice import check_reference, choose, describe
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
@@ -224,6 +224,7 @@ def _resolve(server_args: Any) -> None:
     overrides = _overrides(cfg)
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
+    checkpoint.check_served(cfg.model_path)
     found = Findings()
     plan: Plan | None = None
     with found:
@@ -265,8 +266,9 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
     if plan is None or plan.kernels == "engine":
         return
     check_reference(plan.kernels, cfg)
-    for route in choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here()):
-        logger.info("IndexCache kernels: %s", route)
+    routes = choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here())
+    for line in describe(routes):
+        logger.info("IndexCache kernels: %s", line)
 
 
 def _is_wanted(server_args: Any, request: Request) -> bool:

@@ -17,7 +17,6 @@ from sglang_indexcache.bench.plan import (
     Roofline,
     choose_patterns,
     choose_source,
-    memory,
     plan_grid,
     range_said,
 )
@@ -101,13 +100,6 @@ def test_indexer_work_at_200k() -> None:
 @given(st.integers(1, 300), st.integers(1, 100))
 def test_selected_tokens(length: int, topk: int) -> None:
     assert sum_selected(length, topk) == sum(min(seen, topk) for seen in range(1, length + 1))
-
-
-def test_memory_is_that_of_the_layouts() -> None:
-    found = memory(FLASH, Pattern.uniform(47, 4), "fp8")
-    assert found.index_k_full == 47 * 132
-    assert found.index_k == 12 * 132
-    assert found.tokens_gained == pytest.approx((47 * 788) / (47 * 656 + 12 * 132) - 1)
 
 
 # -- measured rows, made up: every latency below is a formula of tests/bench/made_up.py --------
@@ -232,6 +224,12 @@ def test_deployments_that_cannot_be(
 def test_a_wheel_of_another_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"cannot read .* reads the tables of aiconfigurator-core"):
         Forwards(FP8, tmp_path)
+
+
+def test_a_missing_wheel_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_indexcache.bench.rows.find_spec", lambda _: None)
+    with pytest.raises(BenchError, match=r"pip install 'sglang-indexcache\[plan\]'"):
+        Forwards(FP8)
 
 
 # -- a reader's own rows -----------------------------------------------------------------------

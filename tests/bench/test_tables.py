@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
-from sglang_indexcache.bench import figures, tables
+from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import write_latency
 from sglang_indexcache.bench.prompts import random_prompts
@@ -183,15 +183,9 @@ def test_strange_samples_are_refused() -> None:
 def test_files_are_written(tmp_path: Path) -> None:
     written = write_latency(result(), tmp_path)
     assert {path.name for path in written} == {
-        "latency.json", "latency.md", "latency-speedup.png",
-        "latency-scaling.png", "latency-share.png",
+        "latency.json", "latency.md", "latency-speedup.png", "latency-share.png",
     }  # fmt: skip
     assert all(path.stat().st_size > 500 for path in written)
-
-
-def test_the_slope_of_a_square() -> None:
-    assert figures.last_slope({2: 1.0, 8: 4.0, 32: 64.0}) == pytest.approx(2.0)
-    assert figures.last_slope({2: 1.0}) is None
 
 
 def test_prompts_are_exact_and_share_no_prefix() -> None:

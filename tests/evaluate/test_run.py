@@ -6,12 +6,13 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import IndexCacheError, QualityError
+from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
@@ -146,6 +147,16 @@ def test_a_server_that_begins_to_ignore_patterns_midway_is_refused(tmp_path: Pat
     with serving(fake) as url, pytest.raises(QualityError, match="ignores the pattern, or answers"):
         evaluate(tmp_path, url)
     assert fake.calls > AFTER_CONTROL + 10
+
+
+def test_a_server_of_one_arm_must_name_its_pattern_too(tmp_path: Path) -> None:
+    fakes = [Fake(mode="static", pattern=arm.pattern, fault="names no pattern") for arm in ARMS]
+    with ExitStack() as stack:
+        urls = {
+            arm.name: stack.enter_context(serving(f)) for arm, f in zip(ARMS, fakes, strict=True)
+        }
+        with pytest.raises(ServerError, match="answered without saying under which pattern"):
+            evaluate(tmp_path, urls)
 
 
 def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:

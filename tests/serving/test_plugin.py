@@ -403,30 +403,40 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_checked_on_what_sglang_resolved(
-    hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+    hopper: None,
+    model: Callable[..., Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
     import pickle
 
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_indexcache.kernels.dispatch import FASTER_FROM, Machine
+    from sglang_indexcache.kernels import dispatch
+    from sglang_indexcache.kernels.dispatch import Machine
     from sglang_indexcache.serving import doctor
     from sglang_indexcache.serving.cuda.choice import choose
     from sglang_indexcache.serving.plugin import resolving_view
 
+    heads = KERNEL_SHAPE["index_n_heads"], BASE["num_attention_heads"]
+    rows_measured = tuple(
+        dispatch.Measured(op, phase, (9, 0), count, engine, 0, "cuda", "gpu/h100.json")
+        for op, phase, count, engine in (
+            ("select", "prefill", heads[0], ""),
+            ("select", "decode", heads[0], ""),
+            ("sparse_mla", "prefill", heads[1], "flashmla_sparse"),
+            ("sparse_mla", "decode", heads[1], "fa3"),
+        )
+    )
+    monkeypatch.setattr(dispatch, "MEASURED", rows_measured)
     server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "auto")
     plan = Plan.from_hf_config(hf_config(server_args))
     assert plan is not None
     assert plan.kernels == "auto"
     said = capfd.readouterr().err
-    shorter = f"; the engine's below {FASTER_FROM[KERNEL_SHAPE['index_n_heads']]} tokens"
-    for op, more in (
-        ("select in prefill", shorter),
-        ("select in decode", ""),
-        ("sparse_mla in decode", ""),
-    ):
-        assert said.count(f"IndexCache kernels: {op}: cuda (opted in{more})") == 1
+    for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
+        assert said.count(f"IndexCache kernels: {op}: cuda (measured: ") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
     routes = choose("auto", resolving_view(worker), shape, Machine.here())

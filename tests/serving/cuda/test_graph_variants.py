@@ -26,8 +26,6 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_executor.runner_utils import capture_mode
 
-from benchmarks.card.device import CPU, sglang_on
-from benchmarks.card.stage import runner_backend
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
@@ -35,6 +33,7 @@ from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.graph_variants import MIXED, GraphVariants
 from sglang_indexcache.serving.rows import RequestIds
+from tests.serving.cuda.graphs import runner_backend, sglang_graphs
 from tests.serving.cuda.test_backend import runner
 from tests.serving.plans import plan
 
@@ -182,6 +181,14 @@ class Model:
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """SGLang's kernels, and a recording for the device's graphs."""
+    replace_kernels(monkeypatch)
+    with sglang_graphs():
+        yield
+    capture_mode._set_capture_attention_variant(None)
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that notes the indices it reads."""
 
     def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, *_: Any, **call: Any) -> None:
         layer.attended[layer.layer_id].copy_(call["topk_indices"].flatten())
@@ -194,17 +201,12 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         DeepseekSparseAttnBackend, "get_indexer_metadata", lambda self, *_: None, raising=False
     )
     monkeypatch.setattr(backend_cuda, "maybe_capture_indexer_topk", lambda _layer, used: used)
-    with sglang_on(dry=True):
-        yield
-    capture_mode._set_capture_attention_variant(None)
 
 
 def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> FullCudaGraphBackend:
     """One graph under each label, in SGLang's order and with its begin and warm-ups."""
     monkeypatch.setattr(backend_cuda.kernels_cuda, "current_backend", lambda: model.backend)
-    graphs = runner_backend(
-        FullCudaGraphBackend, CPU, None, _reuse_output_buffer=False, _output_buffer=None
-    )
+    graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     assert model.backend.graphs is not None
     for label in model.backend.graphs.capture_labels:
         capture_mode._set_capture_attention_variant(label)
