@@ -246,6 +246,7 @@ def _resolve(server_args: Any) -> None:
     overrides = _overrides(cfg)
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
+    checkpoint.check_served(cfg.model_path)
     found = Findings()
     plan: Plan | None = None
     with found:
