@@ -153,6 +153,7 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
+    checkpoint.check_served(str(given.model_path))
     model, found = given.model_path, Findings()
     plan: Plan | None = None
     with found:
