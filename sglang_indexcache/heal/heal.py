@@ -36,6 +36,7 @@ from sglang_indexcache.heal.optimizer import (
     set_lr,
 )
 from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.passing import Passing, pass_through
 from sglang_indexcache.heal.rows import FileRows, PackedBatch, PackedRow
 from sglang_indexcache.heal.run_folder import Evaluation, HealRun, Position, State
 from sglang_indexcache.heal.sharing import Stage
@@ -382,23 +383,19 @@ class _Healing:
         With gradients enabled the indexers' are added up.
         """
         queries = sum(len(piece) for row in rows for piece in row)
-        batches = self._batches(rows)
-        runs = [self.sharing.begin(kind, Layout(b.documents), queries) for b in batches]
-        begun = [self.body.start(batch.ids, batch.positions) for batch in batches]
-        hidden = [state for state, _ in begun]
-        rotations = [rotation for _, rotation in begun]
-        for number in range(len(self.pattern)):
-            device = self.body.devices[number]
-            layer = self.body.layer(number)
-            for place, run in enumerate(runs):
-                run.move(device)
-                cosine, sine = rotations[place]
-                rotations[place] = cosine.to(device), sine.to(device)
-                self.sharing.resume(run)
-                hidden[place] = layer(hidden[place].to(device), rotations[place])
         sums = _Sums(len(self.pattern))
-        for run in runs:
-            sums.add(run)
+        # Evaluations may have many rows: no more of them than a step has wait between two layers.
+        for first in range(0, len(rows), self.options.rows):
+            passing = [
+                Passing(
+                    self.sharing.begin(kind, Layout(batch.documents), queries),
+                    *self.body.start(batch.ids, batch.positions),
+                )
+                for batch in self._batches(rows[first : first + self.options.rows])
+            ]
+            pass_through(self.body, self.sharing, passing)
+            for one in passing:
+                sums.add(one.run)
         if self.accelerator.num_processes > 1:
             for part in (sums.loss, sums.mass, sums.choosing):
                 part.copy_(self._summed(part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -66,12 +67,22 @@ class Sharing:
     ) -> None:
         self.pattern, self.topk = pattern, topk
         self.cross_layer, self.block = cross_layer, block
-        self.forward: Forward | None = None
+        self._underway = threading.local()  # the layers of several GPUs run at once
 
     def start(self, stage: Stage, layout: Layout) -> Forward:
         """Begin a forward pass."""
-        self.forward = Forward(stage, layout)
-        return self.forward
+        self.forward = found = Forward(stage, layout)
+        return found
+
+    @property
+    def forward(self) -> Forward | None:
+        """The forward pass that this thread started or resumed last."""
+        found: Forward | None = getattr(self._underway, "forward", None)
+        return found
+
+    @forward.setter
+    def forward(self, forward: Forward) -> None:
+        self._underway.forward = forward
 
     @property
     def layout(self) -> Layout:
