@@ -49,8 +49,8 @@ ENGINE_FACTS = (
 class RankState(BaseModel):
     """What one data-parallel rank reports. It answers for the ranks and stages behind it.
 
-    Counters only rise while a server runs, except that a switch may begin them anew. They see what
-    a layer's Python does: replays of decode graphs do not run it.
+    Counters only rise while a server runs. They see what a layer's Python does: replays of decode
+    graphs do not run it.
 
     Attributes:
         version: of sglang-indexcache.
