@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import track
 from scipy.special import ndtri
+from scipy.stats import rankdata
 from transformers import AutoTokenizer
 
-from benchmarks.search_objectives import spearman
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.score import Prompt, TokenScores, score
@@ -65,6 +65,16 @@ COLOURS = {"right": "#333333", "answers": "#1f5fa8", "tokens": "#c9711a"}
 FEW = (6, 12, 24, 48)
 """Documents from which the order of the patterns is foretold."""
 RESAMPLES = 2000
+
+
+def spearman(first: Floats, second: Floats) -> Floats:
+    """Rank correlation along the last axis, ties sharing their mean rank; NaN for a constant."""
+    ranks = [rankdata(values, axis=-1) for values in (first, second)]
+    one, two = (rank - rank.mean(axis=-1, keepdims=True) for rank in ranks)
+    scale = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
+    with np.errstate(invalid="ignore"):
+        correlation: Floats = (one * two).sum(axis=-1) / scale
+    return correlation
 
 
 def patterns() -> dict[str, Pattern]:

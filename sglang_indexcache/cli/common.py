@@ -91,9 +91,6 @@ PatternsOption = Annotated[
         "--pattern", metavar="PATTERN", help="A pattern in any form, or NAME=PATTERN. Repeat it."
     ),
 ]
-ContextOption = Annotated[
-    str, typer.Option(metavar="TOKENS", help=f"Length of each context: {CONTEXTS}.")
-]
 ContextsOption = Annotated[
     list[str] | None,
     typer.Option("--context", metavar="TOKENS", help=f"Context length: {CONTEXTS}. Repeat it."),

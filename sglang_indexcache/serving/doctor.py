@@ -117,8 +117,9 @@ def _choose_device(device: str | None) -> str:
     if device not in (None, *known):
         raise SettingsError(f"--device may be {', '.join(known)}, got {device!r}")
     if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
         return "the CPU reference platform"
-    here = torch.accelerator.is_available()
+    here = torch.cuda.is_available()
     if device not in CARDS and here:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]
@@ -152,6 +153,7 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
+    checkpoint.check_served(str(given.model_path))
     model, found = given.model_path, Findings()
     plan: Plan | None = None
     with found:

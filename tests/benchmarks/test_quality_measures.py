@@ -23,6 +23,7 @@ from benchmarks.quality_measures import (
     measured,
     needed,
     patterns,
+    spearman,
 )
 from sglang_indexcache.ask.score import TokenScores
 from sglang_indexcache.evaluate.tasks import Context, Question
@@ -93,3 +94,11 @@ def test_the_committed_study_is_whole() -> None:
     assert study["documents"] == 144
     assert set(study["foretold"]) == set(map(str, FEW))
     assert RESULT.with_suffix(".png").exists()
+
+
+def test_the_rank_correlation_is_scipys() -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(30):
+        first, second = draw.integers(-2, 3, (2, 12)).astype(float)  # with ties
+        assert spearman(first, second) == pytest.approx(spearmanr(first, second).statistic)
+    assert np.isnan(spearman(np.ones(4), np.arange(4.0)))
