@@ -138,7 +138,7 @@ class FakeServer:
 
     def count(self, pattern: str = "") -> None:
         """A forward under ``pattern``; the default's if none is given."""
-        self.active.count_forward(1)
+        self.active.counters.forwards += 1
         for layer, kind in enumerate(self.really or pattern or self.pattern):
             (self.active.count_selection if kind == "F" else self.active.count_reuse)(layer)
 
