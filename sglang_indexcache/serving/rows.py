@@ -66,8 +66,10 @@ class RowPatterns:
             raise StaleIndexError(
                 f"requests have {sum(lengths[:-1])} rows, and their forward has {count}"
             )
-        columns = [*map(full_layers, patterns), torch.ones(len(different[0]), dtype=torch.bool)]
-        host = torch.cat([torch.tensor([lengths]), torch.stack(columns, dim=1).long()])
+        columns = [*map(full_layers, patterns), full_layers(Pattern.full(len(different[0])))]
+        host = torch.cat(
+            [torch.tensor([lengths], device="cpu"), torch.stack(columns, dim=1).long()]
+        )
         table = to_device(host, device)
         requests = torch.arange(len(lengths), device=device)
         owners = requests.repeat_interleave(table[0], output_size=count)
@@ -84,7 +86,8 @@ class RowPatterns:
 @lru_cache(maxsize=256)
 def full_layers(pattern: Pattern) -> torch.Tensor:
     """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
-    return torch.tensor([pattern.is_full(position) for position in range(len(pattern))])
+    positions = range(len(pattern))
+    return torch.tensor([pattern.is_full(position) for position in positions], device="cpu")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
