@@ -86,6 +86,33 @@ def _quality_errors(folder: Path, path: str) -> str:
     return Grid(title, header, tuple(rows)).to_markdown()
 
 
+def _quality_worlds(folder: Path, path: str) -> str:
+    """How often rare, whole losses were called none."""
+    found = json.loads((folder / path).read_text())
+    rows = tuple(
+        (
+            row["world"],
+            str(row["contexts"]),
+            *(
+                f"{100 * row[label][claim]:.1f} %"
+                for label in ("at_margin", "at_none")
+                for claim in ("no_loss", "loss")
+            ),
+        )
+        for row in found["held_back"]
+    )
+    title = f"{found['evaluations']:,} simulated evaluations a row"
+    header = (
+        "what is lost",
+        "contexts",
+        "loses the margin: no loss (wrong)",
+        "a loss",
+        "loses nothing: no loss",
+        "a loss (wrong)",
+    )
+    return Grid(title, header, rows).to_markdown()
+
+
 def _quality_measures(folder: Path, path: str) -> str:
     """With how many documents three measures see a loss, and how they order patterns."""
     from benchmarks import quality_measures
@@ -153,6 +180,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
     "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
     "quality-errors": (_quality_errors, "quality/statistics.json"),
+    "quality-worlds": (_quality_worlds, "quality/statistics.json"),
     "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),

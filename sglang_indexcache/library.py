@@ -398,7 +398,12 @@ def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
             "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
             f"{quoted('uniform:' + ratio)}"
         )
-    pattern = Pattern.uniform(checkpoint.num_layers, int(match[2]))
+    if (every := int(match[2])) > checkpoint.num_layers:
+        raise PatternError(
+            f"{quoted('uniform:' + ratio)} wants one F layer in {every}, and there are "
+            f"{checkpoint.num_layers}. One alone is uniform:1/{checkpoint.num_layers}."
+        )
+    pattern = Pattern.uniform(checkpoint.num_layers, every)
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 

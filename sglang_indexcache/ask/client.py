@@ -63,10 +63,6 @@ class Client:
         """How messages call the server."""
         return f"the server at {self.url}"
 
-    def environment_for_sglang(self) -> dict[str, str]:
-        """Variables from which SGLang's own client programs take this client's key."""
-        return {"OPENAI_API_KEY": self._key} if self._key else {}
-
     def is_ready(self) -> bool:
         """Whether the server answers requests."""
         try:

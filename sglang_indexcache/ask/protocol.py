@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
-from sglang_indexcache.pattern import Pattern
 
 PATTERN_OF_REQUEST = "indexcache_pattern"
 """Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
@@ -50,8 +49,8 @@ ENGINE_FACTS = (
 class RankState(BaseModel):
     """What one data-parallel rank reports. It answers for the ranks and stages behind it.
 
-    Counters only rise while a server runs, except that a switch may begin them anew. They see what
-    a layer's Python does: replays of decode graphs do not run it.
+    Counters only rise while a server runs. They see what a layer's Python does: replays of decode
+    graphs do not run it.
 
     Attributes:
         version: of sglang-indexcache.
@@ -111,12 +110,6 @@ class RankState(BaseModel):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def num_layers(self) -> int:
-        """Layers of the pattern."""
-        return len(self.pattern)
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
     def full_layers(self) -> int:
         """Layers that run their indexer."""
         return self.pattern.count("F")
@@ -126,12 +119,6 @@ class RankState(BaseModel):
     def shared_layers(self) -> int:
         """Layers that reuse another's indices."""
         return self.pattern.count("S")
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def retention(self) -> float:
-        """Share of layers that run their indexer."""
-        return float(Pattern(self.pattern).retention)
 
     @property
     def checkpoint(self) -> tuple[str, str]:

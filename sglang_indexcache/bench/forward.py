@@ -177,8 +177,10 @@ class Forwards:
     def sources(self) -> tuple[str, ...]:
         """Where every part is from, in sentences."""
         name = find_gpu(self.deployment.gpu).name
+        prompt, context = self.layers.reach(self.deployment.chunk)
         said = [
-            f"Attention: {self.layers.source}.",
+            f"Attention: {self.layers.source}. They reach prompts of {prompt:,} tokens in chunks "
+            f"of {self.deployment.chunk:,}, and contexts of {context:,} in decode.",
             f"Experts, products, all-reduce: rows of the same engine and card; experts loaded by "
             f"{EXPERT_LOADS}. Norms: bytes over {MEMORY_PART:.0%} of {name}'s bandwidth.",
             "Not counted: the scheduler between two steps, sampling.",
@@ -193,7 +195,8 @@ class Forwards:
         used = [
             one
             for one in self.layers.contradictions
-            if one.x >= self._shape.topk and one.size in (self.deployment.chunk, 1, 2, 4, 8)
+            if one.x >= self._shape.topk
+            and (one.phase == "generation" or one.size == self.deployment.chunk)
         ]
         return tuple(one.text for one in used)
 

@@ -133,23 +133,23 @@ class Roofline:
 
     metrics: tuple[Metric, ...] = ("prefill",)
 
-    def __init__(self, shape: ModelShape, gpu: str, gpus: int = 1) -> None:
-        self._shape, self._gpu, self._gpus = shape, find_gpu(gpu), gpus
-        self.title = f"{shape.name}, {gpus} x {self._gpu.name}"
+    def __init__(self, shape: ModelShape, gpu: str, gpus: int = 1, dp: int = 1) -> None:
+        self._shape, self._gpu, self._ranks = shape, find_gpu(gpu), gpus // dp
+        self.title = f"{shape.name}, {gpus} x {self._gpu.name}, {gpus // dp} to a prompt"
 
     @property
     def sources(self) -> tuple[str, ...]:
         """See :class:`Source`."""
         return (
             f"A roofline of {self._gpu.name}, not a measurement: no rows of this shape exist. "
-            "Decode is not predicted: launches and latencies decide it.",
+            "Communication is left out. Decode is not predicted: launches and latencies decide it.",
         )
 
     def cell(self, metric: Metric, pattern: Pattern, context: int) -> Cell | None:
         """See :class:`Source`."""
         if metric != "prefill":
             return None
-        one = roofline.prefill_layer(self._shape, self._gpu, context, self._gpus)
+        one = roofline.prefill_layer(self._shape, self._gpu, context, self._ranks)
         return Cell(None, amdahl(one.indexer / one.full, _removed(pattern)))
 
 
@@ -228,7 +228,7 @@ def choose_source(
     name = _measured_name(model)
     if name is None:
         shape = shape_of(model)
-        return shape, Roofline(shape, gpu, gpus)
+        return shape, Roofline(shape, gpu, gpus, dp)
     deployment = Deployment(name, gpu.lower(), gpus, dp, kv)
     return deployment.shape, Composed(deployment, data)
 

@@ -100,11 +100,13 @@ class Contradiction:
     """A row that was left out.
 
     Attributes:
+        phase: "context", or "generation", as the rows call a prefill chunk and a decode step.
         size: tokens of the chunk, or requests of the step.
         x: tokens of prefix, or of context.
         text: the row and what it contradicts, in words.
     """
 
+    phase: str
     size: int
     x: float
     text: str
@@ -133,6 +135,14 @@ class Layers:
     def step(self, kind: Kind, requests: int, context: int) -> Estimate | None:
         """Milliseconds of one layer for one decode step; None where no rows are."""
         return _between(self.decode, kind, requests, context)
+
+    def reach(self, chunk: int) -> tuple[int, int]:
+        """The longest prompt, cut in chunks, and the longest context of a step, that rows know."""
+        ends = [
+            [int(max(series[kind, size].points)) for kind in ("F", "S") if (kind, size) in series]
+            for series, size in ((self.prefill, chunk), (self.decode, 1))
+        ]
+        return min(ends[0], default=0) + chunk, min(ends[1], default=0)
 
     def largest_batch(self, context: int) -> int:
         """The most requests that rows know at this context, at least 1."""
@@ -242,7 +252,7 @@ class Wheel:
             found.append(series)
             words = "tokens behind" if phase == "context" else "requests at"
             contradictions += [
-                Contradiction(size, x, f"{kind}, {size:,} {words} {x:,.0f}: {why}")
+                Contradiction(phase, size, x, f"{kind}, {size:,} {words} {x:,.0f}: {why}")
                 for (kind, size), x, why in wrong
             ]
         if not all(found):

@@ -13,6 +13,7 @@ from sglang_indexcache.cli.common import (
     PatternOption,
     SeedOption,
     group,
+    out,
     writable,
 )
 from sglang_indexcache.heal import STEPS
@@ -72,7 +73,6 @@ def run(
             help="End a stage after so many evaluations without a lower held-out loss; 0: never.",
         ),
     ] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = 10,
     dtype: Annotated[
         str, typer.Option(help="What the frozen model computes in: bfloat16 or float32.")
     ] = "bfloat16",
@@ -81,6 +81,15 @@ def run(
         typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
     ] = False,
     seed: SeedOption = 0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what it would take on --gpus, GPU by GPU, and do nothing."
+        ),
+    ] = False,
+    gpus: Annotated[
+        str, typer.Option(help="GPUs of a dry run: how many, and h100, h200 or b200.")
+    ] = "8xh200",
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
 
@@ -93,27 +102,33 @@ def run(
     from sglang_indexcache.heal.heal import HealOptions, heal
     from sglang_indexcache.support.lengths import parse_length
 
-    heal(
-        HealOptions(
-            checkpoint=checkpoint,
-            pattern=pattern,
-            data=tuple(data),
-            output=output,
-            length=None if context is None else parse_length(context),
-            rows=rows,
-            micro_rows=micro_rows,
-            dense_steps=dense_steps,
-            sparse_steps=sparse_steps,
-            lr=lr,
-            held_out=held_out,
-            evaluate_every=evaluate_every,
-            patience=patience,
-            save_every=save_every,
-            seed=seed,
-            dtype=dtype,
-            from_disk=from_disk,
-        )
+    options = HealOptions(
+        checkpoint=checkpoint,
+        pattern=pattern,
+        data=tuple(data),
+        output=output,
+        length=None if context is None else parse_length(context),
+        rows=rows,
+        micro_rows=micro_rows,
+        dense_steps=dense_steps,
+        sparse_steps=sparse_steps,
+        lr=lr,
+        held_out=held_out,
+        evaluate_every=evaluate_every,
+        patience=patience,
+        seed=seed,
+        dtype=dtype,
+        from_disk=from_disk,
     )
+    if dry_run:
+        from sglang_indexcache.bench.roofline import find_gpu
+        from sglang_indexcache.heal.plan import dry_run as planned
+        from sglang_indexcache.heal.plan import machine_of
+        from sglang_indexcache.study.cost import print_plan
+
+        print_plan(out, planned(options, machine_of(gpus, find_gpu)))
+        return
+    heal(options)
 
 
 @app.command("merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")

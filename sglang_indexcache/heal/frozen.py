@@ -110,7 +110,7 @@ class FrozenBody:
     def bytes_held(self, number: int) -> int:
         """What a layer takes for good: weights, the embedding before the first, training state."""
         names = [name for source in self._sources[number].values() for name in source]
-        held = None if self._is_quantised(number) else self._dtype
+        held = None if self.is_quantised(number) else self._dtype
         found = 0 if self.from_disk else sum(self._files.bytes_of(n, held) for n in names)
         if number == 0:
             found += self._files.bytes_of(EMBEDDING, self._dtype)
@@ -130,7 +130,7 @@ class FrozenBody:
     def kind_of(self, number: int) -> str:
         """Layers of the same kind have the same tensors: the shapes and forms of all of them."""
         shapes = {n: tuple(t.shape) for n, t in self._layers[number].state_dict().items()}
-        return f"{self._is_quantised(number)} {shapes}"
+        return f"{self.is_quantised(number)} {shapes}"
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
         """What the first layer reads, on its device.
@@ -202,7 +202,8 @@ class FrozenBody:
             ]
         return [name]
 
-    def _is_quantised(self, number: int) -> bool:
+    def is_quantised(self, number: int) -> bool:
+        """Whether any of a layer's weights are stored in block FP8."""
         sources = self._sources[number].values()
         return any(self._files.kind(name) == E4M3 for source in sources for name in source)
 
@@ -212,7 +213,7 @@ class FrozenBody:
             return self._ready[number]
         device = self.devices[number]
         kept = not self.from_disk
-        if kept and self._is_quantised(number) and number not in self._stored:
+        if kept and self.is_quantised(number) and number not in self._stored:
             names = [name for source in self._sources[number].values() for name in source]
             self._stored[number] = {name: self._files.read(name, device) for name in names}
         held = self._stored.get(number)

@@ -185,6 +185,41 @@ def heal(
     return _Healing(options, console or Console(), on_step).run()
 
 
+@dataclass(frozen=True)
+class Target:
+    """What the options come to for their checkpoint.
+
+    Attributes:
+        pattern: resolved.
+        topk: keys that a query selects.
+        length: tokens of a row.
+    """
+
+    pattern: Pattern
+    topk: int
+    length: int
+
+    @classmethod
+    def of(cls, options: HealOptions) -> Target:
+        """Read the checkpoint's config.
+
+        Raises:
+            CheckpointError, PatternError, LibraryError, TrainingError: see :func:`heal`.
+        """
+        checkpoint = Checkpoint.read(options.checkpoint)
+        pattern = Library.default().resolve(options.pattern, checkpoint).pattern
+        pattern.check_checkpoint(checkpoint.own)
+        topk = int(checkpoint.shape["index_topk"])
+        length = options.length or 4 * topk
+        if length <= topk:
+            raise TrainingError(
+                f"rows of {length} tokens are no longer than index_topk ({topk}): every "
+                f"query selects all that it sees, so nothing can be learned of selecting. Give "
+                f"longer rows, for instance {4 * topk} tokens."
+            )
+        return cls(pattern, topk, length)
+
+
 @dataclass
 class _Sums:
     """Over the rows of a step or an evaluation, of every layer; float64 on the CPU."""
@@ -212,12 +247,8 @@ class _Healing:
         from accelerate import Accelerator
 
         self.options, self.on_step = options, on_step
-        self.checkpoint = Checkpoint.read(options.checkpoint)
-        self.pattern: Pattern = Library.default().resolve(options.pattern, self.checkpoint).pattern
-        self.pattern.check_checkpoint(self.checkpoint.own)
-        self.topk = int(self.checkpoint.shape["index_topk"])
-        self.length = options.length or 4 * self.topk
-        self._check_length()
+        target = Target.of(options)
+        self.pattern, self.topk, self.length = target.pattern, target.topk, target.length
         self.accelerator = Accelerator()
         if options.rows < self.accelerator.num_processes:
             raise TrainingError(
@@ -226,7 +257,7 @@ class _Healing:
             )
         self.base = checkpoint_digest(options.checkpoint)
         self.files = HealRun(options.output, console, self.accelerator.is_main_process)
-        self.files.claim(self._told() | {"checkpoint": self.base})
+        self.files.claim(self._told() | {"digest of the checkpoint's files": self.base})
         self.data = self._read()
 
     def run(self) -> HealResult:
@@ -243,14 +274,6 @@ class _Healing:
             if state is None or number >= state.position.stage:
                 self._stage(number, stage, here)
         return self._finish()
-
-    def _check_length(self) -> None:
-        if self.length <= self.topk:
-            raise TrainingError(
-                f"rows of {self.length} tokens are no longer than index_topk ({self.topk}): every "
-                f"query selects all that it sees, so nothing can be learned of selecting. Give "
-                f"longer rows, for instance {4 * self.topk} tokens."
-            )
 
     def _told(self) -> dict[str, Any]:
         """The options that change what is learned, as JSON has them."""
@@ -288,6 +311,8 @@ class _Healing:
             options.from_disk,
         )
         self.trained = self.body.indexer_tensors()
+        size = sum(p.numel() * p.itemsize for p in self.trained.values())
+        self.files.check_room(size)
 
     def _devices(self) -> list[torch.device]:
         """All GPUs of the machine for one process; its own for one of several."""
@@ -457,16 +482,27 @@ class _Healing:
             parameter.copy_(masters[name])
 
     def _save(self, position: Position, state: State, optimizer: torch.optim.Optimizer) -> None:
+        self._check_base()
         state.position = position
         state.indexers, state.optimizer = self._masters(), optimizer.state_dict()
         self.files.save(state)
         self.accelerator.wait_for_everyone()
+
+    def _check_base(self) -> None:
+        """An adapter must be told of the checkpoint that it was trained on."""
+        if checkpoint_digest(self.options.checkpoint) != self.base:
+            raise TrainingError(
+                f"the files of {self.options.checkpoint} are others than when this run began, so "
+                "what was learned since belongs to none of them. Put the first ones back and give "
+                "the same command, or begin anew with another --output."
+            )
 
     def _restore(self, state: State, optimizer: torch.optim.Optimizer) -> None:
         self._set(state.indexers)
         optimizer.load_state_dict(state.optimizer)
 
     def _finish(self) -> HealResult:
+        self._check_base()
         self.accelerator.wait_for_everyone()
         evaluations = self.files.evaluations()
         if self.accelerator.is_main_process:

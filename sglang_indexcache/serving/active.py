@@ -7,8 +7,10 @@ can be replaced for the requests to come.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import RankState
@@ -16,14 +18,23 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
+OTHER_MIXES = "others"
+_MOST_MIXES = 200
+"""Different sets of patterns that are counted each by itself: there can be 2 to the power of 32."""
+
 
 @dataclass
 class Counters:
-    """How often each pattern position did what. CUDA graph replays are not seen from here.
+    """How often each pattern position did what since the start. They never go back to 0.
+
+    CUDA graph replays are forwards, but run no layer's Python, so layers do not count them.
 
     Attributes:
         forwards: forwards begun.
         mixed_forwards: those with requests of several patterns.
+        rows: rows (tokens) forwarded, by pattern.
+        forwards_under: forwards by the patterns in them, sorted and joined by "+"; behind so many
+            mixes the others together, as :data:`OTHER_MIXES`.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -35,10 +46,12 @@ class Counters:
 
     forwards: int = 0
     mixed_forwards: int = 0
+    rows: Counter[str] = field(default_factory=Counter)
+    forwards_under: Counter[str] = field(default_factory=Counter)
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
-    graphs: dict[str, int] = field(default_factory=dict)
+    graphs: Counter[str] = field(default_factory=Counter)
     indexer_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
@@ -48,7 +61,7 @@ class Counters:
     @classmethod
     def for_layers(cls, count: int) -> Counters:
         """Zeros for ``count`` pattern positions."""
-        return cls(0, 0, [0] * count, [0] * count, [0] * count)
+        return cls(selections=[0] * count, reuses=[0] * count, key_writes=[0] * count)
 
 
 class ActivePattern:
@@ -78,10 +91,22 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
-    def count_forward(self, patterns: int) -> None:
-        """A forward of a whole batch has begun, with so many different patterns."""
-        self.counters.forwards += 1
-        self.counters.mixed_forwards += patterns > 1
+    def count_forward(self, rows: Mapping[Pattern, int]) -> None:
+        """A forward of a whole batch has begun.
+
+        Args:
+            rows: how many each pattern has in it; an idle rank has none of any.
+        """
+        counters, names = self.counters, sorted(str(pattern) for pattern, n in rows.items() if n)
+        counters.forwards += 1
+        if not names:
+            return
+        counters.mixed_forwards += len(names) > 1
+        under = "+".join(names)
+        if under not in counters.forwards_under and len(counters.forwards_under) >= _MOST_MIXES:
+            under = OTHER_MIXES
+        counters.forwards_under[under] += 1
+        counters.rows += Counter({str(pattern): count for pattern, count in rows.items()})
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
@@ -97,7 +122,7 @@ class ActivePattern:
 
     def count_graph(self, label: str) -> None:
         """Note that a batch is about to replay the decode graph ``label``."""
-        self.counters.graphs[label] = self.counters.graphs.get(label, 0) + 1
+        self.counters.graphs[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
         """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
@@ -114,7 +139,6 @@ class ActivePattern:
         """
         self.policy, self.source, self.adapted = policy, source, adapted
         self.switches += 1
-        self.counters = Counters.for_layers(len(self.pattern))
 
     def report(
         self,
@@ -147,6 +171,8 @@ class ActivePattern:
             requests=dict(requests or {}),
             forwards=counters.forwards,
             mixed_forwards=counters.mixed_forwards,
+            rows=dict(counters.rows),
+            forwards_under=dict(counters.forwards_under),
             indexer_selections=list(counters.selections),
             index_reuses=list(counters.reuses),
             index_key_writes=list(counters.key_writes),
@@ -177,4 +203,10 @@ def published_plan() -> Plan | None:
     """The plan in this process's resolved configuration, before any backend exists."""
     from sglang.srt.runtime_context import get_model
 
-    return Plan.from_json(json.loads(get_model().json_model_override_args).get(CONFIG_KEY))
+    return _plan(get_model().json_model_override_args)
+
+
+@lru_cache(maxsize=1)
+def _plan(overrides: str) -> Plan | None:
+    """Read once: the HTTP process asks at every request."""
+    return Plan.from_json(json.loads(overrides).get(CONFIG_KEY))

@@ -100,6 +100,8 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
             raise SettingsError("this server does not run IndexCache")
         if len(request.server_args) > 1:
             raise SettingsError("a pattern is switched alone, in a request of its own")
+        if request.server_args[_KEY + values[0]] != 1:
+            raise SettingsError(f'the value must be 1: {{"{_KEY}{values[0]}": 1}}')
         switch(controller.scheduler, active, values[0])
     except IndexCacheError as error:
         logger.warning("IndexCache: pattern not switched: %s", error)

@@ -21,7 +21,7 @@ from tests.fakes import state
 def test_a_state_is_the_same_after_its_way_through_json() -> None:
     sent = state("FSSF", requests={"FSSF": 2}, forwards=3, index_reuses=[0, 1, 1, 0])
     assert RankState.from_json(sent.to_json(), "it") == sent
-    assert sent.to_json()["retention"] == 0.5
+    assert sent.to_json()["full_layers"] == 2
 
 
 def test_a_state_of_another_version_is_told_as_that() -> None:

@@ -197,7 +197,7 @@ def test_an_output_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     for command in (["run"], ["compare", "full", "1/2"], ["overlap"]):
         result = call("search", *command, "--model", "missing", "-o", tmp_path / "file")
         assert result.exit_code == 1
-        assert "nothing can be written to" in said(result)
+        assert "cannot write to the folder" in said(result)
 
 
 def test_compare_needs_two() -> None:

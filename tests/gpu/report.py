@@ -94,6 +94,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[REPORT] = Report(path, config.getoption("--gpu-seconds"))
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    """Before anything runs: is this the machine that was packed for."""
+    return f"preflight: {config.stash[REPORT].content['preflight']}"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is decided; what was skipped is tried again."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
 from sglang_indexcache.serving.in_process import InProcessEngine
 from tests.fakes import state
@@ -153,6 +154,48 @@ def test_two_nodes_switch_only_when_idle(
     assert not ask(engine, "indexcache_pattern=FFFS")
     assert "prefilled under one pattern and decoded under the other" in serving.last_rejection
     assert str(serving.pattern) == "FSFS"
+
+
+def test_a_switch_with_another_value_is_none(serving: active.ActivePattern) -> None:
+    request = SimpleNamespace(server_args={"indexcache_pattern=FSFS": 0})
+    controller = SimpleNamespace(scheduler=scheduler())
+    assert not live._accept(lambda *_: None, controller, request).updated
+    assert 'the value must be 1: {"indexcache_pattern=FSFS": 1}' in serving.last_rejection
+
+
+def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
+    """What was served under a pattern can be told afterwards."""
+    first, second = Pattern("FSFS"), Pattern("FFSS")
+    for rows in ({first: 3}, {second: 1, first: 2}, {first: 1}):
+        serving.count_forward(rows)
+        serving.count_selection(0)
+        serving.count_reuse(3)
+        serving.count_key_write(1)
+        serving.count_graph("mixed")
+        assert ask(scheduler(), f"indexcache_pattern={first if len(rows) > 1 else second}")
+    told = report(scheduler())
+    assert serving.switches == 3
+    assert (told["forwards"], told["mixed_forwards"]) == (3, 1)
+    assert told["rows"] == {"FSFS": 6, "FFSS": 1}
+    assert told["forwards_under"] == {"FSFS": 2, "FFSS+FSFS": 1}
+    assert told["indexer_selections"] == [3, 0, 0, 0]
+    assert told["index_reuses"] == [0, 0, 0, 3]
+    assert told["index_key_writes"] == [0, 3, 0, 0]
+    assert told["graph_replays"] == {"mixed": 3}
+
+
+def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
+    serving.count_forward({serving.pattern: 0})
+    told = report(scheduler())
+    assert (told["forwards"], told["rows"], told["forwards_under"]) == (1, {}, {})
+
+
+def test_mixes_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
+    for number in range(active._MOST_MIXES + 3):
+        serving.count_forward({Pattern("F" + "FS"[number % 2] * (number + 1)): 1})
+    counted = serving.counters.forwards_under
+    assert len(counted) == active._MOST_MIXES + 1
+    assert counted[active.OTHER_MIXES] == 3
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:

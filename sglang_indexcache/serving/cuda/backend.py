@@ -32,7 +32,7 @@ from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, att
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts_here
-from sglang_indexcache.serving.rows import patterns_of_rows
+from sglang_indexcache.serving.rows import patterns_of_rows, rows_by_pattern
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -103,7 +103,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             self.index_buffer.begin(self.graphs.rows(label, count, device))
         elif self.graphs is not None and self.active.plan.mode == "live":
             # A replay, which runs no layer's Python.
-            self.active.count_forward(self.graphs.patterns_in_batch)
+            self.active.count_forward(self.graphs.rows_in_batch)
         else:
             self._begin(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -208,7 +208,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         else:
             rows = patterns_of_rows(forward_batch, self.active)
         if whole is self:
-            self.active.count_forward(len(rows.patterns))
+            self.active.count_forward(rows_by_pattern(forward_batch, self.active))
         self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:

@@ -172,7 +172,7 @@ def replay_stage(
     model = Model(pattern, start, end, first_overlapped or 0)
     overlap = first_overlapped is not None
     parts = (batch(slice(0, 1), (0, 1)), batch(slice(1, ROWS), (1, ROWS))) if overlap else ()
-    whole = SimpleNamespace(tbo_children=parts or None)
+    whole = SimpleNamespace(**vars(batch(slice(0, ROWS), None)), tbo_children=parts or None)
     model.backend.init_forward_metadata_out_graph(whole, in_capture=True)
     graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     graphs.capture_one(KEY, lambda: model.forward(parts))
@@ -250,6 +250,7 @@ def select_into(layer: int, result: torch.Tensor) -> None:
 def prefill_batch(rows: int, mark: int) -> Any:
     return SimpleNamespace(
         global_num_token_non_padded_cpu=rows,
+        batch_size=1,
         mark=mark,
         mha_return_lse=False,
         out_cache_loc=torch.arange(ROWS),

@@ -220,11 +220,16 @@ def replay(model: Model, graphs: FullCudaGraphBackend, now: Any, number: int) ->
     """As ``DecodeCudaGraphRunner.load_batch`` does; returns the label."""
     assert model.backend.graphs is not None
     label = model.backend.graphs.select(now)
-    model.backend.init_forward_metadata_out_graph(SimpleNamespace())  # a view with few fields
+    model.backend.init_forward_metadata_out_graph(view())
     model.batch.copy_(torch.arange(ROWS).view(-1, 1) + 10 * number)
     model.attended.fill_(-1)
     graphs.replay(ShapeKey(ROWS, attention_variant=label), None)
     return label
+
+
+def view() -> Any:
+    """What SGLang hands to the backend at a replay: few fields, and no requests."""
+    return SimpleNamespace(batch_size=ROWS, forward_mode=ForwardMode.DECODE)
 
 
 def patterns(layers: int) -> st.SearchStrategy[str]:
