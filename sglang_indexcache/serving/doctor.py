@@ -267,6 +267,9 @@ def _print_server(server_args: Any, problems: Sequence[IndexCacheError], console
     facts = [
         *_facts(plan, cfg.model_path, config.to_dict()),
         ("index-K saved", _saved_here(plan, cfg, model)),
+        *_graph_memory(
+            plan, cfg, is_fixed=server_args._raw_input["mem_fraction_static"] is not None
+        ),
         *_kernels(plan, cfg, model),
         *_features(cfg, plan),
     ]
@@ -311,6 +314,16 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
 
     routes = choose(plan.kernels, cfg, model, Machine.here())
     return [("kernel", line) for line in describe(routes)]
+
+
+def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> list[tuple[str, str]]:
+    """What the graphs of --indexcache-graphs take, if there are any."""
+    from sglang_indexcache.serving.graph_memory import graph_reserve_mb
+
+    if not (reserve := graph_reserve_mb(cfg, plan)):
+        return []
+    kept = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
+    return [("graph memory", f"about {reserve} MB on each GPU (not measured), {kept}")]
 
 
 def _own_sharing(plan: Plan) -> str:
