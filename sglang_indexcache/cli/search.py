@@ -211,7 +211,10 @@ def run_command(
     from sglang_indexcache.search.session import measured_rate, print_dry_run, run_search
     from sglang_indexcache.search.sources import Data, Planned
     from sglang_indexcache.study.cost import Rate
+    from sglang_indexcache.study.identity import check_writable
 
+    if not dry_run:
+        check_writable(output, SearchError)
     chosen = Options.parse(method, budget) if method else None
     measured = Data(data, _length(context), batches, 1, held_out, seed, score=_score(score))
     servers = connect(url, api_key)
