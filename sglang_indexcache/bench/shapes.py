@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.results import Strict
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.library import Strict
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
