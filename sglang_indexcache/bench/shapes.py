@@ -135,7 +135,8 @@ def preset(name: str) -> ModelShape:
     """
     if name not in PRESETS:
         raise BenchError(
-            f"no shape is called {name!r} and no folder; there are {', '.join(PRESETS)}"
+            f"--model {name} is neither a folder nor a known model. Known are GLM-5-FP8, "
+            f"{', '.join(PRESETS)}."
         )
     return PRESETS[name]
 

@@ -242,7 +242,7 @@ def compare_command(
     patterns: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATTERN...",
+            metavar="PATTERN",
             help="Two patterns or more, in any form. The first is the reference.",
         ),
     ],
