@@ -24,7 +24,7 @@ from sglang_indexcache.bench.forward import Deployment, Forwards
 from sglang_indexcache.bench.plan import Composed, choose_patterns
 from sglang_indexcache.bench.results import METRICS, paper_speedup
 from sglang_indexcache.bench.roofline import find_gpu
-from sglang_indexcache.bench.rows import CARDS, WHEEL, Estimate, Layers
+from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
 from sglang_indexcache.bench.tables import NAMES, Grid
 from sglang_indexcache.errors import BenchError
@@ -147,7 +147,7 @@ def table_1() -> list[dict[str, Any]]:
     return rows
 
 
-def apart(full: Estimate | None, shared: Estimate | None) -> float:
+def apart(full: LatencyEstimate | None, shared: LatencyEstimate | None) -> float:
     """Milliseconds between a layer with its indexer and one without."""
     if full is None or shared is None:
         raise BenchError("the rows end before the paper's contexts")

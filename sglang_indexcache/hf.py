@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sharing:
+class SharedForward:
     """What a model under :func:`share` does.
 
     Attributes:
@@ -40,7 +40,7 @@ class Sharing:
 
 
 @contextmanager
-def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
+def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
     """Run ``model`` under ``pattern`` inside this context; afterwards it is as it was before.
 
     Inside another ``share`` of the same model, the inner pattern is the one in effect. A cache
@@ -63,7 +63,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
     if isinstance(pattern, str):
         pattern = Library.default().resolve(pattern, checkpoint).pattern
     pattern.check_checkpoint(checkpoint.own)
-    sharing = Sharing(pattern)
+    sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
             if (indexer := attention.indexer) is not None:  # without one it shares by itself
@@ -72,7 +72,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
         yield sharing
 
 
-def _switch(indexer: Any, number: int, sharing: Sharing) -> Callable[..., torch.Tensor]:
+def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., torch.Tensor]:
     """What stands in for an indexer's forward: run it, or hand on what is held."""
     # Inside another share() the indexer's own forward is behind that one's switch.
     select = getattr(indexer.forward, "select", indexer.forward)

@@ -32,11 +32,13 @@ _LONGEST_RATIO = 12
 """Characters; Python does not read numbers of thousands of digits."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Base of what is read from files: no field may be unknown."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelInfo(_Strict):
+class ModelInfo(Strict):
     """The model a pattern was found for, and how to recognise it."""
 
     name: str
@@ -54,7 +56,7 @@ class ModelInfo(_Strict):
         )
 
 
-class Method(_Strict):
+class MethodRecord(Strict):
     """How the pattern was found."""
 
     name: str
@@ -63,7 +65,7 @@ class Method(_Strict):
     details: dict[str, Any] = Field(default_factory=dict)
 
 
-class Citation(_Strict):
+class Citation(Strict):
     """Where the pattern comes from."""
 
     title: str
@@ -71,7 +73,7 @@ class Citation(_Strict):
     where: str = ""
 
 
-class Quality(_Strict):
+class Quality(Strict):
     """One benchmark score of the pattern, beside all-F and uniform interleaving."""
 
     benchmark: str
@@ -81,7 +83,7 @@ class Quality(_Strict):
     where: str = ""
 
 
-class Evaluated(_Strict):
+class Evaluated(Strict):
     """What ``indexcache eval`` found for the pattern, on one checkpoint.
 
     ``verdict`` is one of "no loss", "small loss" (proven, and less than the margin), "loss",
@@ -125,7 +127,7 @@ class Evaluated(_Strict):
 NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
-class Latency(_Strict):
+class Latency(Strict):
     """One speed of the pattern, beside all-F."""
 
     metric: str
@@ -136,7 +138,7 @@ class Latency(_Strict):
     where: str = ""
 
 
-class Entry(_Strict):
+class Entry(Strict):
     """One pattern file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -144,7 +146,7 @@ class Entry(_Strict):
     pattern: str
     full_layers: int
     retention: str = Field(pattern=r"^\d+/\d+$")
-    method: Method
+    method: MethodRecord
     source: Citation
     quality: tuple[Quality | Evaluated, ...] = ()
     latency: tuple[Latency, ...] = ()

@@ -72,5 +72,13 @@ def test_the_digest_is_of_content(tmp_path: Path) -> None:
     assert len({first, second, digest(tmp_path, sources)}) == 3
 
 
+@pytest.mark.parametrize("settings", ["tests/conftest.py", "pyproject.toml"])
+def test_the_settings_of_all_tests_count(tmp_path: Path, settings: str) -> None:
+    (tmp_path / "tests").mkdir()
+    before = digest(tmp_path)
+    (tmp_path / settings).write_text("changed")
+    assert digest(tmp_path) != before
+
+
 def test_every_source_is_there() -> None:
     assert all((ROOT / source).exists() for source in SOURCES)

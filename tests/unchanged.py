@@ -1,8 +1,9 @@
 """Tests of compiled device code run when something changed that they depend on.
 
-They are marked ``csrc``: only ``csrc/``, ``kernels/``, their own folder and the tools can break
-them, and no run draws a seed. So what has passed here passes again until one of those differs; a
-fresh clone, in which nothing has passed, runs all of them. ``--csrc`` runs them in any case.
+They are marked ``csrc``: only ``csrc/``, ``kernels/``, their own folder, the settings of all tests
+and the tools can break them, and no run draws a seed. So what has passed here passes again until
+one of those differs; a fresh clone, in which nothing has passed, runs all of them. ``--csrc`` runs
+them in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.seeds import FIXED, SEED
 ROOT = Path(__file__).parent.parent
 SOURCES = (
     *("csrc", "sglang_indexcache/kernels", "sglang_indexcache/support", "sglang_indexcache/cli"),
-    *("sglang_indexcache/errors.py", "tests/kernels", "tests/seeds.py"),
+    *("sglang_indexcache/errors.py", "tests/kernels", "tests/seeds.py", "tests/conftest.py"),
+    "pyproject.toml",  # pytest's settings
 )
 PACKAGES = ("torch", "numpy", "triton", "apache-tvm-ffi", "hypothesis", "pytest")
 COMPILERS = ("nvcc", "g++", "c++")

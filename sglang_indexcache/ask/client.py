@@ -216,7 +216,8 @@ class Client:
             ) from error
         except _AWAY as error:
             raise ServerUnavailableError(
-                f"cannot reach the server at {self.url}: {error}"
+                f"cannot reach the server at {self.url} ({error}). "
+                "Is it running, and is this its URL?"
             ) from error
         except httpx.HTTPError as error:
             raise ServerError(f"cannot reach the server at {self.url}: {error}") from error

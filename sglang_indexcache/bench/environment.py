@@ -6,14 +6,13 @@ import os
 import time
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
+from sglang_indexcache.library import Strict
 from sglang_indexcache.study.provenance import machine
 
 _STAT = Path("/proc/stat")
 
 
-class Environment(BaseModel):
+class Environment(Strict):
     """The machine and the software of one measurement.
 
     Attributes:
@@ -25,8 +24,6 @@ class Environment(BaseModel):
         commit: of this repository, with "+" if files were changed; empty outside a checkout.
         load_before: 1-minute load average before anything was started.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     date: str
     cpu: str

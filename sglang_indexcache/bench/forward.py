@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES, MEMORY_PART, find_gpu
-from sglang_indexcache.bench.rows import ENGINE, Estimate, Layers, Series, Wheel
+from sglang_indexcache.bench.rows import ENGINE, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.bench.shapes import ModelShape, preset
 from sglang_indexcache.errors import BenchError
 
@@ -26,7 +26,7 @@ EXPERT_LOADS = "power_law_1.01"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """A model whose layers the rows have.
 
     Attributes:
@@ -46,11 +46,11 @@ class Measured:
 
 _GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
 MODELS = {
-    "GLM-5-FP8": Measured(
+    "GLM-5-FP8": MeasuredModel(
         "glm-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8", "fp8_block", note=_GLM
     ),
-    "GLM-5": Measured("glm-5", "zai-org/GLM-5", "zai-org/GLM-5.2", "bfloat16", note=_GLM),
-    "DeepSeek-V3.2": Measured(
+    "GLM-5": MeasuredModel("glm-5", "zai-org/GLM-5", "zai-org/GLM-5.2", "bfloat16", note=_GLM),
+    "DeepSeek-V3.2": MeasuredModel(
         "deepseek-v3.2",
         "deepseek-ai/DeepSeek-V3.2",
         "zai-org/GLM-5.2-FP8",
@@ -81,7 +81,7 @@ class Deployment:
     kv: str = ""
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredModel:
         """Which rows are its layers'."""
         return MODELS[self.model]
 
@@ -200,7 +200,7 @@ class Forwards:
         ]
         return tuple(one.text for one in used)
 
-    def prefill(self, full_layers: int, context: int) -> Estimate | None:
+    def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
         """Milliseconds to read a prompt, one on each rank; None where rows are missing."""
         value = wrong = 0.0
         for prefix in range(0, context, self.deployment.chunk):
@@ -211,9 +211,9 @@ class Forwards:
             if one is None:
                 return None
             value, wrong = value + one.value, wrong + one.value * one.off
-        return Estimate(value, wrong / value)
+        return LatencyEstimate(value, wrong / value)
 
-    def decode(self, full_layers: int, requests: int, context: int) -> Estimate | None:
+    def decode(self, full_layers: int, requests: int, context: int) -> LatencyEstimate | None:
         """Milliseconds of a step of ``requests`` requests on each rank; None as above."""
         found = [self.layers.step(kind, requests, context) for kind in ("F", "S")]
         tokens = requests * self.deployment.dp
@@ -228,22 +228,22 @@ class Forwards:
     def _sum(
         self,
         full_layers: int,
-        full: Estimate | None,
-        shared: Estimate | None,
-        around: Estimate | None,
-    ) -> Estimate | None:
+        full: LatencyEstimate | None,
+        shared: LatencyEstimate | None,
+        around: LatencyEstimate | None,
+    ) -> LatencyEstimate | None:
         if full is None or shared is None or around is None:
             return None
         counted = ((full_layers, full), (self._shape.layers - full_layers, shared), (1, around))
         value = sum(count * part.value for count, part in counted)
-        return Estimate(value, sum(count * p.value * p.off for count, p in counted) / value)
+        return LatencyEstimate(value, sum(count * p.value * p.off for count, p in counted) / value)
 
-    def _time_around(self, tokens: int, heads: int, graph: bool) -> Estimate | None:
+    def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
         """All but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
         shape, gpus, names = self._shape, self.deployment.gpus, self.deployment.measured
         experts = self._experts.at(tokens)
         reduce = self._reduce[graph]
-        moved = Estimate(0.0) if reduce is None else reduce.at(tokens * shape.hidden)
+        moved = LatencyEstimate(0.0) if reduce is None else reduce.at(tokens * shape.hidden)
         if experts is None or moved is None:
             return None
         per_rank = tokens // self.deployment.dp
@@ -261,7 +261,7 @@ class Forwards:
         value += shape.dense_layers * mlp(shape.dense_width)
         value += self._product(heads, shape.vocab // gpus, shape.hidden, "bfloat16")
         wrong = sparse * experts.value * experts.off + 2 * shape.layers * moved.value * moved.off
-        return Estimate(value, wrong / value)
+        return LatencyEstimate(value, wrong / value)
 
     def _find_product(self, rows: int, width: int, depth: int, weights: str) -> float:
         """A matrix product, from the nearest measured one, scaled by what it multiplies."""

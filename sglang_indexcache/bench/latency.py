@@ -29,9 +29,9 @@ from sglang_indexcache.bench.results import (
     METRICS,
     Configuration,
     LatencyResult,
+    LatencySample,
     Metric,
     Model,
-    Sample,
     ServerFacts,
     Visit,
     save,
@@ -101,7 +101,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """The model as its folder describes it.
 
     Attributes:
@@ -115,7 +115,7 @@ class Target:
     vocab_size: int
 
 
-def read_target(folder: Path, note: str = "") -> Target:
+def read_target(folder: Path, note: str = "") -> TargetModel:
     """Read a checkpoint folder; the weights may be missing.
 
     Raises:
@@ -141,11 +141,11 @@ def read_target(folder: Path, note: str = "") -> Target:
         raise CheckpointError(
             f"{folder / 'config.json'} has no vocab_size, which a DSA model's config has"
         )
-    return Target(checkpoint, model, int(text["vocab_size"]))
+    return TargetModel(checkpoint, model, int(text["vocab_size"]))
 
 
 def run(
-    target: Target,
+    target: TargetModel,
     servers: Servers,
     served: Sequence[Configuration],
     settings: Settings,
@@ -169,7 +169,7 @@ def run(
     settings.check()
     machine = environment()
     visits: list[Visit] = []
-    samples: list[Sample] = []
+    samples: list[LatencySample] = []
     warm: set[str] = set()
     for number, configuration, steps in _turns(settings, served, servers.side_by_side):
         report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
@@ -224,7 +224,7 @@ class _Visit:
     def __init__(
         self,
         client: Client,
-        target: Target,
+        target: TargetModel,
         settings: Settings,
         configuration: Configuration,
         number: int,
@@ -237,7 +237,7 @@ class _Visit:
         self._round = number
         self._server = server
 
-    def measure(self, steps: Sequence[Step]) -> Iterator[Sample]:
+    def measure(self, steps: Sequence[Step]) -> Iterator[LatencySample]:
         """Take some steps, then check that the pattern was obeyed."""
         needed = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
         if not needed:
@@ -311,7 +311,7 @@ class _Visit:
             return answers, (None, None)
         return answers, (after[0] - before[0], after[1] - before[1])
 
-    def _single(self, length: int) -> Iterator[Sample]:
+    def _single(self, length: int) -> Iterator[LatencySample]:
         """One request a rank: TTFT and decode rate."""
         metrics, count = self._settings.metrics, self._server.dp
         answers, (prefill, decode) = self._timed(length, count, "single")
@@ -325,7 +325,7 @@ class _Visit:
         if "full" in metrics and self._one_fills(length):
             yield self._sample(length, "full", rate, count, share)
 
-    def _full(self, length: int) -> Sample:
+    def _full(self, length: int) -> LatencySample:
         """As many requests as fit: the rate of a rank while all of them decode."""
         count = self.concurrency(length)
         answers, (_, decode) = self._timed(length, count, "full")
@@ -337,8 +337,8 @@ class _Visit:
 
     def _sample(
         self, length: int, metric: Metric, value: float, requests: int, share: float | None
-    ) -> Sample:
-        return Sample(
+    ) -> LatencySample:
+        return LatencySample(
             configuration=self._configuration.name,
             round=self._round,
             length=length,

@@ -17,7 +17,7 @@ from sglang_indexcache.bench import roofline
 from sglang_indexcache.bench.forward import MODELS, MOST_OFF, Deployment, Forwards
 from sglang_indexcache.bench.results import LatencyResult, Metric, amdahl, load, removed_share
 from sglang_indexcache.bench.roofline import find_gpu
-from sglang_indexcache.bench.rows import Estimate
+from sglang_indexcache.bench.rows import LatencyEstimate
 from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of, preset, shape_of
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.checkpoint import read_config
@@ -118,7 +118,7 @@ class Composed:
 
     def _time(
         self, metric: Metric, full_layers: int, requests: int, context: int
-    ) -> Estimate | None:
+    ) -> LatencyEstimate | None:
         if metric == "prefill":
             return self.forwards.prefill(full_layers, context)
         return self.forwards.decode(full_layers, requests, context)

@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sglang_indexcache.bench.environment import Environment
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library import Library, Strict
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import write_whole
 
@@ -29,12 +29,6 @@ METRICS: dict[Metric, str] = {
 }
 """The paper's three metrics (Table 1), in its order. Its throughput is of one GPU, which is a
 data-parallel rank there; ours is of a rank."""
-
-
-class Strict(BaseModel):
-    """Base of every stored model: no field may be unknown."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Configuration(Strict):
@@ -135,7 +129,7 @@ class Visit(Strict):
     busy_cores: float | None
 
 
-class Sample(Strict):
+class LatencySample(Strict):
     """One measurement.
 
     Attributes:
@@ -219,7 +213,7 @@ class LatencyResult(Strict):
     clock: Literal["wall"] = "wall"
     rounds: int
     visits: tuple[Visit, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[LatencySample, ...]
 
     @model_validator(mode="after")
     def _complete(self) -> LatencyResult:
@@ -284,7 +278,7 @@ class LatencyResult(Strict):
             ideal=None if share is None else amdahl(share, removed),
         )
 
-    def _matching(self, configuration: str, metric: Metric, length: int) -> list[Sample]:
+    def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
         wanted = (configuration, metric, length)
         return [s for s in self.samples if (s.configuration, s.metric, s.length) == wanted]
 

@@ -39,7 +39,7 @@ Measured = defaultdict[tuple[Kind, int], defaultdict[float, list[float]]]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LatencyEstimate:
     """A latency between rows.
 
     Attributes:
@@ -65,16 +65,16 @@ class Series:
     def __post_init__(self) -> None:
         self._keys = sorted(self.points)
 
-    def at(self, x: float) -> Estimate | None:
+    def at(self, x: float) -> LatencyEstimate | None:
         """The latency at ``x``; None outside the rows."""
         if x in self.points:
-            return Estimate(self.points[x])
+            return LatencyEstimate(self.points[x])
         place = bisect_right(self._keys, x)
         if not 0 < place < len(self._keys):
             return None
         below, above = self._keys[place - 1 : place + 1]
         off = max(abs(self.held_out(end) or 0.0) for end in (below, above))
-        return Estimate(_line(self.points, below, above, x), off)
+        return LatencyEstimate(_line(self.points, below, above, x), off)
 
     def held_out(self, x: float) -> float | None:
         """Relative error of predicting the row at ``x`` from its neighbours; None at an end."""
@@ -128,11 +128,11 @@ class Layers:
     decode: dict[tuple[Kind, int], Series]
     contradictions: tuple[Contradiction, ...] = ()
 
-    def chunk(self, kind: Kind, tokens: int, prefix: int) -> Estimate | None:
+    def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
         """Milliseconds of one layer for a chunk behind a prefix; None where no rows are."""
         return _between(self.prefill, kind, tokens, prefix)
 
-    def step(self, kind: Kind, requests: int, context: int) -> Estimate | None:
+    def step(self, kind: Kind, requests: int, context: int) -> LatencyEstimate | None:
         """Milliseconds of one layer for one decode step; None where no rows are."""
         return _between(self.decode, kind, requests, context)
 
@@ -152,7 +152,7 @@ class Layers:
 
 def _between(
     series: Mapping[tuple[Kind, int], Series], kind: Kind, size: int, x: float
-) -> Estimate | None:
+) -> LatencyEstimate | None:
     """First along each series, then between the series of the two nearest sizes."""
     sizes = sorted(n for k, n in series if k == kind)
     if size in sizes:
@@ -165,7 +165,7 @@ def _between(
     if ends[0] is None or ends[1] is None:
         return None
     value = _line({small: ends[0].value, large: ends[1].value}, small, large, size)
-    return Estimate(value, max(ends[0].off, ends[1].off))
+    return LatencyEstimate(value, max(ends[0].off, ends[1].off))
 
 
 class Wheel:

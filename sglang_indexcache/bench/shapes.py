@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.results import Strict
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.library import Strict
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
@@ -135,7 +135,8 @@ def preset(name: str) -> ModelShape:
     """
     if name not in PRESETS:
         raise BenchError(
-            f"no shape is called {name!r} and no folder; there are {', '.join(PRESETS)}"
+            f"--model {name} is neither a folder nor a known model. Known are GLM-5-FP8, "
+            f"{', '.join(PRESETS)}."
         )
     return PRESETS[name]
 

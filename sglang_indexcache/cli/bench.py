@@ -23,12 +23,18 @@ from sglang_indexcache.cli.common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-RoundsOption = Annotated[int, typer.Option(help="How often every pattern has its turn: A B A B.")]
+RoundsOption = Annotated[
+    int, typer.Option(metavar="N", help="How often every pattern has its turn: A B A B.")
+]
 NoteOption = Annotated[
-    str, typer.Option(help="A sentence to keep with the result, such as what the weights are.")
+    str,
+    typer.Option(
+        metavar="TEXT", help="A sentence to keep with the result, such as what the weights are."
+    ),
 ]
 SideBySideOption = Annotated[
-    bool, typer.Option(help="Keep all servers up, so that turns are one request long.")
+    bool,
+    typer.Option("--side-by-side", help="Keep all servers up, so that turns are one request long."),
 ]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
 """Server flags come behind ``--``."""
@@ -49,13 +55,20 @@ def latency_command(
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
     rounds: RoundsOption = 3,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 64,
+    new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens that each request generates.")
+    ] = 64,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Only prefill, decode or full. Repeat it; left out: all three."),
+        typer.Option(
+            metavar="NAME", help="Only prefill, decode or full. Repeat it; left out: all three."
+        ),
     ] = None,
     full_concurrency: Annotated[
-        int, typer.Option(help="Requests a rank for the full KV cache; 0 takes as many as fit.")
+        int,
+        typer.Option(
+            metavar="N", help="Requests a rank for the full KV cache; 0 takes as many as fit."
+        ),
     ] = 0,
     note: NoteOption = "",
     side_by_side: SideBySideOption = False,
@@ -118,11 +131,13 @@ def plan_command(
     context: ContextsOption = None,
     gpu: Annotated[str, typer.Option(metavar="h100|h200|b200", help="The card.")] = "h200",
     gpus: Annotated[
-        int, typer.Option("--gpus", "--tp", help="How many GPUs: SGLang's --tp.", min=1)
+        int,
+        typer.Option("--gpus", "--tp", metavar="N", help="How many GPUs: SGLang's --tp.", min=1),
     ] = 8,
     dp: Annotated[
         int,
         typer.Option(
+            metavar="N",
             help="Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.",
             min=1,
         ),

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 out = Console()
 
 EXTRAS = {
-    "patterns": "search",
+    "patterns": "plots",
     "server": "serve",
     "search": "search",
-    "eval": "search",
-    "bench": "search",
+    "eval": "eval",
+    "bench": "plots",
     "heal": "heal",
     "kernels": "kernels",
-    "demo": "serve",
+    "demo": "search",
 }
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
 

@@ -38,7 +38,7 @@ WHAT, HOW, WHERE = "What is asked", "How it is judged", "Servers and files"
 
 PatternsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="PATTERN...", help="One or more patterns to evaluate, in any form."),
+    typer.Argument(metavar="PATTERN", help="One or more patterns to evaluate, in any form."),
 ]
 MarginOption = Annotated[
     float,
@@ -407,7 +407,10 @@ def _haystack(path: Path | None) -> str:
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
     """By the name that stands before the URL; a URL alone has none."""
     if not urls:
-        raise QualityError("give a server in live mode with --url, or one for each arm")
+        raise QualityError(
+            "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "
+            "each arm. --dry-run needs none."
+        )
     found: dict[str, Client] = {}
     for text in urls:
         name, equals, url = text.partition("=")

@@ -209,7 +209,7 @@ def run_command(
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.search.session import measured_rate, print_dry_run, run_search
-    from sglang_indexcache.search.sources import Data, Planned
+    from sglang_indexcache.search.sources import Data, PlannedSource
     from sglang_indexcache.study.cost import Rate
     from sglang_indexcache.study.identity import check_writable
 
@@ -220,7 +220,7 @@ def run_command(
     servers = connect(url, api_key)
     load = _load(servers, at_once, low_priority)
     source = _source(measured, model, servers, engine, load)
-    with (Planned(model, measured) if dry_run else source).open() as setup:
+    with (PlannedSource(model, measured) if dry_run else source).open() as setup:
         constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
         targets = parse_targets(target, constraints)
         tokens = setup.evaluator.batch_tokens
@@ -242,7 +242,7 @@ def compare_command(
     patterns: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATTERN...",
+            metavar="PATTERN",
             help="Two patterns or more, in any form. The first is the reference.",
         ),
     ],

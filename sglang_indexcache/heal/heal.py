@@ -38,7 +38,7 @@ from sglang_indexcache.heal.optimizer import (
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing, pass_through
 from sglang_indexcache.heal.rows import FileRows, PackedBatch, PackedRow
-from sglang_indexcache.heal.run_folder import Evaluation, HealRun, Position, State
+from sglang_indexcache.heal.run_folder import HealRun, HeldOutEvaluation, Position, State
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -162,7 +162,7 @@ class HealResult:
     """
 
     adapter: Adapter
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[HeldOutEvaluation, ...]
 
 
 def heal(
@@ -458,7 +458,7 @@ class _Healing:
         sums, queries = self._forward(list(self.data.held_out), stage.kind)
         loss = (sums.loss / queries).tolist()
         recall = (sums.mass / sums.choosing).tolist()
-        found = Evaluation(
+        found = HeldOutEvaluation(
             **self._where(number, done, stage),
             held_out_loss=sum(loss),
             held_out_recall=sum(recall) / len(recall),
@@ -518,7 +518,7 @@ class _Healing:
         self.accelerator.wait_for_everyone()
         return HealResult(Adapter.read(self.options.output), evaluations)
 
-    def _record(self, evaluations: tuple[Evaluation, ...]) -> dict[str, Any]:
+    def _record(self, evaluations: tuple[HeldOutEvaluation, ...]) -> dict[str, Any]:
         return {
             "made_by": "indexcache heal run",
             "options": {**self._told(), "length": self.length},

@@ -18,11 +18,11 @@ from sglang_indexcache.heal.losses import (
     select_top_k,
 )
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.sharing import Forward, Sharing, Stage
+from sglang_indexcache.heal.sharing import ForwardState, Sharing, Stage
 
 
 @dataclass
-class LocalForward(Forward):
+class LocalForward(ForwardState):
     """The state of one forward pass of some rows; several may be under way.
 
     Attributes:

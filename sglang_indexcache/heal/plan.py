@@ -33,7 +33,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Machine:
+class GpuMachine:
     """GPUs to plan for.
 
     Attributes:
@@ -77,7 +77,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Cost:
+class LayerCost:
     """Of one layer and some rows.
 
     Attributes:
@@ -135,7 +135,7 @@ class HealPlan:
         return max(share.peak for share in self.shares)
 
 
-def dry_run(options: HealOptions, machine: Machine) -> list[tuple[str, str]]:
+def dry_run(options: HealOptions, machine: GpuMachine) -> list[tuple[str, str]]:
     """What a healing would take; nothing is read but ``config.json`` and the heads of the files.
 
     Returns:
@@ -163,7 +163,7 @@ def dry_run(options: HealOptions, machine: Machine) -> list[tuple[str, str]]:
     return [*rows, ("verdict", advice)]
 
 
-def plan_of(options: HealOptions, machine: Machine) -> HealPlan:
+def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
     """The bill of a healing; see :func:`dry_run`."""
     target = Target.of(options)
     sharing = LocalSharing(target.pattern, target.topk, block=options.block)
@@ -177,7 +177,7 @@ def plan_of(options: HealOptions, machine: Machine) -> HealPlan:
     return plan(body, sharing, job, machine)
 
 
-def machine_of(text: str, sheet: Callable[[str], Any]) -> Machine:
+def machine_of(text: str, sheet: Callable[[str], Any]) -> GpuMachine:
     """``8xh200``.
 
     Args:
@@ -191,10 +191,10 @@ def machine_of(text: str, sheet: Callable[[str], Any]) -> Machine:
     if not times or not count.isdigit() or not int(count):
         raise TrainingError(f"GPUs are written as 8xh200, got {text!r}")
     rates = sheet(name)
-    return Machine(int(count), name, rates.memory, rates.bf16, rates.float32, rates.bandwidth)
+    return GpuMachine(int(count), name, rates.memory, rates.bf16, rates.float32, rates.bandwidth)
 
 
-def plan(body: FrozenBody, sharing: LocalSharing, job: Job, machine: Machine) -> HealPlan:
+def plan(body: FrozenBody, sharing: LocalSharing, job: Job, machine: GpuMachine) -> HealPlan:
     """Count what healing takes.
 
     Args:
@@ -223,7 +223,7 @@ def plan(body: FrozenBody, sharing: LocalSharing, job: Job, machine: Machine) ->
     return HealPlan(shares, total / 3600, busy / total, body.is_quantised(0))
 
 
-def _step(shares: list[list[Cost]], batches: int, at_once: bool) -> tuple[float, float]:
+def _step(shares: list[list[LayerCost]], batches: int, at_once: bool) -> tuple[float, float]:
     """Seconds of a step, and of work on all GPUs in it."""
     if not at_once:
         seconds = sum(c.weights + batches * c.rows for share in shares for c in share)
@@ -233,12 +233,12 @@ def _step(shares: list[list[Cost]], batches: int, at_once: bool) -> tuple[float,
 
 
 def layer_costs(
-    body: FrozenBody, sharing: LocalSharing, stage: Stage, job: Job, machine: Machine
-) -> list[Cost]:
+    body: FrozenBody, sharing: LocalSharing, stage: Stage, job: Job, machine: GpuMachine
+) -> list[LayerCost]:
     """Of every layer; groups of the same layers are run once."""
     kinds = [body.kind_of(number) for number in range(len(sharing.pattern))]
-    known: dict[tuple[str, ...], list[Cost]] = {}
-    found: list[Cost] = []
+    known: dict[tuple[str, ...], list[LayerCost]] = {}
+    found: list[LayerCost] = []
     for group in _groups(sharing.pattern):
         kind = tuple(kinds[number] for number in group)
         if kind not in known:
@@ -259,8 +259,8 @@ def _group_costs(
     group: range,
     stage: Stage,
     job: Job,
-    machine: Machine,
-) -> Iterator[Cost]:
+    machine: GpuMachine,
+) -> Iterator[LayerCost]:
     shape = (job.micro_rows, job.length)
     for number in group:
         body.layer(number)  # what stays in memory is counted as held
@@ -280,7 +280,7 @@ def _group_costs(
                 flops / (machine.reached * rates.get(dtype, machine.bf16))
                 for dtype, flops in meter.flops.items()
             )
-            yield Cost(meter.peak, meter.alive, weights, seconds)
+            yield LayerCost(meter.peak, meter.alive, weights, seconds)
 
 
 @dataclass
@@ -340,7 +340,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive -= size
 
 
-def describe(found: HealPlan, machine: Machine) -> list[tuple[str, str]]:
+def describe(found: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
     """Rows to print: each GPU, the verdict's numbers, the hours and what they rest on."""
     rows = []
     for number, share in enumerate(found.shares):

@@ -64,7 +64,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldOutEvaluation:
     """On the held-out rows.
 
     Attributes:
@@ -170,12 +170,12 @@ class HealRun:
                 "one before it is whole: make room on the disk and give the same command."
             ) from error
 
-    def evaluations(self) -> tuple[Evaluation, ...]:
+    def evaluations(self) -> tuple[HeldOutEvaluation, ...]:
         """Those in the log."""
         lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
-        return tuple(Evaluation(**line) for line in lines if "held_out_loss" in line)
+        return tuple(HeldOutEvaluation(**line) for line in lines if "held_out_loss" in line)
 
-    def draw(self, evaluations: tuple[Evaluation, ...]) -> None:
+    def draw(self, evaluations: tuple[HeldOutEvaluation, ...]) -> None:
         """Loss and recall by step."""
         lines = [line for line in read_metrics(self.folder) if "held_out_loss" not in line]
         figure, (loss, recall) = make_figure(9, 3.4, columns=2)

@@ -34,7 +34,7 @@ class Stage(StrEnum):
 
 
 @dataclass
-class Forward:
+class ForwardState:
     """The state of one forward pass; dropped after its backward pass."""
 
     stage: Stage
@@ -69,19 +69,19 @@ class Sharing:
         self.cross_layer, self.block = cross_layer, block
         self._underway = threading.local()  # the layers of several GPUs run at once
 
-    def start(self, stage: Stage, layout: Layout) -> Forward:
+    def start(self, stage: Stage, layout: Layout) -> ForwardState:
         """Begin a forward pass."""
-        self.forward = found = Forward(stage, layout)
+        self.forward = found = ForwardState(stage, layout)
         return found
 
     @property
-    def forward(self) -> Forward | None:
+    def forward(self) -> ForwardState | None:
         """The forward pass that this thread started or resumed last."""
-        found: Forward | None = getattr(self._underway, "forward", None)
+        found: ForwardState | None = getattr(self._underway, "forward", None)
         return found
 
     @forward.setter
-    def forward(self, forward: Forward) -> None:
+    def forward(self, forward: ForwardState) -> None:
         self._underway.forward = forward
 
     @property
@@ -107,7 +107,7 @@ class Sharing:
             run.selected[layer] = self._choose(run, index)
         return run.selected[layer]
 
-    def _choose(self, run: Forward, index: IndexInputs) -> torch.Tensor:
+    def _choose(self, run: ForwardState, index: IndexInputs) -> torch.Tensor:
         if run.stage is not Stage.SPARSE:
             return self.no_selection()
         return select_top_k(index, run.layout, self.topk, self.block)
@@ -144,7 +144,7 @@ class Sharing:
         )
         run.losses.setdefault(layer, loss / served)
 
-    def running(self) -> Forward:
+    def running(self) -> ForwardState:
         """The forward pass that was started last.
 
         Raises:

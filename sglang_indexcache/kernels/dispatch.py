@@ -176,7 +176,7 @@ NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
-class Measured:
+class KernelMeasurement:
     """A committed measurement: there, an implementation was right and faster than SGLang's kernel.
 
     Attributes:
@@ -200,7 +200,7 @@ class Measured:
     record: str
 
 
-MEASURED: tuple[Measured, ...] = ()
+MEASURED: tuple[KernelMeasurement, ...] = ()
 """All that ``--indexcache-kernels auto`` may take. Empty: no card has timed ours beside SGLang's.
 Estimates by a model of the chip have no place here, however large: what they leave out is not known
 before a card has run the kernels (docs/kernels.md)."""
@@ -208,7 +208,7 @@ before a card has run the kernels (docs/kernels.md)."""
 
 def measured(
     op: OpName, phase: Phase, machine: Machine, heads: int, engine: str
-) -> Measured | None:
+) -> KernelMeasurement | None:
     """The row of :data:`MEASURED` for just this, or None."""
     wanted = op, phase, machine.capability, heads, engine
     for row in MEASURED:

@@ -6,21 +6,22 @@ import json
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.stream import StreamedAnswer
+from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.bench import latency, servers
-from sglang_indexcache.bench.latency import Settings, Target, read_target, run
+from sglang_indexcache.bench.latency import Settings, TargetModel, read_target, run
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
-from tests.fakes.server import FakeServer, serving
+from tests.fakes.server import Clock, FakeServer, serving
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -31,9 +32,17 @@ CONFIG = {
 }
 CHECKPOINT = Checkpoint.from_config(CONFIG)
 MODEL = Model(name="m", architecture="GlmMoeDsaForCausalLM", digest="", shape={})
-TARGET = Target(CHECKPOINT, MODEL, 500)
+TARGET = TargetModel(CHECKPOINT, MODEL, 500)
 HALF = str(Pattern.uniform(8, 2))
 QUICK = Settings(lengths=(64, 256), rounds=2, new_tokens=8, watch_seconds=0.0)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client and servers have one clock, in which this machine's own time does not count."""
+    clock = Clock()
+    monkeypatch.setattr(FakeServer, "clock", clock)
+    monkeypatch.setattr(latency, "stream", partial(stream, clock=clock))
 
 
 def measure(
@@ -76,15 +85,14 @@ def test_the_servers_own_indexer_time_gives_the_share() -> None:
         assert share is not None
         ideal = result.speedup("1/2", metric, 256).ideal
         assert ideal == pytest.approx(1 / (1 - share / 2))
-    # The share is of what the client saw, however long that was: the product is what was spent.
+    # The step behind the last token counts as the server's time and not as the client's.
     tokens, served = QUICK.new_tokens, FakeServer("F")
-    spent = {"prefill": 0.5 * served.prefill * 256, "decode": 0.5 * served.step * tokens}
+    value = {"prefill": served.prefill * 256, "decode": 1 / served.step}
+    expected = {"prefill": 0.5, "decode": 0.5 * tokens / (tokens - 1)}
     for sample in result.samples:
         if sample.length == 256 and sample.metric != "full":
-            prefill = sample.metric == "prefill"
-            seconds = sample.value if prefill else (tokens - 1) / sample.value
-            assert sample.indexer_share is not None
-            assert sample.indexer_share * seconds == pytest.approx(spent[sample.metric])
+            assert sample.value == pytest.approx(value[sample.metric])
+            assert sample.indexer_share == pytest.approx(expected[sample.metric])
 
 
 def test_configurations_take_turns_and_warm_up_is_left_out() -> None:

@@ -211,7 +211,7 @@ _CONFIG = {
         (("glm-5-fp8", "h200", 8, 3, ""), "shares the GPUs evenly"),
         (("glm-5-fp8", "h200", 8, 1, "fp4"), "the KV cache is fp8 or bf16"),
         (("glm-5-fp8", "h200", 4, 1, ""), "have no layers of zai-org/GLM-5-FP8 with 16 heads"),
-        (("glm-6", "h200", 8, 1, ""), "no shape is called 'glm-6'"),
+        (("glm-6", "h200", 8, 1, ""), "glm-6 is neither a folder nor a known model"),
     ],
 )
 def test_deployments_that_cannot_be(

@@ -16,9 +16,9 @@ from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,
+    LatencySample,
     Metric,
     Model,
-    Sample,
     ServerFacts,
     Visit,
     amdahl,
@@ -55,7 +55,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
                     factor = gain if configuration.name == "quarter" else 1.0
                     value = value / factor if metric == "prefill" else value * factor
                     samples.append(
-                        Sample(
+                        LatencySample(
                             configuration=configuration.name, round=number, length=length,
                             metric=metric, value=value, requests=1, indexer_share=share,
                         )

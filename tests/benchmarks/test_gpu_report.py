@@ -288,7 +288,7 @@ def test_a_row_needs_every_shape_that_was_to_be_timed() -> None:
     }
     assert rows["select", "prefill", 32, ""]["tokens"] == 122_880
     assert rows["sparse_mla", "decode", 8, "fa3"]["tokens"] == 0
-    assert {dispatch.Measured(**row, record="x.json").op for row in rows.values()}
+    assert {dispatch.KernelMeasurement(**row, record="x.json").op for row in rows.values()}
     del timed[str(Workload("mla_decode", 16, 122_880, 8))]
     fewer = {(r["op"], r["phase"], r["heads"], r["engine"]) for r in speed.conclude(timed, [9, 0])}
     assert set(rows) - fewer == {("sparse_mla", "decode", 8, "fa3")}

@@ -126,5 +126,5 @@ def test_what_the_figures_need_is_asked_for_first(
     model = folder(tmp_path, CONFIG)
     patterns = ("--pattern", "full", "--pattern", "uniform:1/2")
     text = said("latency", "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
-    assert "pip install 'sglang-indexcache[search]'" in text
+    assert "pip install 'sglang-indexcache[plots]'" in text
     assert not (tmp_path / "out").exists()

@@ -113,7 +113,7 @@ def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("urls", "said"),
     [
-        ((), "give a server in live mode with --url"),
+        ((), "give --url URL of one in live mode"),
         (("http://a", "http://b"), "two servers are given for all arms; write NAME=URL"),
         (("full=http://a", "full=http://b"), "two servers are given for full"),
     ],

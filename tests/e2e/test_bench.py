@@ -15,7 +15,7 @@ import pytest
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench import latency
-from sglang_indexcache.bench.latency import Settings, Target
+from sglang_indexcache.bench.latency import Settings, TargetModel
 from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.errors import BenchError, ServerError
@@ -27,12 +27,12 @@ POOL = ("--max-total-tokens", "1024", "--chunked-prefill-size", "128")
 
 
 @pytest.fixture(scope="module")
-def target(glm: Path) -> Target:
+def target(glm: Path) -> TargetModel:
     return latency.read_target(glm)
 
 
 @pytest.fixture(scope="module")
-def served(target: Target) -> tuple[Configuration, ...]:
+def served(target: TargetModel) -> tuple[Configuration, ...]:
     return configurations(("full", f"half={SHARED}"), target.checkpoint)
 
 
@@ -45,7 +45,7 @@ def servers(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 
 def test_servers_side_by_side(
-    servers: StartedServers, target: Target, served: tuple[Configuration, ...], tmp_path: Path
+    servers: StartedServers, target: TargetModel, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
     written = latency.write_latency(result, tmp_path)
@@ -68,7 +68,7 @@ def test_servers_side_by_side(
 
 
 def test_one_live_server_stands_for_all_patterns(
-    glm: Path, serve: Serve, target: Target, served: tuple[Configuration, ...]
+    glm: Path, serve: Serve, target: TargetModel, served: tuple[Configuration, ...]
 ) -> None:
     with serve(glm, "--indexcache-mode", "live", *POOL) as live:
         running = RunningServers({c.name: live for c in served})
@@ -106,7 +106,7 @@ def test_a_prompt_longer_than_the_pool_is_refused(full: Client) -> None:
 
 
 def test_a_server_that_ignores_the_pattern_is_refused(
-    full: Client, target: Target, served: tuple[Configuration, ...]
+    full: Client, target: TargetModel, served: tuple[Configuration, ...]
 ) -> None:
     running = RunningServers({c.name: full for c in served})
     with pytest.raises(BenchError, match="serves FFFFFF on rank 0, not the FSFSFS of half"):

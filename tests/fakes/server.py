@@ -12,12 +12,13 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST, STATE
 from sglang_indexcache.serving.active import ActivePattern
@@ -41,6 +42,21 @@ OF_AN_ANSWER: dict[str, dict[str, Any]] = {
     "no end": {"finish_reason": None},
 }
 """Faults that say something else in an answer's ``meta_info``."""
+
+
+class Clock:
+    """Time that passes only while a server works; the client of its streams reads it too.
+
+    A client reads a clock when it asks and then at every chunk, which come in the order in which
+    they were sent. So a reading is the moment when the chunk was sent, however late it was read.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.sent = 0.0, deque[float]()
+
+    def __call__(self) -> float:
+        """When the next chunk was sent; now, if none is under way."""
+        return self.sent.popleft() if self.sent else self.now
 
 
 @dataclass
@@ -68,6 +84,9 @@ class FakeServer:
         calls: of ``/generate`` so far; ``bodies`` are what they asked.
         most_at_once: calls that were under way together.
     """
+
+    clock: ClassVar[Clock] = Clock()
+    """Of the time that streams take; of all servers, so that one after the other must be asked."""
 
     pattern: str = "FFFF"
     mode: str = "static"
@@ -143,7 +162,7 @@ class FakeServer:
             (self.active.count_selection if kind == "F" else self.active.count_reuse)(layer)
 
     def spend(self, phase: str, seconds: float) -> None:
-        time.sleep(seconds)
+        self.clock.now += seconds
         share = self.indexer_share * seconds
         self.active.count_indexer_time(phase, share, share)
 
@@ -324,6 +343,7 @@ class Handler(BaseHTTPRequestHandler):
                 chunk = {"index": index, "meta_info": meta}
                 if fault == "stream error":
                     chunk = {"error": {"message": "CUDA out of memory"}}
+                fake.clock.sent.append(fake.clock.now)
                 self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
                 self.wfile.flush()
             if fault == "death" and token == 2 and count > 4:

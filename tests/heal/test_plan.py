@@ -13,7 +13,7 @@ from sglang_indexcache.heal.heal import HealOptions
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing
-from sglang_indexcache.heal.plan import Job, Machine, dry_run, machine_of, plan
+from sglang_indexcache.heal.plan import GpuMachine, Job, dry_run, machine_of, plan
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.heal.weights import META
 from sglang_indexcache.pattern import Pattern
@@ -22,7 +22,7 @@ from tests.heal.models import LAYERS, TOPK, tokens
 from tests.heal.test_frozen import Memory
 
 LENGTH = 40
-MACHINE = Machine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=1e12)
+MACHINE = GpuMachine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=1e12)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -84,7 +84,7 @@ def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
     assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == whole["GPU 0"]
     assert whole["verdict"] == "it fits"
     assert "2 GPUs at work" in whole["hours"]
-    small = Machine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
+    small = GpuMachine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
     advice = dict(dry_run(options(tmp_path), small))["verdict"]
     assert advice.startswith("it does not fit. With --from-disk it does not fit either: one GPU")
     assert "A block-FP8 checkpoint of the model takes half the memory" in advice

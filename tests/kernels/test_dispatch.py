@@ -13,7 +13,7 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS, OpName
-from sglang_indexcache.kernels.dispatch import Limits, Measured
+from sglang_indexcache.kernels.dispatch import KernelMeasurement, Limits
 from sglang_indexcache.kernels.grid import cases, runner
 
 ROOT = Path(__file__).parent.parent.parent
@@ -86,10 +86,10 @@ def test_what_is_not_written_cannot_run() -> None:
         planned.load("topk")
 
 
-ROW = Measured("select", "prefill", (9, 0), 32, "", 65_536, "cuda", "gpu/h100.json")
+ROW = KernelMeasurement("select", "prefill", (9, 0), 32, "", 65_536, "cuda", "gpu/h100.json")
 
 
-def shown(row: Measured, report: dict[str, Any]) -> bool:
+def shown(row: KernelMeasurement, report: dict[str, Any]) -> bool:
     """Whether a report of the GPU tests says all that the row claims."""
     claims = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "record"}
     claims["capability"] = list(row.capability)
@@ -184,7 +184,10 @@ def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_build_says_first_whether_the_result_will_be_used(
-    doubt: str | None, rows: tuple[Measured, ...], says: str, monkeypatch: pytest.MonkeyPatch
+    doubt: str | None,
+    rows: tuple[KernelMeasurement, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang_indexcache.kernels import build as building
 

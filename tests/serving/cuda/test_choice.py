@@ -110,8 +110,12 @@ def test_auto_takes_nothing_that_nobody_measured(cfg: Any, heads: int, machine: 
     assert sentence.startswith("SGLang's everywhere: no card has measured ours")
 
 
-def measured(op: Any, phase: Any, heads: int, engine: str, tokens: int = 0) -> dispatch.Measured:
-    return dispatch.Measured(op, phase, (9, 0), heads, engine, tokens, "cuda", "gpu/h100.json")
+def measured(
+    op: Any, phase: Any, heads: int, engine: str, tokens: int = 0
+) -> dispatch.KernelMeasurement:
+    return dispatch.KernelMeasurement(
+        op, phase, (9, 0), heads, engine, tokens, "cuda", "gpu/h100.json"
+    )
 
 
 def test_auto_takes_what_was_measured_and_nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
