@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
-OTHER_MIXES = "others"
-_MOST_MIXES = 200
-"""Different sets of patterns that are counted each by itself: there can be 2 to the power of 32."""
+_MOST_APART = 200
+"""Different patterns, and different sets of them, that are counted each by itself. Whoever may send
+requests may name any number, and the report that holds them is read again and again."""
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Counters:
         forwards: forwards begun.
         mixed_forwards: those with requests of several patterns.
         rows: rows (tokens) forwarded, by pattern.
-        forwards_under: forwards by the patterns in them, sorted and joined by "+"; behind so many
-            mixes the others together, as :data:`OTHER_MIXES`.
+        forwards_under: forwards by the patterns in them, sorted and joined by "+". In both, what
+            comes after so many different ones is counted together, as ``OTHERS``.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -70,6 +70,7 @@ class ActivePattern:
     Attributes:
         policy: the pattern for each prompt length.
         source: who asked for it.
+        is_counting: not while a decode graph is captured, which serves nobody.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -77,6 +78,7 @@ class ActivePattern:
         self.policy = plan.policy
         self.source = plan.source
         self.adapted = bool(plan.adapter)
+        self.is_counting = True
         self.switches = 0
         self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
@@ -97,28 +99,28 @@ class ActivePattern:
         Args:
             rows: how many each pattern has in it; an idle rank has none of any.
         """
+        if not self.is_counting:
+            return
         counters, names = self.counters, sorted(str(pattern) for pattern, n in rows.items() if n)
         counters.forwards += 1
         if not names:
             return
         counters.mixed_forwards += len(names) > 1
-        under = "+".join(names)
-        if under not in counters.forwards_under and len(counters.forwards_under) >= _MOST_MIXES:
-            under = OTHER_MIXES
-        counters.forwards_under[under] += 1
-        counters.rows += Counter({str(pattern): count for pattern, count in rows.items()})
+        _add(counters.forwards_under, "+".join(names), 1)
+        for pattern, count in rows.items():
+            _add(counters.rows, str(pattern), count)
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
-        self.counters.selections[self.position(layer)] += 1
+        self.counters.selections[self.position(layer)] += self.is_counting
 
     def count_reuse(self, layer: int) -> None:
         """``layer`` attended to another layer's indices."""
-        self.counters.reuses[self.position(layer)] += 1
+        self.counters.reuses[self.position(layer)] += self.is_counting
 
     def count_key_write(self, layer: int) -> None:
         """``layer`` stored index keys without scoring any."""
-        self.counters.key_writes[self.position(layer)] += 1
+        self.counters.key_writes[self.position(layer)] += self.is_counting
 
     def count_graph(self, label: str) -> None:
         """Note that a batch is about to replay the decode graph ``label``."""
@@ -144,6 +146,7 @@ class ActivePattern:
         self,
         *,
         requests: Mapping[str, int] | None = None,
+        stage: tuple[int, int] | None = None,
         index_k_bytes_per_token: int = 0,
         indexer_weight_bytes: Mapping[str, int] | None = None,
     ) -> RankState:
@@ -151,6 +154,7 @@ class ActivePattern:
 
         Args:
             requests: unfinished ones by pattern.
+            stage: the pattern positions of this process, from and to below; by default all.
             index_k_bytes_per_token: as allocated.
             indexer_weight_bytes: by layer number.
         """
@@ -169,6 +173,7 @@ class ActivePattern:
             switches=self.switches,
             last_rejection=self.last_rejection,
             requests=dict(requests or {}),
+            stage=stage,
             forwards=counters.forwards,
             mixed_forwards=counters.mixed_forwards,
             rows=dict(counters.rows),
@@ -181,6 +186,13 @@ class ActivePattern:
             index_k_bytes_per_token=index_k_bytes_per_token,
             indexer_weight_bytes=dict(indexer_weight_bytes or {}),
         )
+
+
+def _add(counter: Counter[str], name: str, count: int) -> None:
+    """``count`` more of ``name``, or of the others where so many are counted already."""
+    if count:
+        known = name in counter or len(counter) < _MOST_APART
+        counter[name if known else OTHERS] += count
 
 
 _active: ActivePattern | None = None

@@ -11,6 +11,7 @@ beyond their own form, and a stream shows no meta information, so both also trav
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
@@ -47,12 +48,14 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _APP = "sglang.srt.entrypoints.http_server"
 _CARRIERS = {
     "/generate": ("sampling_params", "custom_params"),
-    "/vertex_generate": ("parameters", "sampling_params", "custom_params"),
     "/invocations": ("custom_params",),
     "/v1/chat/completions": ("custom_params",),
     "/v1/completions": ("custom_params",),
 }
-"""Where in a body a pattern is named, by route. Every other route takes the header only."""
+"""Where in a body a pattern is named, by route, and at Vertex AI's route, which its environment
+names. Every other route takes the header only."""
+
+_AT_VERTEX = ("parameters", "sampling_params", "custom_params")
 
 _LOOKED_INTO = {"sampling_params", "custom_params", "parameters", "extra_body", "options"}
 """Keys under which people put a pattern; what they hold is looked at, not texts and messages."""
@@ -157,6 +160,9 @@ async def _generate(
                 yield answer
     finally:
         _in_flight.subtract(named)
+        for pattern in named:
+            if not _in_flight[pattern]:
+                del _in_flight[pattern]
 
 
 def _admit(plan: Plan, incoming: Any, told: Told) -> set[Pattern]:
@@ -230,9 +236,10 @@ class Front:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self._app(scope, receive, send)
             return
-        headers = {
-            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
-        }
+        headers: dict[str, str] = {}
+        for key, value in scope["headers"]:  # one that comes twice is one list (RFC 9110, 5.2)
+            name, said = key.decode("latin-1"), value.decode("latin-1")
+            headers[name] = f"{headers[name]}, {said}" if name in headers else said
         told = Told(header=headers.get(HEADER.lower()))
         if not headers.get("content-type", "").startswith("multipart/"):
             receive, body = await _whole(receive)
@@ -316,11 +323,14 @@ def misplaced(route: str, body: bytes) -> str:
     if b"indexcache" not in body.lower().translate(None, b"-_ "):
         return ""  # without parsing a long prompt
     try:
-        parsed = json.loads(body)
-    except ValueError:
+        found = [*_ours(json.loads(body))]
+    except (ValueError, RecursionError):
         return ""  # SGLang says so
-    carrier = (*_CARRIERS[route], NAME) if route in _CARRIERS else None
-    for path in _ours(parsed):
+    place = _CARRIERS.get(route)
+    if place is None and route == os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"):
+        place = _AT_VERTEX
+    carrier = None if place is None else (*place, NAME)
+    for path in found:
         if path != carrier:
             where = f"in {'.'.join(carrier)} or " if carrier else ""
             return (

@@ -96,6 +96,13 @@ def test_ranks_that_had_requests_of_one_pattern_each() -> None:
         check_obeyed([START] * 2, [first, idle], ["FSS"], "it", alone=True)
 
 
+def test_layers_of_other_pipeline_stages_are_not_judged() -> None:
+    after = counted([6, 5, 5], [5, 6, 5]).model_copy(update={"stage": (0, 2)})
+    check_obeyed([START], [after], ["FSF"], "it", alone=True)
+    with pytest.raises(ServerError, match="layers 1 did not"):
+        check_obeyed([START], [after], ["FFF"], "it")
+
+
 @pytest.mark.parametrize("after", [[], [counted([0, 0, 0], [0, 0, 0], forwards=0)]])
 def test_a_restart_is_no_disobedience(after: list[RankState]) -> None:
     with pytest.raises(ServerUnavailableError, match="it was restarted meanwhile"):

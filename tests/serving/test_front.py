@@ -162,6 +162,23 @@ def test_a_bad_name_is_the_clients_error(stream: bool) -> None:
         assert front.HEADER not in response.headers
 
 
+def test_a_header_that_comes_twice_is_no_choice() -> None:
+    """A server that took the last would hide the other."""
+    app = Starlette(
+        routes=[Route("/generate", route, methods=["POST"])], middleware=[Middleware(front.Front)]
+    )
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            twice = [(front.HEADER, "full"), (front.HEADER, "uniform:1/4")]
+            return await client.post("/generate", json={}, headers=twice)
+
+    response = asyncio.run(send())
+    assert response.status_code == 400
+    assert "'full, uniform:1/4'" in response.text
+
+
 def test_header_and_body_may_agree_and_must() -> None:
     assert told(post({"sampling_params": named("FSSSFSSS")}, **NAME)) == "FSSSFSSS"
     other = post({"sampling_params": named("full")}, **NAME)
@@ -209,7 +226,25 @@ def test_what_is_said_in_the_right_place_or_not_to_us(path: str, body: Any) -> N
     assert front.misplaced(path, json.dumps(body).encode()) == ""
 
 
-@pytest.mark.parametrize("body", [b"", b"{indexcache", b"\xff indexcache", b'["indexcache"]'])
+def test_vertex_ai_chooses_its_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({"parameters": {"sampling_params": named("full")}}).encode()
+    assert front.misplaced("/vertex_generate", body) == ""
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
+    assert front.misplaced("/predict", body) == ""
+    assert "read by nobody at /vertex_generate" in front.misplaced("/vertex_generate", body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{indexcache",
+        b"\xff indexcache",
+        b'["indexcache"]',
+        b'["indexcache",' + b"[" * 100_000,
+    ],
+    ids=["empty", "no JSON", "no text", "a list", "no end"],
+)
 def test_what_is_no_json_is_left_to_sglang(body: bytes) -> None:
     assert front.misplaced("/generate", body) == ""
 
@@ -243,7 +278,7 @@ def test_so_many_patterns_at_once() -> None:
         await (await begin(LEGAL[40])).aclose()
         for each in held:
             await each.aclose()
-        assert not +front._in_flight
+        assert not front._in_flight
 
     asyncio.run(check())
 
@@ -278,7 +313,7 @@ def test_an_error_of_sglangs_frees_the_place() -> None:
             await anext(front._generate(fails, None, incoming("full")))
 
     asyncio.run(check())
-    assert not +front._in_flight
+    assert not front._in_flight
 
 
 # -- every process that takes requests ---------------------------------------------------------

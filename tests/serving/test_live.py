@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
@@ -44,7 +45,11 @@ def scheduler(**pool: Any) -> SimpleNamespace:
     pool = SimpleNamespace(**whole | pool)
     return SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
+        tp_worker=SimpleNamespace(
+            model_runner=SimpleNamespace(
+                model=Model(), layer_info=SimpleNamespace(start_layer=0, end_layer=3)
+            )
+        ),
         is_fully_idle=lambda: True,
     )
 
@@ -82,6 +87,7 @@ def test_the_report_counts_what_is_allocated() -> None:
     assert state["pattern"] == "FFFF"
     assert state["index_k_bytes_per_token"] == 4
     assert state["indexer_weight_bytes"] == {"0": 40}
+    assert state["stage"] == [0, 3]  # another stage has the last layer, and counts it
 
 
 def test_an_adapter_cannot_be_set_where_there_is_none(serving: active.ActivePattern) -> None:
@@ -190,12 +196,18 @@ def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
     assert (told["forwards"], told["rows"], told["forwards_under"]) == (1, {}, {})
 
 
-def test_mixes_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
-    for number in range(active._MOST_MIXES + 3):
-        serving.count_forward({Pattern("F" + "FS"[number % 2] * (number + 1)): 1})
-    counted = serving.counters.forwards_under
-    assert len(counted) == active._MOST_MIXES + 1
-    assert counted[active.OTHER_MIXES] == 3
+def test_patterns_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
+    """Else a client that names ever new ones fills the memory and the report."""
+    for _ in range(2):
+        for number in range(active._MOST_APART + 3):
+            serving.count_forward({Pattern("F" + "FS"[number % 2] * (number + 1)): 2})
+    for counted, each in (
+        (serving.counters.forwards_under, 1),
+        (serving.counters.rows, 2),
+    ):
+        assert len(counted) == active._MOST_APART + 1
+        assert counted[OTHERS] == 2 * 3 * each
+        assert counted["FF"] == 2 * each
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:

@@ -90,6 +90,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
+        self.active.is_counting = True
         self._begin(forward_batch)
         super().init_forward_metadata(forward_batch)
 
@@ -97,6 +98,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
+        self.active.is_counting = not in_capture
         label = get_capture_attention_variant() if in_capture else None
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device

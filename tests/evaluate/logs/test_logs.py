@@ -210,6 +210,13 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
         read_log("a", str(path))
 
 
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = lm_eval(tmp_path, same)
+    path.write_bytes(path.read_bytes().rstrip() + b'\n{"doc_id": "\xff"}\n')
+    with pytest.raises(QualityError, match="line 41 is not UTF-8"):
+        read_log("a", str(path))
+
+
 def test_an_arm_of_ours_must_be_named(tmp_path: Path) -> None:
     write_report(evaluation(4), tmp_path)
     with pytest.raises(QualityError, match="has the arms full, half, quarter, uniform:1/4"):

@@ -268,12 +268,16 @@ def test_a_graph_runs_the_indexers_of_its_pattern_and_stores_every_key(
 ) -> None:
     live = variants("FSFS", "live", "short", "FSSF")
     model = Model(live, [True] * 4)
+    counters = model.active.counters
     monkeypatch.setattr(backend_cuda.kernels_cuda, "current_backend", lambda: model.backend)
     for label, scored in {"dense": [], "FSSF": [0, 3], MIXED: [0, 1, 2, 3]}.items():
         capture_mode._set_capture_attention_variant(label)
         model.backend.init_forward_metadata_out_graph(batch(), in_capture=True)
         model.forward()
         assert (model.scored, model.stored) == (scored, [0, 1, 2, 3]), label
+    # No request had them, and `server show` compares the counters with what requests had.
+    assert counters.forwards == sum(counters.selections + counters.reuses) == 0
+    assert sum(counters.key_writes) == 0
 
 
 @pytest.mark.parametrize("text", ["FFFF", "FSFS", "FSSS"])
