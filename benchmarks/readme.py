@@ -26,7 +26,7 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
-        "docs/evaluate.md",
+        "benchmarks/results/quality/README.md",
         "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
