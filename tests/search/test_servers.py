@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -47,6 +48,13 @@ class Process:
             assert self._process.poll() is None
             time.sleep(0.02)
 
+    def hold(self) -> None:
+        """Take calls, and answer none until :meth:`go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -78,21 +86,27 @@ def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:
 def test_one_of_three_servers_is_killed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The others answer nothing while it is away, so the search cannot end before it is back."""
     monkeypatch.setattr(pool, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(pool, "LONGEST_PAUSE", 0.05)
     alone, three = tmp_path / "alone", tmp_path / "three"
     servers = [Process(0.0), Process(0.05), Process(0.05), Process(0.05)]
+    victim, others = servers[2], (servers[1], servers[3])
     told: list[str] = []
     kills: list[int] = []
 
     def kill_twice() -> None:
-        journal, victim = three / "journal.jsonl", servers[2]
+        journal = three / "journal.jsonl"
         for lines in (20, 60):
             while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
                 time.sleep(0.01)
+            for other in others:
+                other.hold()
             victim.kill()
             kills.append(lines)
-            time.sleep(0.3)
             victim.start()
+            for other in others:
+                other.go_on()
 
     try:
         search([servers[0].port], alone, told)
@@ -110,9 +124,9 @@ def test_one_of_three_servers_is_killed_twice(
     found = evaluations(three)
     assert len(found) == len(set(found))
     assert set(found) >= set(evaluations(alone))
-    victim = f"the server at http://127.0.0.1:{servers[2].port}"
-    assert all(line.startswith(f"{victim} ") for line in told)
-    assert [line for line in told if line == f"{victim} answers again"]
+    name = f"the server at http://127.0.0.1:{victim.port}"
+    assert all(line.startswith(f"{name} ") for line in told)
+    assert f"{name} answers again" in told
     ahead = re.search(r"not needed: ([\d,]+) tokens", (tmp_path / "three.log").read_text())
     extra = len(found) - len(evaluations(alone))
     assert int(ahead[1].replace(",", "")) == 128 * extra if ahead else extra == 0
