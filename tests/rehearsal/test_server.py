@@ -63,7 +63,7 @@ def ask(client: Client, *asked: tuple[int, str | None]) -> list[list[tuple[float
 def apart(oracle: Oracle, answer: list[tuple[float, int]], length: int, pattern: str) -> float:
     """The mean difference of an answer's log-probabilities from transformers' under a pattern."""
     logprobs, tokens = zip(*answer, strict=True)
-    expected = oracle.answer([*prompt(length), *tokens], Pattern.parse(pattern)).logprobs[-ANSWER:]
+    expected = oracle.answer([*prompt(length), *tokens], Pattern(pattern)).logprobs[-ANSWER:]
     return float((torch.tensor(logprobs) - expected).abs().mean())
 
 
