@@ -10,7 +10,7 @@ SMALL := $(VENV)/.sglang-indexcache-small
 
 help:
 	@echo "make demo       serve a small model with all and with a quarter of its indexers"
-	@echo "make test       run the tests"
+	@echo "make test       run the tests; those that need a GPU say so where there is none"
 	@echo "make test-fast  run the tests that need no SGLang, without installing it"
 	@echo "make soak       run the tests that draw again and again with fresh seeds (ROUNDS=5)"
 	@echo "make check      ruff and mypy, without installing SGLang"
@@ -21,11 +21,12 @@ demo: $(FULL)
 	$(BIN)/indexcache demo run
 
 test: $(FULL)
-	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -m 'not e2e and not gpu' -n 2 --dist loadfile --durations 15
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -m gpu tests/gpu tests/kernels/test_triton.py
 
 test-fast: $(SMALL)
-	$(BIN)/python -m pytest -m 'not e2e' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not e2e and not gpu' -n 2 --dist loadfile
 
 # A seed that fails is printed, with what runs it again.
 ROUNDS ?= 5

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, one command for a machine with an H100 or H200, torch and
-# CUDA 13: eleven checks, each for itself, and a verdict in one JSON. No network is needed.
+# Everything that only a GPU can show, one command for a machine with an H100 or H200, torch, pytest
+# and CUDA 13. No network is needed.
 #
-#   benchmarks/device_check.sh [--only 3,5] [--out FILE] [--seconds 570]    on a GPU; called again,
-#                               it adds the checks that are missing
-#   benchmarks/device_check.sh --dry [--with-servers]   its logic, on a CPU
-#   benchmarks/device_check.sh --stack [--dry] [--out FILE] [--seconds 450]
-#                               the layer stack with every set of kernels
+#   benchmarks/device_check.sh [--report FILE] [--seconds 570] [arguments of pytest]
+#
+# One JSON says what was found. Called again with the same FILE it adds the tests that are missing;
+# it is also how a run that was cut off elsewhere is gone on with: hand its JSON over as FILE.
 #
 # What the machine lacks (SGLang, its kernels, apache-tvm-ffi, ...) is unpacked from card.tar.xz in
 # the repository's root, or from $CARD_ARCHIVE. Make it where SGLang and a network are:
@@ -27,9 +26,4 @@ if [[ -e $archive ]]; then
     fi
     export PYTHONPATH="$PYTHONPATH:$site"
 fi
-if [[ ${1:-} == --stack ]]; then
-    "$python" -c 'import pydantic' || { echo "error: --stack needs pydantic" >&2; exit 2; }
-    "$python" -m benchmarks.stack.check "${@:2}"
-else
-    "$python" -m benchmarks.card "$@"
-fi
+exec "$python" -m tests.gpu "$@"

@@ -1,12 +1,11 @@
 """The kernels of others: those that SGLang 0.5.23 runs on Hopper, and more top-ks beside its own.
 
-One adapter for both benchmarks, so that "the engine" means the same in each. What is timed is what
-SGLang does in every layer:
+What is timed is what SGLang does in every layer:
 
 * DeepGEMM's logits, in slices within a memory budget.
-* The top-k. "sglang v2" is SGLang's default (``SGLANG_OPT_USE_TOPK_V2``); ``sgl_kernel``'s is its
-  legacy one, which its source calls slow. In prefill SGLang itself takes v2 only with an FP8 cache
-  and ``flashmla_sparse``; here v2 runs always.
+* The top-k. "sglang v2" is what SGLang runs in decode (``SGLANG_OPT_USE_TOPK_V2``); in prefill it
+  runs ``sgl_kernel``'s legacy one, but with an FP8 cache and ``flashmla_sparse``. Both run here.
+* FlashAttention 3, which SGLang runs in decode over a bfloat16 cache.
 * FlashMLA. It takes 64 or 128 heads; SGLang allocates and fills a padded query in every call, so
   padding is inside the time. (For 20 heads only its ``flashmla_kv`` does that: ``flashmla_sparse``
   refuses them.)
@@ -37,10 +36,11 @@ SLICE_BYTES = 4 << 30
 TOPKS = ("torch.topk", "flashinfer.top_k_ragged_transform", "sgl_kernel.fast_topk_v2", "sglang v2")
 """Selections from given logits; all but torch's compile, or follow a DeepGEMM that does."""
 ENGINE_TOPK = TOPKS[-1]
-"""What SGLang runs unless told otherwise."""
+"""What SGLang runs in decode unless told otherwise."""
+LEGACY_TOPK = TOPKS[-2]
+"""And in prefill."""
 _SGLANG_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
-ENGINE_MODULES = ("deep_gemm", _SGLANG_TOPK, "flash_mla")
-"""What the engine's own kernels are imported from."""
+_FA3 = "sglang.kernels.ops.attention.flash_attention"
 
 
 def load_module(name: str) -> Any:
@@ -271,6 +271,35 @@ class FlashMla:
         return out.squeeze(1)
 
 
+class FlashAttention3:
+    """Sparse MLA of one row a request over a bfloat16 cache, as SGLang's decode calls it."""
+
+    def __init__(self, rows: int, topk: int, device: torch.device) -> None:
+        self._attend = load_module(_FA3).flash_attn_with_kvcache
+        self._lens = torch.full((rows,), topk, dtype=torch.int32, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """``[T, Hq, 512]``; the slots are a page table of pages of one token."""
+        pages = cache.view(len(cache), 1, 1, cache.shape[1])
+        out: torch.Tensor = self._attend(
+            q=q[..., VALUE_DIM:],
+            k_cache=pages[..., VALUE_DIM:],
+            v_cache=pages[..., :VALUE_DIM],
+            qv=q[..., :VALUE_DIM],
+            page_table=slots,
+            cache_seqlens=self._lens,
+            cu_seqlens_q=self._starts,
+            cu_seqlens_k_new=self._starts * slots.shape[1],
+            max_seqlen_q=1,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out
+
+
 def padded_heads(heads: int) -> int:
     """Heads that FlashMLA computes for ``heads``."""
     return 64 if heads <= 64 else 128
@@ -318,9 +347,39 @@ def topk_anchors(
 
 def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
     """Makers of calls that attend."""
+    arguments = tensors.q, tensors.cache, tensors.slots, tensors.scale
 
-    def make() -> Call:
-        flash_mla = FlashMla(fp8=work.fp8)
-        return lambda: flash_mla.attend(tensors.q, tensors.cache, tensors.slots, tensors.scale)
+    def flash_mla() -> Call:
+        made = FlashMla(fp8=work.fp8)
+        return lambda: made.attend(*arguments)
 
-    return {"flash_mla": make}
+    def fa3() -> Call:
+        made = FlashAttention3(work.rows, work.topk, tensors.q.device)
+        return lambda: made.attend(*arguments)
+
+    makers = {"flash_mla": flash_mla}
+    return makers if work.fp8 or work.is_prefill else makers | {"fa3": fa3}
+
+
+def engine_anchors(work: Workload) -> tuple[str, ...]:
+    """What SGLang can run for a workload; torch.topk and FlashInfer on given logits are not it."""
+    if work.family.startswith("select"):
+        return tuple(f"deep_gemm + {name}" for name in TOPKS)
+    return (LEGACY_TOPK, ENGINE_TOPK) if work.family == "topk" else ("flash_mla", "fa3")
+
+
+def engine_default(work: Workload) -> str:
+    """What SGLang 0.5.23 runs on Hopper unless told otherwise: who is faster has raced this."""
+    if work.family.startswith("mla"):
+        return "fa3" if work.family == "mla_decode" and not work.fp8 else "flash_mla"
+    topk = LEGACY_TOPK if work.family == "select_prefill" else ENGINE_TOPK
+    return topk if work.family == "topk" else f"deep_gemm + {topk}"
+
+
+def engine_backend(family: str, fp8: bool) -> str:
+    """SGLang's name of that attention kernel (``--dsa-prefill-backend``); "" for selection."""
+    if not family.startswith("mla"):
+        return ""
+    if fp8:
+        return "flashmla_kv"
+    return "fa3" if family == "mla_decode" else "flashmla_sparse"

@@ -34,12 +34,12 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import track
 from scipy.special import ndtri
+from scipy.stats import rankdata
 from transformers import AutoTokenizer
 
-from benchmarks.search_objectives import spearman
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.protocol import check_answered_under, named
+from sglang_indexcache.ask.score import Prompt, TokenScores, score
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import QualityError
@@ -65,6 +65,16 @@ COLOURS = {"right": "#333333", "answers": "#1f5fa8", "tokens": "#c9711a"}
 FEW = (6, 12, 24, 48)
 """Documents from which the order of the patterns is foretold."""
 RESAMPLES = 2000
+
+
+def spearman(first: Floats, second: Floats) -> Floats:
+    """Rank correlation along the last axis, ties sharing their mean rank; NaN for a constant."""
+    ranks = [rankdata(values, axis=-1) for values in (first, second)]
+    one, two = (rank - rank.mean(axis=-1, keepdims=True) for rank in ranks)
+    scale = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
+    with np.errstate(invalid="ignore"):
+        correlation: Floats = (one * two).sum(axis=-1) / scale
+    return correlation
 
 
 def patterns() -> dict[str, Pattern]:
@@ -139,19 +149,18 @@ def documents(rounds: int, tokenizer: Tokenizer, haystack: str) -> Iterator[Docu
             yield document(make_context(TASK, tokenizer, length, seed, haystack=haystack))
 
 
-def measured(reply: Mapping[str, Any], asked: Document, topk: int) -> dict[str, Any]:
+def measured(found: TokenScores, asked: Document, topk: int) -> dict[str, Any]:
     """What one pattern makes of a document: a list of right answers, and two of nats.
 
-    Raises:
-        QualityError: the reply is to another document.
+    Args:
+        found: of every token but the first.
+        asked: the document.
+        topk: tokens that a query selects; those before are left out of the mean of all.
     """
-    info = reply["meta_info"]
-    entries, tops = info["input_token_logprobs"], info["input_top_logprobs"]
-    if len(entries) != len(asked.ids) or info["prompt_tokens"] != len(asked.ids):
-        raise QualityError(f"{len(entries)} tokens came back for the {len(asked.ids)} of a prompt")
-    nats = [0.0, *(-float(entry[0]) for entry in entries[1:])]
+    nats = [0.0, *(-own for own in found.logprobs)]
+    best = [0.0, *(top[0][1] for top in found.tops)]
     return {
-        "right": [int(entries[place][0] >= tops[place][0][0]) for place in asked.answers],
+        "right": [int(-nats[place] >= best[place]) for place in asked.answers],
         "answers": [round(nats[place], 6) for place in asked.answers],
         "tokens": round(sum(nats[topk:]) / len(nats[topk:]), 6),
     }
@@ -159,21 +168,11 @@ def measured(reply: Mapping[str, Any], asked: Document, topk: int) -> dict[str, 
 
 def ask(client: Client, asked: Document, arms: Mapping[str, Pattern], topk: int) -> dict[str, Any]:
     """One document under every pattern, in the same batch."""
-    replies = client.generate(
-        input_ids=[asked.ids] * len(arms),
-        sampling_params=[
-            {"max_new_tokens": 0, "temperature": 0.0, **named(str(pattern))}
-            for pattern in arms.values()
-        ],
-        extra_key=list(arms),
-        return_logprob=True,
-        logprob_start_len=0,
-        top_logprobs_num=1,
-    )
-    for pattern, reply in zip(arms.values(), replies, strict=True):
-        check_answered_under(reply["meta_info"], str(pattern), client.url)
-    found = zip(arms, replies, strict=True)
-    return {name: measured(reply, asked, topk) for name, reply in found}
+    prompts = [
+        Prompt(asked.ids, str(pattern), name, len(asked.ids) - 1) for name, pattern in arms.items()
+    ]
+    found = score(client, prompts, top=1)
+    return {name: measured(one, asked, topk) for name, one in zip(arms, found, strict=True)}
 
 
 def collect(work: Path, rounds: int, *, only_read: bool) -> list[dict[str, Any]]:

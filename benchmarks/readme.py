@@ -14,18 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import search_tables
-from benchmarks.kernels import composition, forecast
-from benchmarks.stack import tables as stack_tables
-from sglang_indexcache.bench import plan, replay, tables
-from sglang_indexcache.bench.layer_stack import LayerStackResult, StackCheck
-from sglang_indexcache.bench.results import METRICS, LatencyResult, load, paper_speedup
-from sglang_indexcache.bench.roofline import GPUS
-from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench import tables
+from sglang_indexcache.bench.results import LatencyResult, load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.library import Library
 from sglang_indexcache.serving.features import FEATURES
-from sglang_indexcache.support.lengths import format_length
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
@@ -33,15 +26,14 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
-        "docs/kernels.md",
-        "docs/evaluate.md",
+        "benchmarks/results/quality/README.md",
         "benchmarks/results/search/README.md",
+        "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "docs/heal.md",
     )
 )
 RESULTS = Path("benchmarks/results")
-_PAPER_LENGTHS = (10_000, 60_000, 120_000, 200_000)
 
 _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
@@ -49,25 +41,6 @@ _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->
 def _latency(folder: Path, path: str) -> str:
     result = load(LatencyResult, folder / path)
     return tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
-
-
-def _latency_longest(folder: Path, path: str) -> str:
-    """Only the longest context: a row a metric, a column a pattern."""
-    result = load(LatencyResult, folder / path)
-    longest = result.lengths[-1]
-    grid = tables.latency_grid(result.model_copy(update={"lengths": (longest,)}))
-    by_metric: dict[str, dict[str, str]] = {}
-    metric = ""
-    for name, *cells in grid.rows:
-        if cells:
-            by_metric[metric][name] = cells[0]
-        else:
-            metric = name
-            by_metric[metric] = {}
-    names = tuple(next(iter(by_metric.values())))
-    rows = tuple((metric, *cells.values()) for metric, cells in by_metric.items())
-    title = f"{grid.title}, {format_length(longest)} tokens"
-    return Grid(title, ("", *names), rows).to_markdown()
 
 
 def _features(_folder: Path, _path: str) -> str:
@@ -87,32 +60,6 @@ def _amdahl(folder: Path, path: str) -> str:
 
 def _memory(folder: Path, path: str) -> str:
     return tables.memory_grid(load(LatencyResult, folder / path)).to_markdown()
-
-
-def _replay(folder: Path, path: str) -> str:
-    return replay.to_markdown(load(replay.ReplayResult, folder / path))
-
-
-def _stack(folder: Path, path: str) -> str:
-    return stack_tables.report(load(LayerStackResult, folder / path))
-
-
-def _stack_check(folder: Path, path: str) -> str:
-    check = load(StackCheck, folder / path)
-    return "\n".join(grid.to_markdown() for grid in stack_tables.check_grids(check))
-
-
-def _forecast(folder: Path, path: str) -> str:
-    return forecast.table(json.loads((folder / path).read_text())).to_markdown()
-
-
-def _best_first(folder: Path, path: str) -> str:
-    found = json.loads((folder / path).read_text())["best_pages_first"]
-    return forecast.best_first_table(found).to_markdown()
-
-
-def _composition(folder: Path, path: str) -> str:
-    return composition.table(json.loads((folder / path).read_text())["composition"]).to_markdown()
 
 
 def _quality_errors(folder: Path, path: str) -> str:
@@ -139,6 +86,33 @@ def _quality_errors(folder: Path, path: str) -> str:
     return Grid(title, header, tuple(rows)).to_markdown()
 
 
+def _quality_worlds(folder: Path, path: str) -> str:
+    """How often rare, whole losses were called none."""
+    found = json.loads((folder / path).read_text())
+    rows = tuple(
+        (
+            row["world"],
+            str(row["contexts"]),
+            *(
+                f"{100 * row[label][claim]:.1f} %"
+                for label in ("at_margin", "at_none")
+                for claim in ("no_loss", "loss")
+            ),
+        )
+        for row in found["held_back"]
+    )
+    title = f"{found['evaluations']:,} simulated evaluations a row"
+    header = (
+        "what is lost",
+        "contexts",
+        "loses the margin: no loss (wrong)",
+        "a loss",
+        "loses nothing: no loss",
+        "a loss (wrong)",
+    )
+    return Grid(title, header, rows).to_markdown()
+
+
 def _quality_measures(folder: Path, path: str) -> str:
     """With how many documents three measures see a loss, and how they order patterns."""
     from benchmarks import quality_measures
@@ -146,6 +120,20 @@ def _quality_measures(folder: Path, path: str) -> str:
     found = json.loads((folder / path).read_text())
     grids = (quality_measures.table(found), quality_measures.orders(found))
     return "\n".join(grid.to_markdown() for grid in grids)
+
+
+def _expect(folder: Path, path: str) -> str:
+    """What to expect by model, card and context."""
+    from benchmarks import expect
+
+    return expect.table(json.loads((folder / path).read_text()))
+
+
+def _expect_checks(folder: Path, path: str) -> str:
+    """How far that can be trusted."""
+    from benchmarks import expect
+
+    return expect.checks(json.loads((folder / path).read_text()))
 
 
 def _healing(folder: Path, path: str) -> str:
@@ -176,39 +164,13 @@ def _healing_memory(folder: Path, path: str) -> str:
     return heal_memory.table(json.loads((folder / path).read_text())["rows"])
 
 
-def _plan(_folder: Path, _path: str) -> str:
-    """The planner's roofline beside the paper's measurement, for the paper's model and node."""
-    shape = PRESETS["30b"]
-    checkpoint = checkpoint_of(shape)
-    rates = plan.RooflineRates(shape, GPUS["h100"], "bf16")
-    header = ("predicted (paper)", *map(format_length, _PAPER_LENGTHS))
-    rows: list[tuple[str, ...]] = []
-    for metric in METRICS:
-        rows.append((tables.NAMES[metric],))
-        for ratio in ("1/2", "1/4"):
-            pattern = Library.default().resolve(ratio, checkpoint).pattern
-            cited = paper_speedup(dict(checkpoint.shape), pattern, metric)
-            cells = []
-            for length in _PAPER_LENGTHS:
-                found = plan.predict(shape, rates, pattern, length, 800_000)
-                speed = getattr(found, metric)
-                cells.append(f"{speed:.2f}x ({cited[format_length(length)]:.2f}x)")
-            rows.append((ratio, *cells))
-    title = "30B model on H100: roofline prediction, and in brackets what the paper measured"
-    return Grid(title, header, tuple(rows)).to_markdown()
-
-
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
-    "latency-cpu-longest": (_latency_longest, "latency/cpu/latency.json"),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
     "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
-    "replay-cpu": (_replay, "replay/cpu/replay.json"),
-    "layer-stack-cpu": (_stack, "layer_stack/cpu-small.json"),
-    "layer-stack-gpu": (_stack_check, "layer_stack/gpu.json"),
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
     "search-races": (search_tables.races, "search/races.json"),
@@ -218,14 +180,13 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
     "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
     "quality-errors": (_quality_errors, "quality/statistics.json"),
+    "quality-worlds": (_quality_worlds, "quality/statistics.json"),
     "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
-    "kernel-forecast": (_forecast, "kernels/forecast.json"),
-    "kernel-best-first": (_best_first, "kernels/forecast.json"),
-    "kernel-composition": (_composition, "kernels/forecast.json"),
-    "plan-and-paper": (_plan, ""),
+    "expect": (_expect, "expect.json"),
+    "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""

@@ -26,12 +26,13 @@ from typing import Any
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import read_target
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import Configuration, configurations
 from sglang_indexcache.bench.servers import StartedServers
 from sglang_indexcache.bench.tables import Grid
-from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import write_json
 
@@ -54,6 +55,47 @@ REPEATS = 2000
 """Of the row code alone."""
 
 
+class ProcessorClock:
+    """Processor seconds of the scheduler of a server on this machine, read by Linux's accounting.
+
+    With one thread a rank this is what the wall clock would show if nothing else ran: the clock
+    for a CPU that others use. On several ranks it is their mean.
+
+    Args:
+        group: process group of the server.
+
+    Raises:
+        BenchError: no scheduler is in it, or this is not Linux.
+    """
+
+    def __init__(self, group: int) -> None:
+        members = (entry for entry in Path("/proc").glob("[0-9]*") if _group(entry) == group)
+        found = [entry for entry in members if "scheduler" in _command(entry)]
+        self._files = [entry / "schedstat" for entry in found]
+        if not self._files or not all(file.exists() for file in self._files):
+            raise BenchError("the processor clock needs Linux and servers that are started here")
+
+    def __call__(self) -> float:
+        """Seconds that the schedulers' main threads have run, the mean."""
+        return (
+            sum(int(file.read_text().split()[0]) for file in self._files) / 1e9 / len(self._files)
+        )
+
+
+def _group(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return None
+
+
+def _command(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True)
 class Turn:
     """Processor seconds of the scheduler.
@@ -73,7 +115,7 @@ def take_turn(
 ) -> Turn:
     """One prefill, then a batch that decodes."""
     with servers.visit(served) as client:
-        clock = servers.processor_clock()
+        clock = ProcessorClock(servers.visited.pid)
         client.flush_cache()
         [one] = stream(client, random_prompts(1, PROMPT, vocab, seed), 1, clock, name)
         client.flush_cache()

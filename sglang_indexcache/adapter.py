@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.library import Strict
 from sglang_indexcache.models import BY_ARCHITECTURE, TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import checkpoint_digest
@@ -37,11 +38,7 @@ _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)")
 _SHAPE_FIELDS = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Base(_Strict):
+class Base(Strict):
     """The checkpoint that an adapter is for.
 
     Attributes:
@@ -57,7 +54,7 @@ class Base(_Strict):
     shape: dict[str, int]
 
 
-class _Document(_Strict):
+class _Document(Strict):
     """``adapter.yaml``; ``weights`` is the SHA-256 of the other file."""
 
     format: Literal[1]

@@ -61,7 +61,8 @@ class Checkpoint:
             where: how to call the model in an error.
 
         Raises:
-            CheckpointError: if it is not a DSA model that can share indices.
+            CheckpointError: if it is not a DSA model that can share indices; whether SGLang can
+                serve it so says :meth:`check_served`.
         """
         text = text_config(config)
         architecture = _architecture(config, where)
@@ -78,6 +79,25 @@ class Checkpoint:
             own=_own_pattern(text, layer_ids, where),
             shape={name: value for name in SHAPE_FIELDS if (value := _get(text, name)) is not None},
         )
+
+    def check_served(self, where: str) -> None:
+        """Refuse what SGLang cannot serve with shared indices, though other engines may.
+
+        Raises:
+            CheckpointError: naming the reason.
+        """
+        family = BY_ARCHITECTURE.get(self.architecture)
+        if family is None:
+            raise CheckpointError(
+                f"{where} is a {self.architecture}, which IndexCache does not know: it cannot say "
+                "whether SGLang hands indices on in this model. Serve it without "
+                "--attention-backend indexcache."
+            )
+        if family.refused:
+            raise CheckpointError(
+                f"{where} is a {self.architecture}, which cannot share indices in SGLang: "
+                f"{family.refused}. Serve it without IndexCache."
+            )
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -173,19 +193,25 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
 
 
 def _family(architecture: str, text: Any, where: str) -> Family:
-    family = BY_ARCHITECTURE.get(architecture)
-    if family is not None and family.refused:
+    """The row of a model that may share indices; one made up for a model that has no row."""
+    family = BY_ARCHITECTURE.get(architecture, Family(architecture))
+    if family.unshareable:
         raise CheckpointError(
-            f"{where} is a {architecture}, which cannot share indices: {family.refused}. Serve it "
-            "without IndexCache."
+            f"{where} is a {architecture}, whose layers cannot share indices: {family.unshareable}."
         )
-    if family is None or _get(text, "index_topk") is None:
+    if _get(text, "index_topk") is not None:
+        return family
+    fields = text if isinstance(text, Mapping) else vars(text)
+    if any(str(name).startswith("index_") for name in fields):
         raise CheckpointError(
-            f"{where} is a {architecture} without a lightning indexer, so there is nothing to "
-            "share. IndexCache is for DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
-            "...). Serve this one without --attention-backend indexcache."
+            f"{where} is a {architecture}, whose config has no index_topk: its indexer is of "
+            "another kind than DeepSeek Sparse Attention's, and its selections cannot be shared."
         )
-    return family
+    raise CheckpointError(
+        f"{where} is a {architecture} without a lightning indexer, so there is nothing to "
+        "share. IndexCache is for DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
+        "...). Serve this one without --attention-backend indexcache."
+    )
 
 
 def _architecture(config: Any, where: str) -> str:

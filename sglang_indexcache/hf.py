@@ -7,15 +7,17 @@ running theirs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
 from sglang_indexcache.library import Library
+from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sharing:
+class SharedForward:
     """What a model under :func:`share` does.
 
     Attributes:
@@ -38,7 +40,7 @@ class Sharing:
 
 
 @contextmanager
-def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
+def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
     """Run ``model`` under ``pattern`` inside this context; afterwards it is as it was before.
 
     Inside another ``share`` of the same model, the inner pattern is the one in effect. A cache
@@ -46,11 +48,13 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
     indexers on it, also after the context has ended, raises :class:`PatternError`.
 
     Args:
-        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, HY-V4, GLM-5-Next, ...).
+        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...). One that
+            this package does not know is judged by its modules, with a warning.
         pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``.
 
     Raises:
-        CheckpointError: the model has no indexers.
+        CheckpointError: the model has no indexers, or, in its first forward, indexers that
+            answer with something else than ``[batch, queries, k]`` positions.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
@@ -59,7 +63,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
     if isinstance(pattern, str):
         pattern = Library.default().resolve(pattern, checkpoint).pattern
     pattern.check_checkpoint(checkpoint.own)
-    sharing = Sharing(pattern)
+    sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
             if (indexer := attention.indexer) is not None:  # without one it shares by itself
@@ -68,30 +72,41 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[Sharing]:
         yield sharing
 
 
-def _switch(indexer: Any, number: int, sharing: Sharing) -> Callable[..., torch.Tensor]:
+def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., torch.Tensor]:
     """What stands in for an indexer's forward: run it, or hand on what is held."""
     # Inside another share() the indexer's own forward is behind that one's switch.
     select = getattr(indexer.forward, "select", indexer.forward)
     source = sharing.pattern.source_of(number)
 
-    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if source == number:
-            sharing.indices = select(*args, past_key_values=past_key_values, **kwargs)
-            sharing.layer = number
-            return sharing.indices
+            found: torch.Tensor = select(*args, **kwargs)
+            _check_indices(found, indexer)
+            sharing.indices, sharing.layer = found, number
+            return found
         if sharing.indices is None or sharing.layer != source:
             raise StaleIndexError(
                 f"layer {number} needs the indices of layer {source}, but layer {sharing.layer} "
                 "chose last: the layers run out of order. Turn gradient checkpointing off."
             )
-        if past_key_values is not None:
-            cache_layer = past_key_values.layers[indexer.layer_idx]
+        if (cache := kwargs.get("past_key_values")) is not None:
+            cache_layer = cache.layers[indexer.layer_idx]
             cache_layer.update_indexer = MethodType(_refuse_update, cache_layer)
         hidden = args[0] if args else kwargs["hidden_states"]
         return sharing.indices.to(hidden.device)  # layers may be spread over devices
 
     forward.select = select  # type: ignore[attr-defined]
     return forward
+
+
+def _check_indices(found: Any, indexer: Any) -> None:
+    """That an indexer answers as DSA's do: one list of positions for each query."""
+    if getattr(found, "ndim", 0) != 3 or found.is_floating_point():
+        raise CheckpointError(
+            f"{type(indexer).__name__} does not answer with one list of positions for each query "
+            "([batch, queries, k] integers), so its answer cannot be handed to other layers. Only "
+            "indexers of DeepSeek Sparse Attention can be shared."
+        )
 
 
 def _restore(indexer: Any, forward: Any) -> None:
@@ -116,7 +131,21 @@ def _checkpoint(model: Any, attentions: list[Any]) -> Checkpoint:
     name = type(model).__name__
     config = model.config.to_dict()
     config["architectures"] = config.get("architectures") or [name]  # None if not yet saved
+    if all(attention.indexer is None for attention in attentions):
+        raise CheckpointError(
+            f"this {name} is a model without a lightning indexer, so there is nothing to share. "
+            "IndexCache is for DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, ...)."
+        )
     checkpoint = Checkpoint.from_config(config, f"this {name}")
+    if checkpoint.architecture not in BY_ARCHITECTURE:
+        warnings.warn(
+            f"this package does not know {checkpoint.architecture}: the {len(attentions)} layers "
+            "that can have an indexer are taken for the layers of a pattern, in their order",
+            stacklevel=4,
+        )
+        types = ["shared" if each.indexer is None else "full" for each in attentions]
+        own, layers = Pattern.from_indexer_types(types), tuple(range(len(attentions)))
+        checkpoint = replace(checkpoint, own=own, layer_ids=layers)
     own = checkpoint.own
     if len(attentions) != len(own) or any(attentions[i].indexer is None for i in own.full_layers):
         raise CheckpointError(f"this {name} lacks indexers that its config names")

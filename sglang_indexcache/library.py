@@ -32,11 +32,13 @@ _LONGEST_RATIO = 12
 """Characters; Python does not read numbers of thousands of digits."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Base of what is read from files: no field may be unknown."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelInfo(_Strict):
+class ModelInfo(Strict):
     """The model a pattern was found for, and how to recognise it."""
 
     name: str
@@ -54,7 +56,7 @@ class ModelInfo(_Strict):
         )
 
 
-class Method(_Strict):
+class MethodRecord(Strict):
     """How the pattern was found."""
 
     name: str
@@ -63,7 +65,7 @@ class Method(_Strict):
     details: dict[str, Any] = Field(default_factory=dict)
 
 
-class Citation(_Strict):
+class Citation(Strict):
     """Where the pattern comes from."""
 
     title: str
@@ -71,7 +73,7 @@ class Citation(_Strict):
     where: str = ""
 
 
-class Quality(_Strict):
+class Quality(Strict):
     """One benchmark score of the pattern, beside all-F and uniform interleaving."""
 
     benchmark: str
@@ -81,15 +83,16 @@ class Quality(_Strict):
     where: str = ""
 
 
-class Evaluated(_Strict):
+class Evaluated(Strict):
     """What ``indexcache eval`` found for the pattern, on one checkpoint.
 
-    ``verdict`` is one of "no loss", "loss", "undecided", "cannot see" and "invalid"; ``margin``,
-    ``difference`` and ``interval`` are shares of right answers (0.01 is one point), the last two
-    pattern minus all F; ``checkpoint`` is `study.provenance.checkpoint_digest` of the weights.
+    ``verdict`` is one of "no loss", "small loss" (proven, and less than the margin), "loss",
+    "undecided", "cannot see" and "invalid"; ``margin``, ``difference`` and ``interval`` are shares
+    of right answers (0.01 is one point), the last two pattern minus all F; ``checkpoint`` is
+    `study.provenance.checkpoint_digest` of the weights.
     """
 
-    verdict: Literal["no loss", "loss", "undecided", "cannot see", "invalid"]
+    verdict: Literal["no loss", "small loss", "loss", "undecided", "cannot see", "invalid"]
     margin: float = Field(gt=0, lt=1)
     difference: float | None = None
     interval: tuple[float, float] | None = None
@@ -97,15 +100,22 @@ class Evaluated(_Strict):
     pairs: int = Field(ge=0)
     tasks: tuple[str, ...] = Field(min_length=1)
     lengths: tuple[int, ...] = Field(min_length=1)
+    blind: tuple[str, ...] = ()
+    """Tasks at lengths that were asked and could not see a loss: no claim is about them."""
     checkpoint: str = Field(pattern=r"^[0-9a-f]{12,64}$")
     commit: str = ""
     date: str = ""
 
     def __str__(self) -> str:
         reach = f"to {format_length(max(self.lengths))}"
+        if self.blind:
+            reach += f", without {', '.join(self.blind)}"
         if self.verdict == "no loss":
             number = f"{100 * self.margin:g}"
             return f"no loss beyond {number} point{'' if number == '1' else 's'} {reach}"
+        if self.verdict == "small loss" and self.difference is not None:
+            loss, margin = -100 * self.difference, 100 * self.margin
+            return f"a loss of {loss:.1f} points, less than the margin of {margin:g}, {reach}"
         if self.verdict == "loss" and self.difference is not None:
             return f"a loss of {-100 * self.difference:.1f} points {reach}"
         return {
@@ -117,7 +127,7 @@ class Evaluated(_Strict):
 NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
-class Latency(_Strict):
+class Latency(Strict):
     """One speed of the pattern, beside all-F."""
 
     metric: str
@@ -128,7 +138,7 @@ class Latency(_Strict):
     where: str = ""
 
 
-class Entry(_Strict):
+class Entry(Strict):
     """One pattern file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -136,7 +146,7 @@ class Entry(_Strict):
     pattern: str
     full_layers: int
     retention: str = Field(pattern=r"^\d+/\d+$")
-    method: Method
+    method: MethodRecord
     source: Citation
     quality: tuple[Quality | Evaluated, ...] = ()
     latency: tuple[Latency, ...] = ()
@@ -390,7 +400,12 @@ def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
             "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
             f"{quoted('uniform:' + ratio)}"
         )
-    pattern = Pattern.uniform(checkpoint.num_layers, int(match[2]))
+    if (every := int(match[2])) > checkpoint.num_layers:
+        raise PatternError(
+            f"{quoted('uniform:' + ratio)} wants one F layer in {every}, and there are "
+            f"{checkpoint.num_layers}. One alone is uniform:1/{checkpoint.num_layers}."
+        )
+    pattern = Pattern.uniform(checkpoint.num_layers, every)
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 

@@ -60,11 +60,12 @@ def _without_linear_attention(text: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Family:
-    """A sparse-attention architecture that SGLang 0.5.23 serves.
+    """A sparse-attention architecture.
 
     Attributes:
         architecture: its HF class name.
-        refused: why its layers cannot share indices; empty if they can.
+        refused: why SGLang 0.5.23 cannot serve it with shared indices; empty if it can.
+        unshareable: why its layers cannot share indices in any engine; empty if they can.
         layer_ids: from the language model's config, the layers with an indexer, in order.
         live: whether it can run in live mode.
         hands_on: whether SGLang hands indices from one pipeline stage to the next.
@@ -80,6 +81,7 @@ class Family:
 
     architecture: str
     refused: str = ""
+    unshareable: str = ""
     layer_ids: Callable[[Any], tuple[int, ...]] = _every_layer
     live: bool = True
     hands_on: bool = True
@@ -183,9 +185,16 @@ FAMILIES = (
         "Dots3NoteForCausalLM",
         refused="its attention runs the indexer in every layer and takes no indices",
     ),
+    Family("AXK2ForCausalLM", refused="SGLang 0.5.23 has no such model"),
     Family(
         "DeepseekV4ForCausalLM",
         refused="its compressed sparse attention does not use the DSA backend",
+        unshareable="its indexers select blocks of a compressed context, and only in some layers",
+    ),
+    Family(
+        "MiniMaxM3SparseForConditionalGeneration",
+        refused="its sparse attention does not use the DSA backend",
+        unshareable="its indexers select blocks of tokens for groups of heads, not tokens",
     ),
 )
 

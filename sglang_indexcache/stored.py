@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,7 +26,8 @@ DTYPES = {
 SCALES = "_scale_inv"
 """What the name of a block-FP8 weight's scales adds to its own, as released checkpoints have it."""
 
-_E4M3 = "F8_E4M3"
+E4M3 = "F8_E4M3"
+"""A block-FP8 weight's dtype, as safetensors writes it."""
 
 
 def check_form(folder: Path, names: Iterable[str]) -> None:
@@ -40,7 +42,7 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
             raise CheckpointError(f"{folder} has no {name}, so nothing can take its place")
         kind = there[name][1]
         scales = there.get(name + SCALES)
-        if kind not in DTYPES and not (kind == _E4M3 and scales and scales[1] in DTYPES):
+        if kind not in DTYPES and not (kind == E4M3 and scales and scales[1] in DTYPES):
             raise CheckpointError(
                 f"{folder} holds {name} as {kind}; other weights can take the place only of plain "
                 "ones and of block-FP8 ones (e4m3 with weight_scale_inv). Take a checkpoint whose "
@@ -64,7 +66,7 @@ def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         kind = there[name][1]
-        if kind != _E4M3:
+        if kind != E4M3:
             found[name] = tensor.to(DTYPES[kind])
             continue
         power_of_two = config.get("scale_fmt") == "ue8m0"
@@ -127,13 +129,28 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def stored(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Every tensor's file, and its dtype as safetensors writes it; no tensor is read."""
+class StoredTensor(NamedTuple):
+    """Where a tensor lies, and in which form.
+
+    Attributes:
+        path: of its file.
+        kind: its dtype as safetensors writes it.
+        shape: as stored.
+    """
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+
+
+def stored(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint by name; no tensor is read."""
     found = {}
     for path in _files(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                found[name] = path, file.get_slice(name).get_dtype()
+                part = file.get_slice(name)
+                found[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What holds for all tests: where their random numbers come from, and what they need.
+"""What holds for all tests: where their random numbers come from, what they see, what they need.
 
 Which tests need what a small installation lacks is said here alone; there they are skipped.
 Whoever is not listed must pass without it: ``make test-fast`` shows an import that fails.
@@ -6,6 +6,8 @@ Whoever is not listed must pass without it: ``make test-fast`` shows an import t
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from tests.seeds import FIXED, SEED, VARIABLE, seed_all
 
+pytest_plugins = ("tests.unchanged",)
 TESTS = Path(__file__).parent
 NEEDS = {
     "sglang": (
@@ -49,6 +52,17 @@ NEEDS = {
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.register_profile("soak", database=None, print_blob=True)
 hypothesis.settings.load_profile("fixed" if SEED == FIXED else "soak")
+
+
+def wants_card(marks: str) -> bool:
+    """Whether a run with ``-m marks`` is of the GPU tests."""
+    return re.search(r"(?<!not )\bgpu\b", marks) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide a card from all other tests: they are for the CPU platform, also where a card is."""
+    if not wants_card(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_report_header() -> str:

@@ -86,15 +86,11 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (config("LlamaForCausalLM"), "LlamaForCausalLM without a lightning indexer"),
-        (config(index_topk=None), "without a lightning indexer"),
-        (config("Dots3NoteForCausalLM"), "runs the indexer in every layer"),
-        (config("DeepseekV4ForCausalLM"), "compressed sparse attention"),
-        (config("MistralLarge3ForCausalLM"), "loads no indexer weights"),
         (
-            {"architectures": ["PixtralForConditionalGeneration"], "text_config": config()},
-            "loads no indexer weights",
+            {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6},
+            "LlamaForCausalLM without a lightning indexer",
         ),
+        (config("DeepseekV4ForCausalLM"), "blocks of a compressed context"),
         ({"num_hidden_layers": 3}, "names no architecture"),
         (config(num_hidden_layers=None), "the config of the model has no num_hidden_layers"),
         (

@@ -66,12 +66,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_a_page_has_the_name_of_its_folder() -> None:
-    names = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"architecture"}
+def test_a_page_has_the_name_of_its_folder_or_of_its_readers() -> None:
+    names = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"architecture", "operating"}
     folders = {path.name for path in (*PACKAGE.iterdir(), *ROOT.iterdir()) if path.is_dir()}
     assert names <= folders
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 120), ("docs/architecture.md", 80)])
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/architecture.md", 95)])
 def test_the_first_pages_stay_short(name: str, most: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= most

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AXK2Config,
     DynamicCache,
     Glm5NextTextConfig,
     HYV4Config,
@@ -346,3 +347,51 @@ def test_other_families_share_as_their_own_config_would(make: Any, text: str) ->
     with torch.no_grad():
         assert torch.equal(found, native(IDS, use_cache=False)[0])
         assert not torch.equal(found, model(IDS, use_cache=False)[0])
+
+
+# -- which models ---------------------------------------------------------------------------------
+
+
+def test_ax_k2_shares(recwarn: pytest.WarningsRecorder) -> None:
+    """SGLang 0.5.23 has no such model, which is no reason against the method."""
+    torch.manual_seed(0)
+    small = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk"), 16)
+    small |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "index_n_heads"), 4)
+    small |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "index_head_dim": 32}
+    small |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32)
+    small |= {"num_hidden_layers": 6, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AXK2Config(**small)).eval()
+    plain = logits(model)
+    with share(model, "FFFFFF"):
+        assert torch.equal(logits(model), plain)
+    selected = []
+    for layer, indexer in enumerate(indexers(model)):
+        indexer.wq_b.register_forward_hook(lambda *_, layer=layer: selected.append(layer))
+    with share(model, "FSSFSS") as sharing:
+        assert not torch.allclose(logits(model), plain, atol=1e-4)
+    assert selected == [0, 3]
+    assert sharing.indices is not None
+    assert sharing.indices.shape == (1, 100, 16)
+    assert torch.equal(logits(model), plain)
+    assert not [w for w in recwarn if "does not know" in str(w.message)]
+
+
+def test_a_model_without_a_row_is_judged_by_its_modules(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with share(model, "FSFSFS"):
+        expected = logits(model)
+    monkeypatch.setattr(model.config, "architectures", ["NewDsaForCausalLM"])
+    with pytest.warns(UserWarning, match="does not know NewDsaForCausalLM: the 6 layers"):  # noqa: SIM117
+        with share(model, "FSFSFS"):
+            assert torch.equal(logits(model), expected)
+
+
+def test_indexers_of_another_kind_are_named_at_their_first_answer(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(indexers(model)[0])
+    monkeypatch.setattr(kind, "forward", lambda _self, hidden, *_a, **_k: hidden)
+    with pytest.raises(CheckpointError, match=rf"{kind.__name__} does not answer with one list"):  # noqa: SIM117
+        with share(model, "FSFSFS"):
+            logits(model)

@@ -29,11 +29,27 @@ def test_no_two_rows_share_a_key() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_a_family_is_read_or_refused_with_its_reason(family: Family) -> None:
     config = {"architectures": [family.architecture], "num_hidden_layers": 4, "index_topk": 64}
-    if family.refused:
-        with pytest.raises(CheckpointError, match=family.refused):
+    if family.unshareable:
+        with pytest.raises(CheckpointError, match=family.unshareable):
             Checkpoint.from_config(config)
+        return
+    checkpoint = Checkpoint.from_config(config)
+    assert checkpoint.layer_ids == family.layer_ids(config)
+    if family.refused:  # by the engine, not by the method
+        with pytest.raises(CheckpointError, match=f"in SGLang: {family.refused}"):
+            checkpoint.check_served("this model")
     else:
-        assert Checkpoint.from_config(config).layer_ids == family.layer_ids(config)
+        checkpoint.check_served("this model")
+
+
+def test_a_model_without_a_row_is_no_model_without_an_indexer() -> None:
+    config = {"architectures": ["NewDsaForCausalLM"], "num_hidden_layers": 4, "index_topk": 64}
+    checkpoint = Checkpoint.from_config(config)
+    assert str(checkpoint.own) == "FFFF"
+    with pytest.raises(CheckpointError, match="which IndexCache does not know"):
+        checkpoint.check_served("this model")
+    with pytest.raises(CheckpointError, match="no index_topk: its indexer is of another kind"):
+        Checkpoint.from_config(config | {"index_topk": None, "index_n_heads": 4})
 
 
 @each_trainable

@@ -26,8 +26,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import ROOT
-
+ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2_31", "2_34", "2_39")
 """glibc versions of wheels that the machine can load; pip wants each by name."""
@@ -309,7 +308,8 @@ def main() -> int:
     files |= own_metadata()
     files |= {f"{s.module.replace('.', '/')}/__init__.py": stub_source(s).encode() for s in STUBS}
     stubs = {stub.module: stub.why for stub in STUBS}
-    manifest = {"python": PYTHON, "carried": rows, "stubs": stubs}
+    torch = on_machine()["torch"]
+    manifest = {"python": PYTHON, "torch": torch, "carried": rows, "stubs": stubs}
     files[MANIFEST] = (json.dumps(manifest, indent=1) + "\n").encode()
     write_archive(files, options.out)
     for row in sorted(rows, key=lambda row: -row["bytes"]):

@@ -1,44 +1,40 @@
-"""Time every workload, ours against the anchors: lines of JSON as they are known.
+"""Ours beside the engine's kernels on one workload, and what may be concluded from many.
 
-    python -m benchmarks.kernels.speed --seconds 120 [--tiny] [--skip CONTENDER ...] [--from N]
-
-Each contender is announced before it first runs. If the process then dies, its parent knows who
-killed it, and goes on without it (``--skip``) where it stopped (``--from``).
+``tests/gpu/test_speed.py`` runs it on a card. The engine's kernel and ours take turns within the
+same seconds (``timing.py``); the card's clocks are logged before and after.
 """
 
-import argparse
-import json
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from benchmarks import engine_kernels as anchors
-from benchmarks.kernels.predictions import IN_ORDER, LISTS_KEPT
+from benchmarks.kernels.machine import clocks
 from benchmarks.kernels.timing import interleaved, summary
 from benchmarks.kernels.workloads import (
+    Family,
     Workload,
     attention_tensors,
     indexer_tensors,
     logits_tensors,
-    tiny_workloads,
     workloads,
 )
+from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OpName
-from sglang_indexcache.kernels.indexer.page_order import HotPages
 
 SECONDS_EACH = 1.5
-OPS: dict[str, OpName] = {
-    "select_prefill": "select",
-    "select_decode": "select",
-    "topk": "topk",
-    "mla_prefill": "sparse_mla",
-    "mla_decode": "sparse_mla",
+LISTS_KEPT = "cuda, lists kept"
+"""Ours in an S layer, which finds what its F layer derived from the same list."""
+OPS: dict[Family, tuple[OpName, dispatch.Phase | None]] = {
+    "select_prefill": ("select", "prefill"),
+    "select_decode": ("select", "decode"),
+    "topk": ("topk", None),
+    "mla_prefill": ("sparse_mla", "prefill"),
+    "mla_decode": ("sparse_mla", "decode"),
 }
-"""The op of ours that a family times."""
+"""The op of ours that a family times, and where a server would run it."""
 Maker = Callable[[], Callable[[], Any]]
 
 
@@ -58,7 +54,7 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
         attention = attention_tensors(work, device)
         others = dict(anchors.mla_anchors(work, attention))
         arguments = attention.q, attention.cache, attention.slots, attention.scale
-    op = OPS[work.family]
+    op, _ = OPS[work.family]
 
     def maker(implementation: dispatch.Implementation, **more: Any) -> Maker:
         def make() -> Callable[[], Any]:
@@ -67,18 +63,6 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
 
         return make
 
-    def in_order() -> Callable[[], Any]:
-        """The last layer selected what this one does, the best that it can do.
-
-        Its order is made beforehand, and the one for the next layer in each call.
-        """
-        select = dispatch.named("cuda").check(op, machine).load(op)
-        hot_pages = HotPages.of(tensors)
-        given = replace(tensors, page_order=hot_pages.order(select(*arguments)))
-        return lambda: hot_pages.order(select(given, work.topk))
-
-    if work.agreeing:
-        others[IN_ORDER] = in_order
     if work.family == "mla_prefill":
         others[LISTS_KEPT] = maker(dispatch.named("cuda"), kept={})
     # The reference loops over rows; on a GPU timing it would only take the others' time.
@@ -87,69 +71,85 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
     return {one.name: maker(one) for one in ours} | others
 
 
-def measure(
-    work: Workload, machine: dispatch.Machine, device: torch.device, skip: set[str]
-) -> dict[str, Any]:
-    """Times of every contender that runs, and why the others do not."""
+def measure(work: Workload, machine: dispatch.Machine) -> dict[str, Any]:
+    """Times of every contender that runs, why the others do not, and the least that is possible.
+
+    Returns:
+        ``times``: name -> median, least and most microseconds, and, where the card's data sheet is
+        known, the share of its bound; ``missing``: name -> reason; ``clocks``: before and after.
+    """
+    device = machine.device
     ready: dict[str, Callable[[], Any]] = {}
     missing: dict[str, str] = {}
     for name, make in contenders(work, machine, device).items():
-        if name in skip:
-            missing[name] = "stopped the process earlier"
-            continue
-        say({"begin": name, "workload": str(work)})
         try:
             call = make()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:
+            if "CUDA error" in str(error):
+                raise  # the context is gone
             missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
-            if "illegal" in str(error) or "unspecified launch failure" in str(error):
-                raise SystemExit(3) from error  # the context is gone
             continue
         ready[name] = call
-    times = interleaved(ready, device, SECONDS_EACH)
-    return {
-        "workload": str(work),
-        "family": work.family,
-        "times": {name: summary(each) for name, each in times.items()},
-        "missing": missing,
-    }
+    before = clocks()
+    times = {name: summary(each) for name, each in interleaved(ready, device, SECONDS_EACH).items()}
+    card = gpu_of_driver(machine.name)
+    if card is not None:
+        fp8 = not work.family.startswith("mla")
+        seconds, by = card.bound(work.flops, work.memory_bytes, fp8=fp8)
+        for one in times.values():
+            one["of_bound"] = seconds * 1e6 / one["median_us"]
+        missing["bound"] = f"{seconds * 1e6:.1f} us by {by}"
+    return {"times": times, "missing": missing, "clocks": [before, clocks()]}
 
 
-def say(line: dict[str, Any]) -> None:
-    """One line for the parent."""
-    print(json.dumps(line), flush=True)
+def beats(work: Workload, times: dict[str, dict[str, float]], ours: str) -> bool | None:
+    """Whether ours took less time than all that the engine can run; None without its default.
+
+    Args:
+        times: of :func:`measure`.
+    """
+    default, rivals = anchors.engine_default(work), anchors.engine_anchors(work)
+    if not {ours, default} <= set(times):
+        return None
+    return times[ours]["median_us"] < min(times[a]["median_us"] for a in rivals if a in times)
 
 
-def main() -> None:
-    """Time until the list or the time ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--tiny", action="store_true", help="shapes for a run without a GPU")
-    parser.add_argument("--skip", nargs="*", default=[])
-    parser.add_argument("--from", dest="first", type=int, default=0)
-    options = parser.parse_args()
-    started = time.perf_counter()
-    machine = dispatch.Machine.here()
-    device = machine.device
-    torch.manual_seed(0)
-    todo = list(tiny_workloads() if options.tiny else workloads())
-    for number, work in enumerate(todo):
-        if number < options.first:
+def conclude(timed: Mapping[str, dict[str, Any]], capability: list[int]) -> list[dict[str, Any]]:
+    """The rows that :data:`~sglang_indexcache.kernels.dispatch.MEASURED` may hold after this.
+
+    One for each operation, phase, number of heads and cache in which our CUDA kernels won wherever
+    they were to be timed; for selection in prefill, from the least length on from which they did.
+
+    Args:
+        timed: what :func:`measure` found, by the workload's name; one that is missing is not won.
+        capability: of the card.
+    """
+    groups: dict[tuple[Family, int, bool], dict[int, bool]] = {}
+    for work in workloads():
+        found = timed.get(str(work))
+        won = found is not None and beats(work, found["times"], "cuda") is True
+        at = groups.setdefault((work.family, work.heads, work.fp8), {})
+        at[work.context] = at.get(work.context, True) and won
+    rows = []
+    for (family, heads, fp8), won_at in groups.items():
+        op, phase = OPS[family]
+        lost = [context for context, won in won_at.items() if not won]
+        by_length = family == "select_prefill"
+        won_from = [context for context in won_at if context > max(lost, default=0)]
+        if phase is None or not won_from or (lost and not by_length):
             continue
-        if time.perf_counter() - started > options.seconds:
-            say({"out_of_time": [str(rest) for rest in todo[number:]]})
-            return
-        try:
-            result = measure(work, machine, device, set(options.skip))
-        except torch.OutOfMemoryError as error:
-            result = {"workload": str(work), "problem": str(error).splitlines()[0]}
-        say({"number": number, "result": result})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()
+        rows.append(
+            {
+                "op": op,
+                "phase": phase,
+                "capability": capability,
+                "heads": heads,
+                "engine": anchors.engine_backend(family, fp8),
+                "tokens": min(won_from) if by_length else 0,
+                "implementation": "cuda",
+            }
+        )
+    return rows

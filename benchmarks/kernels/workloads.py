@@ -38,7 +38,6 @@ class Workload:
         heads: of the indexer or of MLA.
         topk: k.
         fp8: layout of the latent cache.
-        agreeing: every row, and the layer before, selects from the same few pages.
     """
 
     family: Family
@@ -47,13 +46,11 @@ class Workload:
     heads: int
     topk: int = 2048
     fp8: bool = False
-    agreeing: bool = False
 
     def __str__(self) -> str:
         layout = "-fp8" if self.fp8 else ""
-        agreeing = "-agreeing" if self.agreeing else ""
         shape = f"rows{self.rows}-context{self.context}-heads{self.heads}"
-        return f"{self.family}-{shape}{layout}{agreeing}"
+        return f"{self.family}-{shape}{layout}"
 
     @property
     def is_prefill(self) -> bool:
@@ -95,43 +92,33 @@ class Workload:
 
 
 CONTEXTS = (10_240, 61_440, 122_880, 204_800)
-AGREEING = tuple(
-    Workload("select_prefill", 8192, 122_880, heads, agreeing=True) for heads in (32, 64)
-)
-FAVOURED_PAGES, FAVOUR = 1 / 16, 3.0
-"""Where rows agree, on how many pages, and how far keys there and all queries point the same way:
-an assumption. A favoured key's products rise by the square, about 0.8 standard deviations."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def workloads() -> Iterator[Workload]:
     """Everything that is timed, the shapes that matter most first."""
-    order = (122_880, 204_800, 61_440, 10_240)
-    for context in order:
+    for context in (122_880, 204_800, 61_440, 10_240):
         for heads in (32, 64):
             yield Workload("select_prefill", 8192, context, heads)
-        for heads in (20, 64, 128):
-            yield Workload("mla_prefill", 4096, context, heads)
-        for batch in (1, 8, 64):
+    for heads in (8, 16, 32, 64, 128):
+        yield Workload("mla_prefill", 4096, 122_880, heads)
+    for batch in BATCHES:
+        for context in (122_880, 204_800):
             yield Workload("select_decode", batch, context, 32)
+        for heads in (8, 16):
             for fp8 in (False, True):
-                yield Workload("mla_decode", batch, context, 20, fp8=fp8)
-        yield Workload("topk", 2048, context, 0)
-    yield from AGREEING
-    for batch in (7, 15, 16):  # how many clusters of 16 and of 8 blocks fit (predictions.py)
-        yield Workload("mla_decode", batch, 122_880, 20)
-    for rows in (1, 8, 15, 16, 64):  # a cluster a row, and how many run at once
+                yield Workload("mla_decode", batch, 122_880, heads, fp8=fp8)
+    for rows in (1, 8, 64):
         yield Workload("topk", rows, 204_800, 0)
-    for context in order:
-        for batch in (1, 8, 64):
-            yield Workload("select_decode", batch, context, 64)
-            for heads in (64, 128):
-                yield Workload("mla_decode", batch, context, heads, fp8=True)
+    for batch in (1, 8, 64):
+        yield Workload("select_decode", batch, 122_880, 64)
+        for heads in (64, 128):
+            yield Workload("mla_decode", batch, 122_880, heads, fp8=True)
 
 
 def tiny_workloads() -> Iterator[Workload]:
     """One of each family, for a run without a GPU."""
     yield Workload("select_prefill", 5, 130, 8, topk=32)
-    yield Workload("select_prefill", 5, 700, 8, topk=32, agreeing=True)
     yield Workload("select_decode", 2, 130, 8, topk=32)
     yield Workload("topk", 3, 200, 0, topk=32)
     yield Workload("mla_prefill", 3, 90, 20, topk=32)
@@ -155,17 +142,12 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
     for low in range(0, count, 4096):
         part = pages[low : low + 4096]
         drawn = torch.randn(len(part), PAGE_TOKENS, INDEX_DIM, device=device)
-        if work.agreeing:
-            drawn[torch.rand(len(part), device=device) < FAVOURED_PAGES, :, 0] += FAVOUR
         values, scales = quantize_e4m3(drawn)
         part[:, : PAGE_TOKENS * INDEX_DIM] = values.view(torch.uint8).flatten(1)
         part[:, PAGE_TOKENS * INDEX_DIM :] = scales.view(torch.uint8)
     table = torch.randperm(count, device=device).view(requests, per_request).to(torch.int32)
     queries = torch.randn(work.rows, work.heads, INDEX_DIM, device=device)
     weights = torch.randn(work.rows, work.heads, device=device)
-    if work.agreeing:
-        queries[..., 0] += FAVOUR
-        weights.abs_()
     q = quantize_e4m3(queries)[0]
     visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
     if work.is_prefill:

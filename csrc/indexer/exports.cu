@@ -44,17 +44,14 @@ void indexer_logits(TensorView queries, TensorView weights, TensorView pages,
   });
 }
 
-// As indexer_logits; page_order [B, W] if given, out [T, k], lists [blocks, select_rows(H),
-// kListCapacity] int64 scratch.
+// As indexer_logits; out [T, k], lists [blocks, select_rows(H), kListCapacity] int64 scratch.
 void indexer_select(TensorView queries, TensorView weights, TensorView pages,
                     TensorView block_table, TensorView query_starts, TensorView visible,
-                    Optional<TensorView> page_order, bool as_slots, TensorView lists,
-                    TensorView out) {
+                    bool as_slots, TensorView lists, TensorView out) {
   const Operands operands =
       operands_of(queries, weights, pages, block_table, query_starts, 1, visible);
-  const PageOrder order = {data_or_null<int>(page_order), int(block_table.size(1))};
-  const SelectOutput output = {data<int>(out),     int(out.size(1)), as_slots,
-                               data<Entry>(lists), order,            int(lists.size(0))};
+  const SelectOutput output = {data<int>(out), int(out.size(1)), as_slots, data<Entry>(lists),
+                               int(lists.size(0))};
   TVM_FFI_CHECK(lists.size(1) == select_rows(int(queries.size(1))), ValueError)
       << "lists has " << lists.size(1) << " rows a block";
   TVM_FFI_CHECK(lists.size(2) == kListCapacity, ValueError)

@@ -143,8 +143,6 @@ IC_HD void make_room(Block& block, Gate<kRows>& gate, int row, Entry* list, int 
   const Entry bound = kth_bound(block, list, left, k, gate.digit_hist);
   block.each(1, [&](int) { gate.floors[row] = floor_of_key(key_of(bound)); });
   block.keep(list, left, bound, count);
-  // More are left only of pages that came several times, in an order that is none.
-  block.each(1, [&](int) { *count = smaller(*count, kListCapacity - kCheckKeys); });
 }
 
 // After `seen` keys: raise the floors, and return how many keys may go by until the next check.

@@ -25,7 +25,6 @@ struct SelectOutput {
   int k;
   bool as_slots;
   Entry* lists;  // [blocks, select_rows, kListCapacity]
-  PageOrder order;
   int blocks;
 };
 

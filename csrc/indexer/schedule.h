@@ -51,16 +51,4 @@ IC_HD int spread_page(int i, int step, int pages) {
   return int(uint32_t(i) * uint32_t(step) % uint32_t(pages));
 }
 
-// An order in which each request's pages are to be visited instead, [requests, width], where `pages`
-// is not null. Where it is no permutation the selection may be wrong, and nothing else.
-struct PageOrder {
-  const int* pages;
-  int width;
-
-  // A request's entry i. Behind the last come all pages, so that no order has too few.
-  IC_HD int page(int request, int i) const {
-    return i < width ? pages[int64_t(request) * width + i] : i - width;
-  }
-};
-
 }  // namespace indexcache::indexer

@@ -36,7 +36,6 @@ struct SelectParams {
   int* out;      // [rows, k]
   Entry* lists;  // [blocks, T::kRows, kListCapacity]
   bool as_slots;
-  PageOrder order;
 };
 
 // Where a block is in its tiles and their segments; all roles walk them alike.
@@ -94,8 +93,8 @@ __device__ __forceinline__ int collect_row(MathBlock<T>& block, SelectShared<T>&
   };
   const int found = collect(floor_entry(shared.gate.floors[row]));
   if (found <= kShortList) return found;
-  // Entries are distinct but for pages that an order has several times.
-  return smaller(collect(kth_bound(block, list, count, k, shared.gate.digit_hist)), kShortList);
+  // Entries are distinct: these are k.
+  return collect(kth_bound(block, list, count, k, shared.gate.digit_hist));
 }
 
 template <class T>
@@ -301,40 +300,6 @@ __device__ __forceinline__ void select_gate(SelectShared<T>& shared, const Selec
 
 // -- the loading warp ----------------------------------------------------------------------------
 
-constexpr int kEntriesAhead = 4;  // of the order, a lane: most may be beyond the segment
-
-// The whole warp. The first `count` pages of a request in its order, which may hold anything: as many
-// pages go through the ring, all of them among these.
-template <class T>
-__device__ __forceinline__ void load_pages_in_order(Ring<T>& ring, const CUtensorMap* keys,
-                                                    const Inputs& inputs, const PageOrder& order,
-                                                    int request, int count, int n) {
-  const int lane = threadIdx.x % 32;
-  const int end = n + count;
-  for (int base = lane; n < end; base += 32 * kEntriesAhead) {
-    int indices[kEntriesAhead];
-    int pages[kEntriesAhead];
-#pragma unroll
-    for (int j = 0; j < kEntriesAhead; ++j) indices[j] = order.page(request, base + 32 * j);
-#pragma unroll
-    for (int j = 0; j < kEntriesAhead; ++j) {
-      const bool wanted = unsigned(indices[j]) < unsigned(count);
-      pages[j] = wanted ? inputs.table.page(request, indices[j]) : -1;
-    }
-#pragma unroll
-    for (int j = 0; j < kEntriesAhead; ++j) {
-      uint32_t wanted = __ballot_sync(~0u, unsigned(indices[j]) < unsigned(count));
-      for (; wanted != 0 && n < end; wanted &= wanted - 1, ++n) {
-        const int owner = __ffs(wanted) - 1;
-        const int page = __shfl_sync(~0u, pages[j], owner);
-        const int start = __shfl_sync(~0u, indices[j], owner) * kPageTokens;
-        if (lane == 0) load_page(ring, keys, inputs, page, start, n);
-        __syncwarp();
-      }
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void select_load(SelectShared<T>& shared, const CUtensorMap* queries,
                                             const CUtensorMap* keys, const SelectParams& params) {
@@ -345,14 +310,9 @@ __device__ __forceinline__ void select_load(SelectShared<T>& shared, const CUten
       __syncwarp();
     }
     const int pages = pages_of(walk.segment, params.inputs.visible, params.k);
-    const int request = walk.segment.request;
-    if (params.order.pages != nullptr) {
-      load_pages_in_order(shared.ring, keys, params.inputs, params.order, request, pages, n);
-    } else {
-      const int step = pages > 0 ? page_step(pages) : 0;
-      load_pages(shared.ring, keys, params.inputs, request, pages, n,
-                 [&](int i) { return spread_page(i, step, pages); });
-    }
+    const int step = pages > 0 ? page_step(pages) : 0;
+    load_pages(shared.ring, keys, params.inputs, walk.segment.request, pages, n,
+               [&](int i) { return spread_page(i, step, pages); });
     n += pages;
   }
 }

@@ -63,10 +63,6 @@ class Client:
         """How messages call the server."""
         return f"the server at {self.url}"
 
-    def environment_for_sglang(self) -> dict[str, str]:
-        """Variables from which SGLang's own client programs take this client's key."""
-        return {"OPENAI_API_KEY": self._key} if self._key else {}
-
     def is_ready(self) -> bool:
         """Whether the server answers requests."""
         try:
@@ -220,7 +216,8 @@ class Client:
             ) from error
         except _AWAY as error:
             raise ServerUnavailableError(
-                f"cannot reach the server at {self.url}: {error}"
+                f"cannot reach the server at {self.url} ({error}). "
+                "Is it running, and is this its URL?"
             ) from error
         except httpx.HTTPError as error:
             raise ServerError(f"cannot reach the server at {self.url}: {error}") from error

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
-from sglang_indexcache.pattern import Pattern
 
 PATTERN_OF_REQUEST = "indexcache_pattern"
 """Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
@@ -22,6 +21,9 @@ and where an answer says under which it was made, in ``meta_info``, as a list of
 
 STATE = "indexcache"
 """The key of a rank's report in ``/server_info``, below ``internal_states[i]``."""
+
+OTHERS = "others"
+"""What comes after the first 200 different names of a report's counters, together."""
 
 ENGINE_FACTS = (
     "model_path",
@@ -50,8 +52,8 @@ ENGINE_FACTS = (
 class RankState(BaseModel):
     """What one data-parallel rank reports. It answers for the ranks and stages behind it.
 
-    Counters only rise while a server runs, except that a switch may begin them anew. They see what
-    a layer's Python does: replays of decode graphs do not run it.
+    Counters only rise while a server runs. They see what a layer's Python does: replays of decode
+    graphs do not run it.
 
     Attributes:
         version: of sglang-indexcache.
@@ -68,10 +70,13 @@ class RankState(BaseModel):
         switches: how often the policy was replaced.
         last_rejection: why the last switch was refused; "" if it was not.
         requests: unfinished requests, running or queued, by pattern.
+        stage: the pattern positions whose layers are counted, from and to below: those of the first
+            pipeline stage, the only one that reports. None, of an older server, is all.
         forwards: begun so far.
         mixed_forwards: those of them with requests of several patterns.
         rows: rows (tokens) forwarded so far, by pattern.
-        forwards_under: forwards so far, by their patterns, sorted and joined by "+".
+        forwards_under: forwards so far, by their patterns, sorted and joined by "+". Both count
+            the first 200 names apart, and the rest as :data:`OTHERS`.
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
@@ -97,6 +102,7 @@ class RankState(BaseModel):
     switches: int = 0
     last_rejection: str = ""
     requests: dict[str, int] = {}
+    stage: tuple[int, int] | None = None
     forwards: int = 0
     mixed_forwards: int = 0
     rows: dict[str, int] = {}
@@ -111,12 +117,6 @@ class RankState(BaseModel):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def num_layers(self) -> int:
-        """Layers of the pattern."""
-        return len(self.pattern)
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
     def full_layers(self) -> int:
         """Layers that run their indexer."""
         return self.pattern.count("F")
@@ -127,11 +127,10 @@ class RankState(BaseModel):
         """Layers that reuse another's indices."""
         return self.pattern.count("S")
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
-    def retention(self) -> float:
-        """Share of layers that run their indexer."""
-        return float(Pattern(self.pattern).retention)
+    def counted_layers(self) -> range:
+        """The pattern positions that the counters of layers speak of."""
+        return range(*(self.stage or (0, len(self.pattern))))
 
     @property
     def checkpoint(self) -> tuple[str, str]:
@@ -220,8 +219,9 @@ def check_obeyed(
     """Refuse a server whose layers did not do what the patterns of its requests say.
 
     A layer that is F for some of the patterns must have run its indexer, and a layer that is S for
-    all of them must have reused indices. Prefills are counted, replays of decode graphs are not, so
-    some request in between must have been prefilled.
+    all of them must have reused indices, as far as the layers are in a stage that reports. Prefills
+    are counted, replays of decode graphs are not, so some request in between must have been
+    prefilled.
 
     Args:
         before: the server's states before requests were made.
@@ -250,6 +250,7 @@ def check_obeyed(
         wrong = [
             layer
             for layer, kind in enumerate(kinds)
+            if layer in after[0].counted_layers
             if ("F" in kind and not runs[layer])
             or (kind == {"S"} and (not reuses[layer] or (alone and runs[layer])))
         ]

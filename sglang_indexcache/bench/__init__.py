@@ -1,7 +1,6 @@
-"""What IndexCache gains on your node: latency and traffic of real servers, and a planner.
+"""What IndexCache gains: measured on your servers, or expected before you rent one.
 
-``latency`` and ``replay`` measure SGLang servers over HTTP; ``plan`` predicts from what they or the
-layer stack (``benchmarks/stack``, whose results ``layer_stack`` describes) measured, or from a
-``roofline``. A measurement leaves one JSON file (``results``), from which its ``tables`` and
-``figures`` are made.
+``latency`` measures SGLang servers over HTTP and leaves one JSON file (``results``), from which its
+``tables`` and ``figures`` are made. ``plan`` composes what a deployment gains from ``rows`` that
+NVIDIA measured on real cards (``forward``), and falls back on a ``roofline``.
 """

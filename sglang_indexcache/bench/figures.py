@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -79,80 +78,6 @@ def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
     axis.set_ylim(0, 100)
     axis.legend(fontsize=8, frameon=False)
     save_figure(figure, path)
-
-
-def draw_scaling(curves: Mapping[str, Mapping[int, float]], unit: str, path: Path) -> None:
-    """Cost against context length, both logarithmic, with the slope of the last step.
-
-    Args:
-        curves: cost by length, by name.
-        unit: of the cost, for the axis.
-        path: a .png file.
-    """
-    figure, [axis] = _panels(1)
-    for name, curve in curves.items():
-        lengths = sorted(curve)
-        slope = last_slope(curve)
-        text = name if slope is None else f"{name}, grows as L^{slope:.2f} at the end"
-        axis.plot(lengths, [curve[n] for n in lengths], marker="o", ms=4, label=text)
-    axis.set_yscale("log")
-    _context_axis(axis, sorted({n for curve in curves.values() for n in curve}))
-    axis.set_ylabel(unit)
-    axis.legend(fontsize=8, frameon=False)
-    axis.grid(which="both", lw=0.3, alpha=0.5)
-    save_figure(figure, path)
-
-
-def draw_turns(turns: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Share of the turns that were at least as fast.
-
-    Args:
-        turns: a panel for every quantity: times in order, by name.
-        path: a .png file.
-    """
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure, axes = _panels(len(turns))
-    for axis, (quantity, curves) in zip(axes, turns.items(), strict=True):
-        for color, (name, times) in zip(cycle(_COLORS), curves.items(), strict=False):
-            shares = [100 * (place + 1) / len(times) for place in range(len(times))]
-            axis.step(times, shares, where="post", color=color, label=name)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_xlabel(quantity)
-        axis.set_ylim(0, 100)
-        axis.grid(which="both", lw=0.3, alpha=0.5)
-    axes[0].set_ylabel("turns, %")
-    axes[0].legend(fontsize=8, frameon=False, loc="lower right")
-    save_figure(figure, path)
-
-
-def last_slope(curve: Mapping[int, float]) -> float | None:
-    """``d log(cost) / d log(length)`` between the two longest contexts."""
-    import math
-
-    if len(curve) < 2:
-        return None
-    before, last = sorted(curve)[-2:]
-    return math.log(curve[last] / curve[before]) / math.log(last / before)
-
-
-def prefill_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
-    """Prefill time of each configuration, relative to the baseline at the shortest length."""
-    from statistics import median
-
-    def time(name: str, length: int) -> float:
-        return median(result.values(name, "prefill", length).values())
-
-    unit = time(result.baseline.name, min(result.lengths))
-    return {
-        label(result, configuration): {
-            length: time(configuration.name, length) / unit for length in result.lengths
-        }
-        for configuration in result.configurations
-    }
 
 
 def share_curves(result: LatencyResult) -> dict[str, dict[int, float]]:

@@ -13,7 +13,6 @@ request.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +21,17 @@ from typing import Literal
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed
-from sglang_indexcache.ask.stream import Clock, StreamedAnswer, stream
+from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.bench import figures, tables
 from sglang_indexcache.bench.environment import busy_cores, environment
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     METRICS,
-    ClockName,
     Configuration,
     LatencyResult,
+    LatencySample,
     Metric,
     Model,
-    Sample,
     ServerFacts,
     Visit,
     save,
@@ -44,7 +43,6 @@ from sglang_indexcache.bench.servers import (
     server_facts,
 )
 from sglang_indexcache.bench.steady import steady_window
-from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError, CheckpointError
 from sglang_indexcache.study.provenance import checkpoint_digest
@@ -55,7 +53,6 @@ WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8
 """SGLang keeps a few slots of the pool to itself."""
 
-_WALL: Clock = time.perf_counter
 Report = Callable[[str], None]
 Step = tuple[int, Literal["single", "full"]]
 """Prompt tokens, and what is sent at once: a request a rank, or as many as the KV cache holds."""
@@ -73,8 +70,6 @@ class Settings:
         new_tokens: generated per request.
         metrics: which of the three.
         full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds.
-        seed: of the prompts.
-        clock: how to count seconds.
         watch_seconds: how long to look for foreign work before each visit.
     """
 
@@ -83,8 +78,6 @@ class Settings:
     new_tokens: int = 64
     metrics: tuple[Metric, ...] = tuple(METRICS)
     full_concurrency: int = 0
-    seed: int = 0
-    clock: ClockName = "wall"
     watch_seconds: float = 2.0
 
     @property
@@ -102,15 +95,13 @@ class Settings:
             raise BenchError("the same length was given twice")
         if self.new_tokens < 2:
             raise BenchError("a decode rate needs --new-tokens of at least 2")
-        if self.clock not in ("wall", "processor"):
-            raise BenchError(f"the clocks are wall and processor, got {self.clock!r}")
         unknown = set(self.metrics) - set(METRICS)
         if unknown or not self.metrics:
             raise BenchError(f"the metrics are {', '.join(METRICS)}, got {sorted(unknown)}")
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """The model as its folder describes it.
 
     Attributes:
@@ -124,7 +115,7 @@ class Target:
     vocab_size: int
 
 
-def read_target(folder: Path, note: str = "") -> Target:
+def read_target(folder: Path, note: str = "") -> TargetModel:
     """Read a checkpoint folder; the weights may be missing.
 
     Raises:
@@ -150,11 +141,11 @@ def read_target(folder: Path, note: str = "") -> Target:
         raise CheckpointError(
             f"{folder / 'config.json'} has no vocab_size, which a DSA model's config has"
         )
-    return Target(checkpoint, model, int(text["vocab_size"]))
+    return TargetModel(checkpoint, model, int(text["vocab_size"]))
 
 
 def run(
-    target: Target,
+    target: TargetModel,
     servers: Servers,
     served: Sequence[Configuration],
     settings: Settings,
@@ -178,7 +169,7 @@ def run(
     settings.check()
     machine = environment()
     visits: list[Visit] = []
-    samples: list[Sample] = []
+    samples: list[LatencySample] = []
     warm: set[str] = set()
     for number, configuration, steps in _turns(settings, served, servers.side_by_side):
         report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
@@ -191,8 +182,7 @@ def run(
                     configuration=configuration.name, round=number, facts=here, busy_cores=foreign
                 )
             )
-            clock = servers.processor_clock() if settings.clock == "processor" else _WALL
-            visit = _Visit(client, target, settings, configuration, number, here, clock)
+            visit = _Visit(client, target, settings, configuration, number, here)
             if not servers.side_by_side or configuration.name not in warm:
                 visit.warm_up()
                 warm.add(configuration.name)
@@ -211,7 +201,6 @@ def run(
         configurations=tuple(served),
         lengths=settings.lengths,
         new_tokens=settings.new_tokens,
-        clock=settings.clock,
         rounds=settings.rounds,
         visits=tuple(visits),
         samples=tuple(samples),
@@ -235,22 +224,20 @@ class _Visit:
     def __init__(
         self,
         client: Client,
-        target: Target,
+        target: TargetModel,
         settings: Settings,
         configuration: Configuration,
         number: int,
         server: ServerFacts,
-        clock: Clock,
     ) -> None:
         self._client = client
-        self._clock = clock
         self._target = target
         self._settings = settings
         self._configuration = configuration
         self._round = number
         self._server = server
 
-    def measure(self, steps: Sequence[Step]) -> Iterator[Sample]:
+    def measure(self, steps: Sequence[Step]) -> Iterator[LatencySample]:
         """Take some steps, then check that the pattern was obeyed."""
         needed = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
         if not needed:
@@ -308,25 +295,23 @@ class _Visit:
     def _send(
         self, length: int, count: int, new_tokens: int, *seed: object
     ) -> list[StreamedAnswer]:
-        prompts = random_prompts(
-            count, length, self._target.vocab_size, self._settings.seed, self._round, length, *seed
-        )
+        prompts = random_prompts(count, length, self._target.vocab_size, self._round, length, *seed)
         self._client.flush_cache()
         pattern = self._configuration.pattern if self._server.mode == "live" else None
-        return stream(self._client, prompts, new_tokens, self._clock, pattern)
+        return stream(self._client, prompts, new_tokens, pattern=pattern)
 
     def _timed(
         self, length: int, count: int, *seed: object
     ) -> tuple[list[StreamedAnswer], IndexerTime]:
         """Answers, and the seconds that the indexers took for them."""
-        before = indexer_seconds(self._client, self._settings.clock)
+        before = indexer_seconds(self._client)
         answers = self._send(length, count, self._settings.new_tokens, *seed)
-        after = indexer_seconds(self._client, self._settings.clock)
+        after = indexer_seconds(self._client)
         if not any(after):
             return answers, (None, None)
         return answers, (after[0] - before[0], after[1] - before[1])
 
-    def _single(self, length: int) -> Iterator[Sample]:
+    def _single(self, length: int) -> Iterator[LatencySample]:
         """One request a rank: TTFT and decode rate."""
         metrics, count = self._settings.metrics, self._server.dp
         answers, (prefill, decode) = self._timed(length, count, "single")
@@ -340,7 +325,7 @@ class _Visit:
         if "full" in metrics and self._one_fills(length):
             yield self._sample(length, "full", rate, count, share)
 
-    def _full(self, length: int) -> Sample:
+    def _full(self, length: int) -> LatencySample:
         """As many requests as fit: the rate of a rank while all of them decode."""
         count = self.concurrency(length)
         answers, (_, decode) = self._timed(length, count, "full")
@@ -352,8 +337,8 @@ class _Visit:
 
     def _sample(
         self, length: int, metric: Metric, value: float, requests: int, share: float | None
-    ) -> Sample:
-        return Sample(
+    ) -> LatencySample:
+        return LatencySample(
             configuration=self._configuration.name,
             round=self._round,
             length=length,
@@ -379,10 +364,6 @@ def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
     save(result, written[0])
     write_whole(written[1], tables.report(result))
     figures.draw_speedups(result, written[2])
-    if "prefill" in result.metrics:
-        written.append(folder / "latency-scaling.png")
-        unit = "prefill time, relative to DSA at the shortest"
-        figures.draw_scaling(figures.prefill_curves(result), unit, written[-1])
     shares = figures.share_curves(result)
     if shares:
         written.append(folder / "latency-share.png")

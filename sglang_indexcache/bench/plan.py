@@ -1,264 +1,345 @@
-"""Predict what a pattern gains: from measured rates where there are any, else from a roofline."""
+"""What a pattern gains on a deployment, before anybody rents one.
+
+Composed from measured rows of its layers where there are any (:mod:`.forward`); by a roofline, and
+for prefill only, where there are none. What ``bench latency`` measured on the reader's own servers
+stands beside it, with the difference.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from sglang_indexcache.bench import roofline
-from sglang_indexcache.bench.layer_stack import LayerStackResult, Phase
+from sglang_indexcache.bench.forward import MODELS, MOST_OFF, Deployment, Forwards
 from sglang_indexcache.bench.results import LatencyResult, Metric, amdahl, load, removed_share
-from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES, Gpu
-from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of
-from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
-from sglang_indexcache.errors import BenchError
+from sglang_indexcache.bench.roofline import find_gpu
+from sglang_indexcache.bench.rows import LatencyEstimate
+from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of, preset, shape_of
+from sglang_indexcache.bench.tables import Grid
+from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.lengths import format_length
 
-
-class Rates(Protocol):
-    """Where predictions come from.
-
-    Attributes:
-        source: in words, beside every prediction.
-        note: what else a reader must know; may be empty.
-    """
-
-    source: str
-    note: str
-
-    def indexer_share(self, phase: Phase, length: int, requests: int) -> float | None:
-        """Part of the time with every indexer on that the indexers take; None if not known."""
-
-
-class RooflineRates:
-    """See :mod:`sglang_indexcache.bench.roofline`."""
-
-    note = (
-        "Prefill: published rates of DeepGEMM and FlashMLA, the rest assumed. Decode: memory "
-        "traffic and launches only; a real server's step takes longer and gains more from sharing "
-        "(30B model on H100 at 200K, 1/4: 1.2x here, 1.48x in the paper)."
-    )
-
-    def __init__(self, shape: ModelShape, gpu: Gpu, kv: str = "fp8", tp: int = 1) -> None:
-        if kv not in KV_BYTES:
-            raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {kv!r}")
-        if tp < 1:
-            raise BenchError(f"tensor parallelism has at least one rank, got {tp}")
-        self._shape, self._gpu, self._kv, self._tp = shape, gpu, kv, tp
-        self.source = f"roofline of {gpu.name}, not a measurement"
-
-    def indexer_share(self, phase: Phase, length: int, requests: int) -> float:
-        """See :class:`Rates`."""
-        shape, gpu = self._shape, self._gpu
-        if phase == "prefill":
-            one, rest = roofline.prefill_layer(shape, gpu, length, self._tp), 0.0
-        else:
-            one = roofline.decode_layer(shape, gpu, length, requests, self._kv, self._tp)
-            rest = roofline.head_seconds(shape, gpu, self._tp)
-        return shape.layers * one.indexer / (shape.layers * one.full + rest)
-
-
-class StackRates:
-    """A layer-stack measurement of the same shape."""
-
-    note = "Without the embedding, the output projection, a scheduler and other GPUs."
-
-    def __init__(self, result: LayerStackResult, shape: ModelShape) -> None:
-        if result.shape.model_dump(exclude={"name"}) != shape.model_dump(exclude={"name"}):
-            raise BenchError(
-                f"these rates were measured for {result.shape.name}, another shape than "
-                f"{shape.name}"
-            )
-        self._result = result
-        self.source = f"layer stack measured on {result.device} with kernels {result.kernels!r}"
-
-    def indexer_share(self, phase: Phase, length: int, requests: int) -> float | None:
-        """See :class:`Rates`; what an S layer really saves, not what its indexer takes."""
-        wanted = (phase, length, requests if phase == "decode" else 1)
-        for row in self._result.rows:
-            if (row.phase, row.length, row.requests) == wanted:
-                return 1 - row.shared_total / row.full_total
-        return None
-
-
-class ServerRates:
-    """A latency benchmark of real servers of the same shape, all F among them.
-
-    The share is what the all-F servers told (CPU platform); on a GPU it is solved from the measured
-    speed-up of the pattern with the fewest F layers. "Full" is the measured servers' own KV cache.
-    """
-
-    def __init__(self, result: LatencyResult, shape: ModelShape) -> None:
-        ours = checkpoint_of(shape).shape
-        measured = result.model.shape
-        if any(measured.get(name) != value for name, value in ours.items()):
-            raise BenchError(f"these rates were measured for another shape than {shape.name}")
-        if result.baseline.parsed.shared_layers:
-            raise BenchError(
-                f"the baseline of these rates is {result.baseline.name}, not the full pattern"
-            )
-        self._result = result
-        self._sparsest = min(result.configurations, key=lambda c: len(c.parsed.full_layers))
-        self.source = f"servers measured with {result.model.name}"
-        self.note = f"KV cache of {result.visits[0].facts.capacity} tokens a rank, as measured."
-
-    def indexer_share(self, phase: Phase, length: int, requests: int) -> float | None:
-        """See :class:`Rates`."""
-        metric: Metric = "full" if phase == "decode" and requests > 1 else phase
-        if metric not in self._result.metrics or length not in self._result.lengths:
-            return None
-        told = self._result.indexer_share(metric, length)
-        return self._solved(metric, length) if told is None else told
-
-    def _solved(self, metric: Metric, length: int) -> float | None:
-        """The share that Amdahl's law needs for the measured speed-up."""
-        removed = removed_share(self._result.baseline.parsed, self._sparsest.parsed)
-        if not removed:
-            return None
-        speed = self._result.speedup(self._sparsest.name, metric, length).median
-        return (1 - 1 / speed) / removed
-
-
-def read_rates(path: Path, shape: ModelShape) -> Rates:
-    """Rates from a result file of ``bench latency`` or of ``python -m benchmarks.stack``.
-
-    Raises:
-        BenchError: it is neither, or for another shape.
-    """
-    if not path.exists():
-        raise BenchError(f"cannot read {path}")
-    if '"kind": "layer-stack"' in path.read_text(encoding="utf-8"):
-        return StackRates(load(LayerStackResult, path), shape)
-    return ServerRates(load(LatencyResult, path), shape)
+NO_RATE = "no rate for this"
+NAMES: dict[Metric, str] = {
+    "prefill": "Prefill of one prompt a rank",
+    "decode": "Decode, one request a rank",
+    "full": "Decode, as many requests as cache and rows have (their number in brackets)",
+}
+Patterns = Sequence[tuple[str, Pattern]]
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What one pattern gains at one context.
+class Cell:
+    """One figure.
 
     Attributes:
-        pattern: F/S.
-        length: tokens.
-        prefill: speed-up; None, here and below, where the rates know nothing.
-        decode: speed-up with one request.
-        full: speed-up with ``requests`` requests.
-        requests: at once, for ``full``.
+        milliseconds: with every indexer; None where only a ratio is known.
+        gain: the speed-up over that.
+        off: what either may be off by, as a part; None where it was not checked.
+        requests: of a rank at once.
     """
 
-    pattern: Pattern
-    length: int
-    prefill: float | None
-    decode: float | None
-    full: float | None
-    requests: int
+    milliseconds: float | None
+    gain: float
+    off: float | None = None
+    requests: int = 1
 
 
-def predict(
-    shape: ModelShape, rates: Rates, pattern: Pattern, length: int, cache_tokens: int
-) -> Prediction:
-    """Amdahl's law on the rates.
-
-    Args:
-        shape: of the model.
-        rates: where from.
-        pattern: to serve with.
-        length: tokens of context.
-        cache_tokens: that the KV cache of a GPU holds, for the full-cache figure.
-
-    Raises:
-        PatternError: a pattern of another length.
-        BenchError: not one request fits the cache.
-    """
-    pattern.check_length(shape.layers)
-    requests = cache_tokens // length
-    if requests < 1:
-        raise BenchError(
-            f"a KV cache of {format_length(cache_tokens)} tokens holds no request of "
-            f"{format_length(length)}"
-        )
-    removed = len(pattern.shared_layers) / shape.layers
-    cases: tuple[tuple[Phase, int], ...] = (("prefill", 1), ("decode", 1), ("decode", requests))
-    shares = [rates.indexer_share(phase, length, count) for phase, count in cases]
-    prefill, decode, full = (None if share is None else amdahl(share, removed) for share in shares)
-    return Prediction(pattern, length, prefill, decode, full, requests)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one token over all layers.
+class Source(Protocol):
+    """Where gains are from.
 
     Attributes:
-        kv: latent rows.
-        index_k: index keys of the F layers.
-        index_k_full: of all layers.
+        title: what of, in words.
+        metrics: what it knows.
     """
 
-    kv: int
-    index_k: int
-    index_k_full: int
+    title: str
+    metrics: tuple[Metric, ...]
 
     @property
-    def tokens_gained(self) -> float:
-        """Additional tokens in the same memory, as a part of those without sharing."""
-        return (self.kv + self.index_k_full) / (self.kv + self.index_k) - 1
+    def sources(self) -> tuple[str, ...]:
+        """From where, in sentences."""
+
+    def cell(self, metric: Metric, pattern: Pattern, context: int) -> Cell | None:
+        """The gain of a pattern; None where nothing is known, or what is may be too far off."""
 
 
-def memory(shape: ModelShape, pattern: Pattern, kv: str) -> Memory:
-    """What a token occupies in static mode, where an S layer has no index-K cache."""
-    return Memory(
-        kv=KV_BYTES[kv] * shape.layers,
-        index_k=INDEX_K_BYTES * len(pattern.full_layers),
-        index_k_full=INDEX_K_BYTES * shape.layers,
-    )
+class Composed:
+    """Measured rows, put together.
+
+    Args:
+        deployment: of what.
+        data: the wheel's data folder; where pip put it, if left out.
+
+    Raises:
+        BenchError: see :class:`sglang_indexcache.bench.forward.Forwards`.
+    """
+
+    metrics: tuple[Metric, ...] = ("prefill", "decode", "full")
+
+    def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
+        self.forwards = Forwards(deployment, data)
+        self._deployment = deployment
+        self.title = str(deployment)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """See :class:`Source`: the rows, whether the weights fit, and what was left out."""
+        said = [*self.forwards.sources]
+        gpu = find_gpu(self._deployment.gpu)
+        if self._deployment.cache_tokens <= 0:
+            said.append(
+                f"THE WEIGHTS DO NOT FIT: {self._deployment.weight_bytes / 1e9:.0f} GB a GPU, "
+                f"{gpu.name} has {gpu.memory / 1e9:.0f}. These are the times of its layers if they "
+                "did; more GPUs add communication that is not counted here."
+            )
+        used = self.forwards.contradictions
+        if used:
+            said.append(f"Rows that contradict others, left out: {'; '.join(used)}.")
+        return tuple(said)
+
+    def cell(self, metric: Metric, pattern: Pattern, context: int) -> Cell | None:
+        """See :class:`Source`."""
+        requests = self.forwards.requests(context) if metric == "full" else 1
+        full, mine = (
+            self._time(metric, count, requests, context)
+            for count in (len(pattern), len(pattern.full_layers))
+        )
+        if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
+            return None
+        return Cell(full.value, full.value / mine.value, max(full.off, mine.off), requests)
+
+    def _time(
+        self, metric: Metric, full_layers: int, requests: int, context: int
+    ) -> LatencyEstimate | None:
+        if metric == "prefill":
+            return self.forwards.prefill(full_layers, context)
+        return self.forwards.decode(full_layers, requests, context)
+
+
+class Roofline:
+    """Published rates of the kernels and a data sheet: for models that nobody measured.
+
+    See :mod:`sglang_indexcache.bench.roofline`. Its prefill is within a tenth of the paper's Table
+    1 from 60K on; decode is not predicted, because launches and latencies decide it.
+    """
+
+    metrics: tuple[Metric, ...] = ("prefill",)
+
+    def __init__(self, shape: ModelShape, gpu: str, gpus: int = 1, dp: int = 1) -> None:
+        self._shape, self._gpu, self._ranks = shape, find_gpu(gpu), gpus // dp
+        self.title = f"{shape.name}, {gpus} x {self._gpu.name}, {gpus // dp} to a prompt"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """See :class:`Source`."""
+        return (
+            f"A roofline of {self._gpu.name}, not a measurement: no rows of this shape exist. "
+            "Communication is left out. Decode is not predicted: launches and latencies decide it.",
+        )
+
+    def cell(self, metric: Metric, pattern: Pattern, context: int) -> Cell | None:
+        """See :class:`Source`."""
+        if metric != "prefill":
+            return None
+        one = roofline.prefill_layer(self._shape, self._gpu, context, self._ranks)
+        return Cell(None, amdahl(one.indexer / one.full, _removed(pattern)))
+
+
+class OwnRows:
+    """What ``bench latency`` measured on the reader's servers, all F among them.
+
+    A pattern with another number of F layers than any that was measured gets what Amdahl's law
+    makes of the sparsest that was.
+
+    Args:
+        path: its ``latency.json``.
+        shape: of the model that is planned.
+
+    Raises:
+        BenchError: not such a file, or of another shape, or without a baseline of all F.
+    """
+
+    def __init__(self, path: Path, shape: ModelShape) -> None:
+        result = load(LatencyResult, path)
+        known = checkpoint_of(shape).shape
+        if any(result.model.shape.get(name) != value for name, value in known.items()):
+            raise BenchError(f"{path} was measured with another shape than {shape.name}")
+        if result.baseline.parsed.shared_layers:
+            raise BenchError(
+                f"the baseline of {path} is {result.baseline.name}, not the full pattern"
+            )
+        self._result = result
+        self.metrics: tuple[Metric, ...] = result.metrics
+        machine = result.environment
+        where = ", ".join(sorted(set(machine.gpus))) if result.started_here else "other machines"
+        self.title = f"your servers of {result.model.name}"
+        self.sources = (
+            f"Your servers: {path}, {result.model.name} on {where or machine.cpu}, {machine.date}, "
+            f"{' '.join(result.arguments) or 'no flags'}.",
+        )
+
+    def cell(self, metric: Metric, pattern: Pattern, context: int) -> Cell | None:
+        """See :class:`Source`; only lengths that were measured."""
+        result = self._result
+        if metric not in result.metrics or context not in result.lengths:
+            return None
+        others = [c for c in result.configurations if c.parsed.shared_layers]
+        same = [c for c in others if len(c.parsed.full_layers) == len(pattern.full_layers)]
+        if not others:
+            return None
+        nearest = (same or sorted(others, key=lambda c: len(c.parsed.full_layers)))[0]
+        speed = result.speedup(nearest.name, metric, context)
+        gain, off = speed.median, max(speed.high / speed.median, speed.median / speed.low) - 1
+        if not same:
+            removed = removed_share(result.baseline.parsed, nearest.parsed)
+            gain = amdahl((1 - 1 / gain) / removed, _removed(pattern))
+        return Cell(None, gain, off)
+
+
+def _removed(pattern: Pattern) -> float:
+    return len(pattern.shared_layers) / len(pattern)
+
+
+def choose_source(
+    model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = None
+) -> tuple[ModelShape, Source]:
+    """The model's shape, and measured rows if there are any of it.
+
+    Args:
+        model: a name of :data:`sglang_indexcache.bench.forward.MODELS` in any case, of a published
+            shape, or a checkpoint folder.
+        gpu: a name of :data:`sglang_indexcache.bench.roofline.GPUS`.
+        gpus: how many.
+        dp: ranks of data-parallel attention.
+        kv: the cache's format, or "" for the engine's default.
+        data: the wheel's data folder; where pip put it, if left out.
+
+    Raises:
+        BenchError: an unknown model or GPU, no rows, or the wheel is missing.
+    """
+    name = _measured_name(model)
+    if name is None:
+        shape = shape_of(model)
+        return shape, Roofline(shape, gpu, gpus, dp)
+    deployment = Deployment(name, gpu.lower(), gpus, dp, kv)
+    return deployment.shape, Composed(deployment, data)
+
+
+def _measured_name(model: str) -> str | None:
+    """A name of :data:`MODELS` for what the user gave; a folder by its shape and its weights."""
+    by_name = {name.lower(): name for name in MODELS}
+    if not Path(model).is_dir():
+        return by_name.get(model.rpartition("/")[2].lower())
+    shape = shape_of(model)
+    weights = "fp8_block" if read_config(Path(model)).get("quantization_config") else "bfloat16"
+    for name, known in MODELS.items():
+        same = preset(known.shape).model_dump(exclude={"name"}) == shape.model_dump(
+            exclude={"name"}
+        )
+        if same and known.weights == weights:
+            return name
+    return None
+
+
+def choose_patterns(values: Sequence[str], shape: ModelShape) -> tuple[Patterns, tuple[str, ...]]:
+    """Patterns by the names that a user gave, and what to know about them.
+
+    A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
+    evenly spaced: time depends on their number only.
+
+    Raises:
+        IndexCacheError: a pattern that does not fit.
+    """
+    checkpoint = checkpoint_of(shape)
+    found, said = [], []
+    for value in values:
+        try:
+            pattern = Library.default().resolve(value, checkpoint).pattern
+        except LibraryError:
+            if re.fullmatch(r"1/\d+", value) is None:
+                raise
+            pattern = Library.default().resolve(f"uniform:{value}", checkpoint).pattern
+            said.append(
+                f"No {value} pattern of {shape.name} is known: evenly spaced layers stand for it. "
+                "They take as long; what they lose in quality is another question."
+            )
+        pattern.check_length(shape.layers)
+        found.append((value, pattern))
+    return found, tuple(said)
 
 
 def plan_grid(
-    shape: ModelShape,
-    rates: Rates,
-    patterns: Sequence[tuple[str, Pattern]],
-    lengths: Sequence[int],
-    cache_tokens: int,
+    source: Source, patterns: Patterns, contexts: Sequence[int], own: OwnRows | None = None
 ) -> Grid:
-    """Predicted speed-ups over every indexer on, laid out as the paper's Table 1.
+    """Gains over every indexer on, laid out as the paper's Table 1, the reader's own rows beside.
 
-    Raises:
-        BenchError: the rates cover none of the contexts; else as :func:`predict`.
+    Args:
+        source: of the gains.
+        patterns: by name.
+        contexts: tokens.
+        own: the reader's measurement, shown with its difference from ``source``.
     """
-    header = ("", *map(format_length, lengths))
-    found = {
-        name: [predict(shape, rates, pattern, length, cache_tokens) for length in lengths]
-        for name, pattern in patterns
-    }
-    parts = (
-        ("Prefill", [[p.prefill for p in found[name]] for name, _ in patterns]),
-        ("Decode, one request", [[p.decode for p in found[name]] for name, _ in patterns]),
-        ("Decode, full KV cache", [[p.full for p in found[name]] for name, _ in patterns]),
-    )
-    if all(speed is None for _, values in parts for speeds in values for speed in speeds):
-        raise BenchError(
-            f"{rates.source}: nothing was measured at {', '.join(map(format_length, lengths))}; "
-            "choose a measured length with --context"
-        )
     rows: list[tuple[str, ...]] = []
-    for title, values in parts:
+    for metric, title in NAMES.items():
         rows.append((title,))
-        for (name, _), speeds in zip(patterns, values, strict=True):
-            rows.append((name, *map(_cell, speeds)))
-    return Grid(f"predicted speed-up over DSA, {shape.name}: {rates.source}", header, tuple(rows))
+        found = [[source.cell(metric, pattern, n) for n in contexts] for _, pattern in patterns]
+        unit = "s" if metric == "prefill" else "ms a step"
+        base = [_base(cells, metric) for cells in zip(*found, strict=True)]
+        if any(base):
+            rows.append((f"every indexer, {unit}", *(text or NO_RATE for text in base)))
+        for (name, pattern), cells in zip(patterns, found, strict=True):
+            rows.append(
+                (f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *map(_gain, cells))
+            )
+            if own is not None and metric in own.metrics:
+                mine = [own.cell(metric, pattern, n) for n in contexts]
+                rows.append((f"{name}, yours", *map(_difference, mine, cells)))
+    header = ("", *map(format_length, contexts))
+    return Grid(f"expected speed-up over DSA: {source.title}", header, tuple(rows))
 
 
-def _cell(speed: float | None) -> str:
-    return NOT_MEASURED if speed is None else f"{speed:.2f}x"
+def _base(cells: Sequence[Cell | None], metric: Metric) -> str:
+    """The time with every indexer, which all patterns have in common."""
+    one = next((c for c in cells if c is not None and c.milliseconds is not None), None)
+    if one is None or one.milliseconds is None:
+        return ""
+    if metric == "prefill":
+        return f"{one.milliseconds / 1e3:.1f}"
+    return f"{one.milliseconds:.1f}" + (f" ({one.requests})" if metric == "full" else "")
 
 
-def memory_grid(shape: ModelShape, patterns: Sequence[tuple[str, Pattern]], kv: str) -> Grid:
-    """Exact, from the cache layouts of a GPU in static mode."""
-    rows = []
-    for name, pattern in patterns:
-        found = memory(shape, pattern, kv)
-        rows.append((name, f"{found.index_k}", f"{found.kv}", f"+{found.tokens_gained:.1%}"))
-    header = ("", "index-K bytes a token", f"{kv} KV bytes a token", "KV tokens gained")
-    return Grid("memory, all layers", header, tuple(rows))
+def _gain(cell: Cell | None) -> str:
+    return NO_RATE if cell is None else f"{cell.gain:.2f}x"
+
+
+def _difference(mine: Cell | None, theirs: Cell | None) -> str:
+    if mine is None:
+        return "not measured"
+    if theirs is None:
+        return f"{mine.gain:.2f}x"
+    return f"{mine.gain:.2f}x ({mine.gain / theirs.gain - 1:+.0%})"
+
+
+def range_said(source: Source, patterns: Patterns, contexts: Sequence[int]) -> str:
+    """How far off the figures may be: the worst of what rows held out were predicted wrongly."""
+    cells = [
+        source.cell(metric, pattern, n)
+        for metric in source.metrics
+        for _, pattern in patterns
+        for n in contexts
+    ]
+    offs = [cell.off for cell in cells if cell is not None and cell.off is not None]
+    if not offs:
+        return ""
+    return (
+        f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from its "
+        f"neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says '{NO_RATE}'."
+    )

@@ -11,19 +11,16 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sglang_indexcache.bench.environment import Environment
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library import Library, Strict
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import write_whole
 
 Metric = Literal["prefill", "decode", "full"]
-
-ClockName = Literal["wall", "processor"]
-"""How seconds were counted; ``processor`` is the CPU platform's, for a machine that is shared."""
 
 METRICS: dict[Metric, str] = {
     "prefill": "Prefill time (s)",
@@ -32,12 +29,6 @@ METRICS: dict[Metric, str] = {
 }
 """The paper's three metrics (Table 1), in its order. Its throughput is of one GPU, which is a
 data-parallel rank there; ours is of a rank."""
-
-
-class Strict(BaseModel):
-    """Base of every stored model: no field may be unknown."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Configuration(Strict):
@@ -138,7 +129,7 @@ class Visit(Strict):
     busy_cores: float | None
 
 
-class Sample(Strict):
+class LatencySample(Strict):
     """One measurement.
 
     Attributes:
@@ -204,7 +195,7 @@ class LatencyResult(Strict):
         configurations: the first is the baseline.
         lengths: prompt tokens.
         new_tokens: generated per request.
-        clock: how seconds were counted.
+        clock: how seconds were counted: a field of the files, which knows one value.
         rounds: times that every configuration was visited, in turns: A B A B.
         visits: one server start with all lengths, or, side by side, one turn.
         samples: everything measured; warm-up is not among them.
@@ -219,10 +210,10 @@ class LatencyResult(Strict):
     configurations: tuple[Configuration, ...] = Field(min_length=1)
     lengths: tuple[int, ...]
     new_tokens: int
-    clock: ClockName
+    clock: Literal["wall"] = "wall"
     rounds: int
     visits: tuple[Visit, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[LatencySample, ...]
 
     @model_validator(mode="after")
     def _complete(self) -> LatencyResult:
@@ -287,7 +278,7 @@ class LatencyResult(Strict):
             ideal=None if share is None else amdahl(share, removed),
         )
 
-    def _matching(self, configuration: str, metric: Metric, length: int) -> list[Sample]:
+    def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
         wanted = (configuration, metric, length)
         return [s for s in self.samples if (s.configuration, s.metric, s.length) == wanted]
 

@@ -1,15 +1,8 @@
-"""What a GPU could do: data sheets, and the time of one F and one S layer from published rates.
+"""What a GPU could do: data sheets, and one layer's prefill from published rates of its kernels.
 
-The layer's time is a model, not a measurement, and ``indexcache bench plan`` says so beside every
-figure.
-
-* Prefill is arithmetic at the rates that kernels are known to reach, and what the top-k reads.
-* Decode is memory traffic, or the launches of a CUDA graph where that takes longer. It leaves out
-  the kernels' own latency (one row's top-k is one block of threads) and whatever a scheduler adds
-  between two steps, so a real server is slower and gains more.
-
-Every layer counts as one with experts; communication between GPUs is left out. Neither torch nor
-pydantic is needed to import this.
+The layer's time is a model, not a measurement, for shapes that nobody measured: arithmetic at the
+rates that kernels are known to reach, and what the top-k reads. Every layer counts as one with
+experts; communication is left out. Neither torch nor pydantic is needed to import this.
 """
 
 from __future__ import annotations
@@ -31,11 +24,6 @@ GEMM_PART = 0.6
 """Of the bfloat16 rate, for projections and experts: an assumption."""
 MEMORY_PART = 0.8
 """Of the bandwidth: an assumption."""
-LAUNCH_SECONDS = 4e-6
-"""Of a small kernel inside a CUDA graph, decode's floor: an assumption."""
-INDEXER_LAUNCHES, MLA_LAUNCHES, MLP_LAUNCHES = 7, 12, 8
-"""Kernels of a decode step: the first two counted in the source of SGLang 0.5.23's fused DSA path
-(GLM; DeepSeek-V3.2's indexer has twice as many), the experts' an assumption."""
 TOPK_READS = 2
 """SGLang's top-k reads the matrix of logits twice."""
 MLA_HEAD_TILE = 64
@@ -181,44 +169,3 @@ def sum_selected(length: int, topk: int) -> float:
     """Selected tokens over all queries of a prompt: a query that sees fewer than k takes all."""
     short = min(length, topk)
     return short * (short + 1) / 2 + (length - short) * topk
-
-
-def decode_layer(
-    shape: ModelShape, gpu: Gpu, length: int, requests: int = 1, kv: str = "fp8", tp: int = 1
-) -> LayerTime:
-    """One layer for one decode step.
-
-    Args:
-        shape: of the model.
-        gpu: data sheet.
-        length: tokens in the cache of each request.
-        requests: at once on this rank.
-        kv: fp8 or bf16.
-        tp: ranks that share the heads and the experts.
-    """
-    read = 1 / (gpu.bandwidth * MEMORY_PART)
-    keys = requests * length * (INDEX_K_BYTES + (1 + TOPK_READS) * 4)  # logits: written, then read
-    rows = requests * min(length, shape.topk) * KV_BYTES[kv]
-    experts = 3 * shape.hidden * shape.expert_width * busy_experts(shape, requests) / tp
-    weight = 2  # bytes, bfloat16
-    return LayerTime(
-        indexer=max(
-            (keys + weight * shape.indexer_parameters) * read, INDEXER_LAUNCHES * LAUNCH_SECONDS
-        ),
-        attention=max(
-            (rows + weight * shape.attention_parameters / tp) * read,
-            MLA_LAUNCHES * LAUNCH_SECONDS,
-        ),
-        mlp=max(weight * experts * read, MLP_LAUNCHES * LAUNCH_SECONDS),
-    )
-
-
-def busy_experts(shape: ModelShape, tokens: int) -> float:
-    """Experts whose weights ``tokens`` tokens need, the expected number if routing is random."""
-    idle = (1 - shape.active_experts / shape.experts) ** tokens
-    return shape.experts * (1 - idle) + shape.shared_experts
-
-
-def head_seconds(shape: ModelShape, gpu: Gpu, tp: int = 1) -> float:
-    """The output projection of one decode step."""
-    return 2 * shape.vocab * shape.hidden / tp / (gpu.bandwidth * MEMORY_PART)

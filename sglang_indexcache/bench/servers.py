@@ -9,9 +9,7 @@ from typing import Protocol
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.stream import Clock
-from sglang_indexcache.bench.environment import ProcessorClock
-from sglang_indexcache.bench.results import ClockName, Configuration, Model, ServerFacts
+from sglang_indexcache.bench.results import Configuration, Model, ServerFacts
 from sglang_indexcache.errors import BenchError, ServerError
 
 TIMEOUT = 3600.0
@@ -35,9 +33,6 @@ class Servers(Protocol):
 
     def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
         """A server that serves ``configuration``, ready, for the block's duration."""
-
-    def processor_clock(self) -> Clock:
-        """Of the server being visited; BenchError if it does not run here."""
 
 
 class StartedServers:
@@ -122,10 +117,6 @@ class StartedServers:
             raise BenchError("no server was visited yet")
         return self._visited
 
-    def processor_clock(self) -> Clock:
-        """See :class:`Servers`."""
-        return ProcessorClock(self.visited.pid)
-
     def _server(self, configuration: Configuration) -> Server:
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
@@ -166,10 +157,6 @@ class RunningServers:
         """See :class:`Servers`."""
         yield self._clients[configuration.name]
 
-    def processor_clock(self) -> Clock:
-        """See :class:`Servers`."""
-        raise BenchError("the processor clock needs servers that are started here, not --url")
-
 
 def open_servers(
     model: Path,
@@ -177,7 +164,6 @@ def open_servers(
     clients: Sequence[Client],
     flags: Sequence[str],
     logs: Path,
-    environment: Mapping[str, str],
     *,
     side_by_side: bool = False,
 ) -> AbstractContextManager[Servers]:
@@ -189,19 +175,18 @@ def open_servers(
         clients: one for each of ``served``, or one in live mode for all.
         flags: of the servers that are started.
         logs: folder for their logs.
-        environment: variables for them.
         side_by_side: keep all of them up.
 
     Raises:
         BenchError: another number of clients, or flags for servers that run already.
     """
     if not clients:
-        return StartedServers(str(model), flags, logs, environment, side_by_side=side_by_side)
+        return StartedServers(str(model), flags, logs, side_by_side=side_by_side)
     names = [configuration.name for configuration in served]
     every = [*clients] * len(names) if len(clients) == 1 else clients
-    if len(every) != len(names) or flags or environment:
+    if len(every) != len(names) or flags:
         raise BenchError(
-            f"give one --url, or one for each of {', '.join(names)}, and no server flags or --env: "
+            f"give one --url, or one for each of {', '.join(names)}, and no server flags: "
             "those servers run already"
         )
     return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
@@ -254,13 +239,12 @@ def server_facts(client: Client) -> ServerFacts:
     )
 
 
-def indexer_seconds(client: Client, clock: ClockName) -> tuple[float, float]:
+def indexer_seconds(client: Client) -> tuple[float, float]:
     """Seconds spent in indexers since the default was set, ``(prefill, decode)``, a rank's mean.
 
     Zeros where the server does not count them: on a GPU, kernels run behind the clock.
     """
-    suffix = "_processor" if clock == "processor" else ""
     spent = [state.indexer_seconds for state in client.states()]
-    prefill = sum(one[f"prefill{suffix}"] for one in spent) / len(spent)
-    decode = sum(one[f"decode{suffix}"] for one in spent) / len(spent)
+    prefill = sum(one["prefill"] for one in spent) / len(spent)
+    decode = sum(one["decode"] for one in spent) / len(spent)
     return prefill, decode

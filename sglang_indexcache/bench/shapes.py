@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.results import Strict
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.library import Strict
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
@@ -86,6 +86,13 @@ class ModelShape(Strict):
         active = self.active_experts + self.shared_experts
         return 3 * self.hidden * self.expert_width * active + self.hidden * self.experts
 
+    @property
+    def mlp_parameters(self) -> int:
+        """Of all layers' experts and dense MLPs, and of embedding and output projection."""
+        experts = 3 * self.expert_width * (self.experts + self.shared_experts) + self.experts
+        sparse = self.hidden * experts * (self.layers - self.dense_layers)
+        return sparse + self.hidden * (3 * self.dense_width * self.dense_layers + 2 * self.vocab)
+
 
 _FIELDS = {
     "layers": "num_hidden_layers",
@@ -128,7 +135,8 @@ def preset(name: str) -> ModelShape:
     """
     if name not in PRESETS:
         raise BenchError(
-            f"no shape is called {name!r} and no folder; there are {', '.join(PRESETS)}"
+            f"--model {name} is neither a folder nor a known model. Known are GLM-5-FP8, "
+            f"{', '.join(PRESETS)}."
         )
     return PRESETS[name]
 

@@ -189,11 +189,6 @@ def conditions(result: LatencyResult) -> str:
     if "full" in result.metrics:
         full = ", ".join(_fullness(result, length) for length in result.lengths)
         lines.append(f"Full KV cache, requests a rank and the part of the pool they fill: {full}.")
-    if result.clock == "processor":
-        lines.append(
-            "Seconds are processor time of the scheduler's only thread, because other work shared "
-            "the machine; on a quiet one the wall clock shows the same."
-        )
     lines += foreign_work(result.environment, [visit.busy_cores for visit in result.visits])
     modes = {visit.facts.mode for visit in result.visits}
     lines += what_was_served(result.model, result.arguments, modes)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 out = Console()
 
 EXTRAS = {
-    "patterns": "search",
+    "patterns": "plots",
     "server": "serve",
     "search": "search",
-    "eval": "search",
-    "bench": "search",
+    "eval": "eval",
+    "bench": "plots",
     "heal": "heal",
     "kernels": "kernels",
-    "demo": "serve",
+    "demo": "search",
 }
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
 
@@ -90,9 +90,6 @@ PatternsOption = Annotated[
     typer.Option(
         "--pattern", metavar="PATTERN", help="A pattern in any form, or NAME=PATTERN. Repeat it."
     ),
-]
-ContextOption = Annotated[
-    str, typer.Option(metavar="TOKENS", help=f"Length of each context: {CONTEXTS}.")
 ]
 ContextsOption = Annotated[
     list[str] | None,

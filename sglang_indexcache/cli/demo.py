@@ -19,33 +19,40 @@ from sglang_indexcache.cli.common import (
 app = group("See on this machine what sharing does.")
 
 
-@app.command("run")
+@app.command("run", epilog="Example: indexcache demo run -o demo")
 def demo_command(output: OutputOption = Path(".demo")) -> None:
     """Serve a small model with every indexer and with a quarter of them, in turns. 3 to 5 minutes.
 
     Both servers answer the same questions and are timed on the same prompts. The output folder
     gets demo.json, with every sample, and the servers' logs.
     """
+    import sglang  # noqa: F401  # first: the extra that brings it brings the rest
+
     from sglang_indexcache.demo.run import run
 
     run(output, out)
 
 
-@app.command("model")
+@app.command("model", epilog="Example: indexcache demo model --preset deepseek-v3.2 -o model")
 def make_model_command(
     output: OutputOption,
     preset: Annotated[
-        str, typer.Option(help="Its shape in small: glm-5 or deepseek-v3.2.")
+        str, typer.Option(metavar="NAME", help="Its shape in small: glm-5 or deepseek-v3.2.")
     ] = "glm-5",
-    size: Annotated[str, typer.Option(help="Its size: tiny or small.")] = "small",
+    size: Annotated[str, typer.Option(metavar="NAME", help="Its size: tiny or small.")] = "small",
     seed: SeedOption = 0,
-    vocab_size: Annotated[int, typer.Option(help="How many entries the tokenizer has.")] = 4096,
+    vocab_size: Annotated[
+        int, typer.Option(metavar="COUNT", help="How many entries the tokenizer has.")
+    ] = 4096,
     dtype: Annotated[
-        str, typer.Option(help="How weights are stored: bfloat16 or float32.")
+        str, typer.Option(metavar="DTYPE", help="How weights are stored: bfloat16 or float32.")
     ] = "bfloat16",
     field: Annotated[
         list[str] | None,
-        typer.Option(help="Replace a config field, for example --field num_hidden_layers=24."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Replace a config field, for example --field num_hidden_layers=24.",
+        ),
     ] = None,
 ) -> None:
     """Make a small DSA checkpoint with random weights and a real tokenizer."""

@@ -38,7 +38,7 @@ WHAT, HOW, WHERE = "What is asked", "How it is judged", "Servers and files"
 
 PatternsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="PATTERN...", help="One or more patterns to evaluate, in any form."),
+    typer.Argument(metavar="PATTERN", help="One or more patterns to evaluate, in any form."),
 ]
 MarginOption = Annotated[
     float,
@@ -269,7 +269,8 @@ def run_command(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what the evaluation costs and what loss it can show; send nothing.",
+            help="Say what the evaluation costs and what loss it can show, and make every context "
+            "once; send nothing.",
             rich_help_panel=WHERE,
         ),
     ] = False,
@@ -290,7 +291,9 @@ def run_command(
     from sglang_indexcache.evaluate.session import run_evaluation
 
     if dry_run:
-        asked.read().tell(out)
+        request = asked.read()
+        request.tell(out)
+        request.check_contexts(out)
         return
     servers = _servers(url, api_key)
     if output is None:
@@ -404,7 +407,10 @@ def _haystack(path: Path | None) -> str:
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
     """By the name that stands before the URL; a URL alone has none."""
     if not urls:
-        raise QualityError("give a server in live mode with --url, or one for each arm")
+        raise QualityError(
+            "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "
+            "each arm. --dry-run needs none."
+        )
     found: dict[str, Client] = {}
     for text in urls:
         name, equals, url = text.partition("=")

@@ -13,6 +13,7 @@ from sglang_indexcache.cli.common import (
     PatternOption,
     SeedOption,
     group,
+    out,
     writable,
 )
 from sglang_indexcache.heal import STEPS
@@ -20,16 +21,22 @@ from sglang_indexcache.heal import STEPS
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
 
-@app.command("run")
+@app.command(
+    "run",
+    epilog="Example: indexcache heal run MODEL --pattern uniform:1/4 --data texts.jsonl -o adapter",
+)
 def run(
-    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's folder; it is only read.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The checkpoint's folder; it is only read.")
+    ],
     pattern: PatternOption,
     data: Annotated[
         list[str],
         typer.Option(
+            metavar="PATH",
             help="What to train on: a .jsonl, .parquet or text file, a folder of them, or "
             "'machine' for this machine's Python sources. Repeat it. One document in four is held "
-            "out."
+            "out.",
         ),
     ],
     output: Annotated[
@@ -37,6 +44,7 @@ def run(
         typer.Option(
             "--output",
             "-o",
+            metavar="FOLDER",
             callback=writable,
             help="The adapter's folder. Its log, state and figure go to a folder beside it, of "
             "the same name with .run added.",
@@ -45,39 +53,63 @@ def run(
     context: Annotated[
         str | None,
         typer.Option(
+            metavar="LENGTH",
             help=f"Length of a row of packed documents: {CONTEXTS}. Four times the model's "
             "index_topk if not given.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of each step.")] = 4,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of each step.")] = 4,
     micro_rows: Annotated[
-        int, typer.Option(min=1, help="Rows that run through a layer at a time: more take memory.")
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Rows that run through a layer at a time: more take memory."
+        ),
     ] = 1,
     dense_steps: Annotated[
-        int, typer.Option(min=0, help="Steps in which layers attend to everything.")
+        int, typer.Option(metavar="N", min=0, help="Steps in which layers attend to everything.")
     ] = STEPS,
     sparse_steps: Annotated[
-        int, typer.Option(min=0, help="Steps after those, in which layers attend as served.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Steps after those, in which layers attend as served."
+        ),
     ] = 0,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 5e-3,
-    held_out: Annotated[int, typer.Option(min=1, help="Rows that are only judged by.")] = 8,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 20,
+    lr: Annotated[float, typer.Option(metavar="RATE", help="Highest learning rate.")] = 5e-3,
+    held_out: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Rows that are only judged by.")
+    ] = 8,
+    evaluate_every: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Steps between evaluations.")
+    ] = 20,
     patience: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=0,
             help="End a stage after so many evaluations without a lower held-out loss; 0: never.",
         ),
     ] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = 10,
     dtype: Annotated[
-        str, typer.Option(help="What the frozen model computes in: bfloat16 or float32.")
+        str,
+        typer.Option(
+            metavar="DTYPE", help="What the frozen model computes in: bfloat16 or float32."
+        ),
     ] = "bfloat16",
     from_disk: Annotated[
         bool,
         typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
     ] = False,
     seed: SeedOption = 0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what it would take on --gpus, GPU by GPU, and do nothing."
+        ),
+    ] = False,
+    gpus: Annotated[
+        str,
+        typer.Option(metavar="NxNAME", help="GPUs of a dry run: how many, and h100, h200 or b200."),
+    ] = "8xh200",
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
 
@@ -90,33 +122,41 @@ def run(
     from sglang_indexcache.heal.heal import HealOptions, heal
     from sglang_indexcache.support.lengths import parse_length
 
-    heal(
-        HealOptions(
-            checkpoint=checkpoint,
-            pattern=pattern,
-            data=tuple(data),
-            output=output,
-            length=None if context is None else parse_length(context),
-            rows=rows,
-            micro_rows=micro_rows,
-            dense_steps=dense_steps,
-            sparse_steps=sparse_steps,
-            lr=lr,
-            held_out=held_out,
-            evaluate_every=evaluate_every,
-            patience=patience,
-            save_every=save_every,
-            seed=seed,
-            dtype=dtype,
-            from_disk=from_disk,
-        )
+    options = HealOptions(
+        checkpoint=checkpoint,
+        pattern=pattern,
+        data=tuple(data),
+        output=output,
+        length=None if context is None else parse_length(context),
+        rows=rows,
+        micro_rows=micro_rows,
+        dense_steps=dense_steps,
+        sparse_steps=sparse_steps,
+        lr=lr,
+        held_out=held_out,
+        evaluate_every=evaluate_every,
+        patience=patience,
+        seed=seed,
+        dtype=dtype,
+        from_disk=from_disk,
     )
+    if dry_run:
+        from sglang_indexcache.bench.roofline import find_gpu
+        from sglang_indexcache.heal.plan import dry_run as planned
+        from sglang_indexcache.heal.plan import machine_of
+        from sglang_indexcache.study.cost import print_plan
+
+        print_plan(out, planned(options, machine_of(gpus, find_gpu)))
+        return
+    heal(options)
 
 
-@app.command("merge")
+@app.command("merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")
 def merge_command(
-    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
-    model: Annotated[Path, typer.Option(help="The checkpoint that it was trained on.")],
+    adapter: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of an adapter.")],
+    model: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="The checkpoint that it was trained on.")
+    ],
     output: OutputOption,
 ) -> None:
     """Write a standard checkpoint: the model with the adapter's indexers and pattern.

@@ -33,13 +33,13 @@ def list_command() -> None:
         table.add_row(op, *(obstacle or "can run" for obstacle in found))
     out.print(table)
     for one in IMPLEMENTATIONS:
-        doubt = one.doubt(machine)
+        doubt = one.distrust()
         if doubt and one.missing() is None:
-            out.print(f"{one.name} is no default: {doubt}.", markup=False, soft_wrap=True)
-    measured = [op for op in OPS if (op, machine.capability) in MEASURED]
+            out.print(f"{one.name} only by name: {doubt}.", markup=False, soft_wrap=True)
+    measured = {row.op for row in MEASURED if row.capability == machine.capability}
     out.print(
         "A server runs the engine's own kernels unless --indexcache-kernels asks for these. "
-        f"Measured to be faster here: {', '.join(measured) or 'none'}."
+        f"Measured to be faster here: {', '.join(sorted(measured)) or 'none'}."
     )
 
 
@@ -108,23 +108,20 @@ def build_command(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from sglang_indexcache.kernels import compilers
     from sglang_indexcache.kernels.build import FOLDERS, build
     from sglang_indexcache.kernels.disassembly import usage
+    from sglang_indexcache.kernels.dispatch import outlook
 
     table = Table("kernel", "registers", "stack bytes", "spilled bytes", box=SIMPLE)
-    doubts: set[str | None] = set()
+    out.print(outlook(), markup=False, soft_wrap=True)
     for folder in FOLDERS:
         started = monotonic()
         library = build(folder, say=out.print)
         took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
         out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
-        doubts.add(compilers.doubt("nvcc", library.compiler))
         for kernel in usage(library.log.read_text()):
             numbers = kernel.registers, kernel.stack, kernel.spills
             table.add_row(kernel.kernel, *map(str, numbers))
-    for doubt in filter(None, doubts):
-        out.print(f"No default on a Hopper: {doubt}.", markup=False, soft_wrap=True)
     if show:
         out.print(table)
 

@@ -56,7 +56,7 @@ def show_patterns(
     patterns: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATTERN...",
+            metavar="PATTERN",
             help="Patterns in any form: an F/S string, a name from the library, a YAML file.",
         ),
     ],

@@ -20,6 +20,7 @@ from sglang_indexcache.cli.common import (
     json_or_text,
     name_and_value,
     out,
+    writable,
 )
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
@@ -40,7 +41,9 @@ ModelOption = Annotated[
 ]
 OutputOption = Annotated[
     Path,
-    typer.Option("--output", "-o", metavar="FOLDER", help="Where everything is written."),
+    typer.Option(
+        "--output", "-o", metavar="FOLDER", callback=writable, help="Where everything is written."
+    ),
 ]
 UrlsOption = Annotated[
     list[str] | None,
@@ -206,15 +209,18 @@ def run_command(
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.search.session import measured_rate, print_dry_run, run_search
-    from sglang_indexcache.search.sources import Data, Planned
+    from sglang_indexcache.search.sources import Data, PlannedSource
     from sglang_indexcache.study.cost import Rate
+    from sglang_indexcache.study.identity import check_writable
 
+    if not dry_run:
+        check_writable(output, SearchError)
     chosen = Options.parse(method, budget) if method else None
     measured = Data(data, _length(context), batches, 1, held_out, seed, score=_score(score))
     servers = connect(url, api_key)
     load = _load(servers, at_once, low_priority)
     source = _source(measured, model, servers, engine, load)
-    with (Planned(model, measured) if dry_run else source).open() as setup:
+    with (PlannedSource(model, measured) if dry_run else source).open() as setup:
         constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
         targets = parse_targets(target, constraints)
         tokens = setup.evaluator.batch_tokens
@@ -236,7 +242,7 @@ def compare_command(
     patterns: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATTERN...",
+            metavar="PATTERN",
             help="Two patterns or more, in any form. The first is the reference.",
         ),
     ],
@@ -260,14 +266,12 @@ def compare_command(
     from sglang_indexcache.search.compare import compare, draw_comparison
     from sglang_indexcache.search.sources import Data
     from sglang_indexcache.study.cost import print_plan
-    from sglang_indexcache.study.identity import check_writable
     from sglang_indexcache.support.files import write_json
 
     if len(patterns) < 2:
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
-    check_writable(output, SearchError)
     measured = Data(data, _length(context), 1, 1, held_out, use_held_out=True, score=_score(score))
     servers = connect(url, api_key)
     source = _source(measured, model, servers, engine, _load(servers, at_once, low_priority))
@@ -316,10 +320,8 @@ def overlap_command(
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.overlap import draw_overlap, measure, numbers, read
     from sglang_indexcache.search.sources import Data, Local
-    from sglang_indexcache.study.identity import check_writable
     from sglang_indexcache.support.files import write_json
 
-    check_writable(output, SearchError)
     measured = Data(data, _length(context), batches, seed=seed, score=Score.ALL)
     with Local(model, measured).open() as setup:
         drawn = setup.resolve(pattern) if pattern else None

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.demo.material import Question
+from sglang_indexcache.demo.material import DemoQuestion
 
 MIN_ROUNDS = 6
 """Servers of equal speed give six ratios on one side of 1 in 1 of 32 demos; three, in 1 of 4."""
@@ -47,14 +47,14 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Speedup:
+class DemoSpeedup:
     """How many times faster one server was than another: the ratios of so many rounds."""
 
     ratios: Spread
     rounds: int
 
     @classmethod
-    def of(cls, base: Sequence[float], other: Sequence[float]) -> Speedup:
+    def of(cls, base: Sequence[float], other: Sequence[float]) -> DemoSpeedup:
         """From the seconds of each round, all above zero; both servers in the same order."""
         ratios = [slow / fast for slow, fast in zip(base, other, strict=True)]
         return cls(Spread.of(ratios), len(ratios))
@@ -133,13 +133,13 @@ class Contender:
     per_token: list[float] = field(default_factory=list)
     state: RankState | None = None
 
-    def is_right(self, asked: Sequence[Question]) -> list[bool]:
+    def is_right(self, asked: Sequence[DemoQuestion]) -> list[bool]:
         """Question by question."""
         return [said == question.answer for said, question in zip(self.said, asked, strict=True)]
 
 
 @dataclass
-class Findings:
+class DemoFindings:
     """Everything that one demo saw.
 
     Attributes:
@@ -152,14 +152,14 @@ class Findings:
 
     base: Contender
     other: Contender
-    asked: Sequence[Question]
+    asked: Sequence[DemoQuestion]
     prompt_tokens: int
     busy: list[float | None]
 
     def __post_init__(self) -> None:
         self.both = base, other = self.base, self.other
-        self.prefill = Speedup.of(base.prefill, other.prefill)
-        self.decode = Speedup.of(base.per_token, other.per_token)
+        self.prefill = DemoSpeedup.of(base.prefill, other.prefill)
+        self.decode = DemoSpeedup.of(base.per_token, other.per_token)
         self.answers = PairedAnswers.of(base.is_right(self.asked), other.is_right(self.asked))
 
     def record(self) -> dict[str, Any]:
@@ -167,7 +167,13 @@ class Findings:
         return {
             "prompt_tokens": self.prompt_tokens,
             "servers": [
-                {name: value for name, value in vars(one).items() if name != "client"}
+                {
+                    "name": one.name,
+                    "said": one.said,
+                    "prefill": one.prefill,
+                    "per_token": one.per_token,
+                    "state": one.state and one.state.to_json(),
+                }
                 for one in self.both
             ],
             "questions": [

@@ -19,7 +19,7 @@ SHORTEST_WORD = 4
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoQuestion:
     """A document with facts hidden in source code, that ends by asking for one of them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Material:
         self._words.names = self._readable(self._words.names)
         self._words.values = self._readable(self._words.values)
 
-    def questions(self, count: int, length: int = QUESTION_TOKENS) -> list[Question]:
+    def questions(self, count: int, length: int = QUESTION_TOKENS) -> list[DemoQuestion]:
         """``count`` different ones, of files that training never saw; the same on every call."""
         return [self._question(random.Random(f"demo/{n}"), length) for n in range(count)]
 
@@ -61,7 +61,7 @@ class Material:
         step = (len(text) - length) // count
         return [text[n * step : n * step + length].tolist() for n in range(count)]
 
-    def _question(self, draw: random.Random, length: int) -> Question:
+    def _question(self, draw: random.Random, length: int) -> DemoQuestion:
         document = needles(self._words, self._text.held_out, length, draw)
         asked = document.answer.index(True)
         prompt, answer = document.ids[:asked], self._tokenizer.decode(document.ids[asked])
@@ -69,7 +69,7 @@ class Material:
         fact = lines[-1].replace("?", "#", 1) + answer
         line = lines.index(fact)
         place = tuple(lines[max(0, line - 2) : line + 3])
-        return Question(prompt, fact, lines[-1], answer, place)
+        return DemoQuestion(prompt, fact, lines[-1], answer, place)
 
     def _readable(self, ids: list[int]) -> list[int]:
         return [i for i in ids if len(self._tokenizer.decode([i]).strip()) >= SHORTEST_WORD]

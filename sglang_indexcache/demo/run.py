@@ -15,8 +15,8 @@ from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.demo.findings import MIN_ROUNDS, Contender, Findings
-from sglang_indexcache.demo.material import Material, Question
+from sglang_indexcache.demo.findings import MIN_ROUNDS, Contender, DemoFindings
+from sglang_indexcache.demo.material import DemoQuestion, Material
 from sglang_indexcache.support.files import write_json
 
 PATTERNS = {"all F": "full", "1/4": "1/4"}
@@ -65,14 +65,14 @@ def run(folder: Path, console: Console) -> None:
         busy = race([base, other], material.prompts(1 + ROUNDS, PROMPT_TOKENS), console)
         for one in (base, other):
             one.state = one.client.states()[0]
-    findings = Findings(base, other, asked, PROMPT_TOKENS, busy)
+    findings = DemoFindings(base, other, asked, PROMPT_TOKENS, busy)
     record = folder / "demo.json"
     write_json(record, {"environment": machine.model_dump(), **findings.record()})
     findings.tell(console)
     console.print(f"\nEvery sample is in {record}, the servers' logs beside it.", highlight=False)
 
 
-def ask(contenders: Sequence[Contender], asked: Sequence[Question], console: Console) -> None:
+def ask(contenders: Sequence[Contender], asked: Sequence[DemoQuestion], console: Console) -> None:
     """Let every server answer every question, each with one token."""
     with step(console, f"asking {len(asked)} questions") as say:
         for one in contenders:

@@ -184,7 +184,7 @@ class Separate:
         """See :class:`Arms`."""
         [one] = requests
         server, cache = self._by_arm[one.arm.name], self._caches[one.arm.name]
-        asked = replace(one, key=cache.key(one))
+        asked = replace(one, key=cache.key(one), pattern=one.arm.pattern)
         before = _states_of(server, one.arm)
         try:
             found = score(server, context, [asked])

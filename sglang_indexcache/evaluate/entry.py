@@ -12,8 +12,11 @@ from sglang_indexcache.evaluate.verdict import Kind, Verdict, Verdicts, verdicts
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.pattern import Pattern
 
-_WORDS: dict[Kind, Literal["no loss", "loss", "undecided", "cannot see", "invalid"]] = {
+_WORDS: dict[
+    Kind, Literal["no loss", "small loss", "loss", "undecided", "cannot see", "invalid"]
+] = {
     Kind.NO_LOSS: "no loss",
+    Kind.SMALL_LOSS: "small loss",
     Kind.LOSS: "loss",
     Kind.UNDECIDED: "undecided",
     Kind.CANNOT_SEE: "cannot see",
@@ -72,7 +75,7 @@ def write_quality(path: Path, evaluation: Evaluation, verdicts: Verdicts | None 
 def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
     """A verdict, reached at a look, with what decides for whom it holds.
 
-    The lengths and tasks are those that the claim is about: cells that could not see are left out.
+    The lengths and tasks are those that the claim is about; cells that could not see are named.
     """
     rows = [row for row in evaluation.outcomes(look=look) if row.length > evaluation.selects_all]
     asked = {(row.task, row.length) for row in rows}
@@ -87,6 +90,7 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
         pairs=verdict.flips.pairs if verdict.flips else 0,
         tasks=tuple(sorted({task for task, _ in cells})),
         lengths=tuple(sorted({length for _, length in cells})),
+        blind=tuple(f"{task} at {length}" for task, length in sorted(asked - cells)),
         checkpoint=str(evaluation.facts["checkpoint"]),
         commit=str(evaluation.facts.get("commit", "")),
         date=str(evaluation.facts.get("started", ""))[:10],

@@ -202,7 +202,7 @@ def looks(evaluation: Evaluation, summary: Summary) -> Any:
             heights = np.clip([getattr(step, claim) for step in line], -3, top - 0.1)
             axis.plot([step.look for step in line], heights, color=colour, marker="o", ms=4,
                       lw=1.2, label=arm)  # fmt: skip
-            if line and summary.verdicts[arm][1].kind is Kind[claim.upper()]:
+            if line and summary.verdicts[arm][1].kind in (Kind[claim.upper()], Kind.SMALL_LOSS):
                 axis.plot(line[-1].look, heights[-1], color=colour, marker="o", ms=10, mfc="none")
         axis.axhline(0, color="black", lw=0.8, ls=":")
         axis.set_ylim(-3.2, top)

@@ -100,6 +100,13 @@ class EvaluationRequest:
         print_plan(console, in_words(self.plan, self.arms(), cost, self.notices))
         return cost
 
+    def check_contexts(self, console: Console) -> None:
+        """Make every context once, so that none is found impossible in the middle of a run."""
+        with progress_at_most(console) as progress:
+            task = progress.add_task("making every context", total=len(self.plan.planned))
+            for line in self.corpus.check(self.plan, lambda: progress.advance(task)):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
+
 
 def run_evaluation(
     request: EvaluationRequest,
@@ -146,6 +153,8 @@ def run_evaluation(
             }
         )
         cost = request.tell(console)
+        if not journal.recorded.done:
+            request.check_contexts(console)
         confirm(cost, agree)
         resuming(console, len(journal.recorded.done), "contexts", journal.path)
         run = Run(asking, request.corpus, journal)

@@ -1,4 +1,4 @@
-"""What an evaluation may say of a pattern, in one of five ways, and the sentence to paste.
+"""What an evaluation may say of a pattern, in one of six ways, and the sentence to paste.
 
 The order in which a run is judged:
 
@@ -42,13 +42,31 @@ SAME = 0.005
 
 
 class Kind(enum.Enum):
-    """The five verdicts."""
+    """The six verdicts."""
 
     NO_LOSS = "no loss beyond the margin"
+    SMALL_LOSS = "a loss, but less than the margin"
     LOSS = "loss"
     UNDECIDED = "undecided"
     CANNOT_SEE = "this task cannot see it"
     INVALID = "refused"
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The cell in which a pattern loses most.
+
+    Attributes:
+        task: of the cell.
+        length: likewise, in tokens.
+        difference: there.
+        bound: no cell loses more, with the error of the claim for all of them together.
+    """
+
+    task: str
+    length: int
+    difference: float
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,7 @@ class Verdict:
         sentence: to paste, with all that a reader needs to judge it.
         difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
         levels: right(reference) and right(pattern), 0 to 1, of which that is the difference.
+        worst: cell; None where there is one cell.
         interval: one-sided bounds at the design's alpha each, valid at every look.
         detectable: smallest loss that the whole run could show, with the design's power.
         more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
@@ -74,6 +93,7 @@ class Verdict:
     sentence: str
     difference: float | None = None
     levels: tuple[float, float] | None = None
+    worst: Worst | None = None
     interval: tuple[float, float] | None = None
     detectable: float | None = None
     more: int | None = None
@@ -84,7 +104,9 @@ class Verdict:
 
 Verdicts = Mapping[str, tuple[int, Verdict]]
 """By candidate: the look at which it was decided, or the last one, and the verdict."""
-DECIDED = (Kind.NO_LOSS, Kind.LOSS)
+SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
+"""Non-inferior: the pattern loses less than the margin."""
+DECIDED = (*SAFE, Kind.LOSS)
 """What ends the evaluation of a pattern."""
 
 
@@ -93,7 +115,7 @@ class Judgement:
     """The primary endpoint at one look.
 
     Attributes:
-        kind: NO_LOSS, LOSS or UNDECIDED.
+        kind: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED.
         level: the reference's own mean over cells.
         difference: mean over cells.
         lower: bound of the difference.
@@ -128,7 +150,7 @@ def read(differences: Differences, design: Design, look: int) -> Judgement:
     lower, upper = estimate.guarded(z), estimate.upper(z)
     kind = Kind.UNDECIDED
     if lower > -design.margin:
-        kind = Kind.NO_LOSS
+        kind = Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
     return Judgement(
@@ -242,7 +264,7 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
                     permitted=permitted,
                 )
                 found[arm.name] = look, verdict
-            permitted = permitted and found[arm.name][1].kind is Kind.NO_LOSS
+            permitted = permitted and found[arm.name][1].kind in SAFE
     return found
 
 
@@ -295,7 +317,13 @@ def judge(
         return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
     differences = paired(long, pattern, reference, cells=seeing)
     left = _without_blind(design, long, blind)
-    verdict = _claim(pattern, reference, differences, left, look, noise, permitted)
+    why = "" if permitted else "a pattern with more full layers was not shown to be safe"
+    dark = [row for row in long if (row.task, row.length) in blind and row.arm != bad]
+    hidden = _hidden(dark, reference, design)
+    if hidden and not why:
+        places = ", ".join(map(_place, hidden))
+        why = f"a pattern visibly loses at {places}, which would be left out"
+    verdict = _claim(pattern, reference, differences, left, look, noise, why)
     caveats = [_cannot_see(blind)] if blind else []
     if bad is None:
         caveats.append("Not shown: that these questions can see a bad pattern.")
@@ -303,6 +331,25 @@ def judge(
         caveats.append("Not known: the engine's own noise.")
     sentence = " ".join([verdict.sentence, *caveats])
     return replace(verdict, blind=tuple(sorted(blind)), sentence=sentence)
+
+
+def _hidden(outcomes: Sequence[Outcome], reference: str, design: Design) -> list[Cell]:
+    """Cells outside the claim in which any pattern is nevertheless seen to lose."""
+    arms = {row.arm for row in outcomes} - {reference}
+    found = (seen_to_lose(outcomes, arm, reference, design.alpha) for arm in arms)
+    return sorted({cell for cells in found for cell in cells})
+
+
+def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
+    """The cell with the largest loss, and a bound that holds for all cells at once."""
+    count = len(differences.names)
+    if count == 1:
+        return None
+    z = boundaries(design.fractions, design.alpha / count)[look - 1]
+    estimates = [Estimate(differences.of(cell)) for cell in range(count)]
+    place = min(range(count), key=lambda cell: estimates[cell].mean)
+    bound = max(-one.guarded(z) for one in estimates)
+    return Worst(*differences.names[place], estimates[place].mean, bound)
 
 
 def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
@@ -365,13 +412,13 @@ def _claim(
     design: Design,
     look: int,
     noise: Differences | None,
-    permitted: bool,
+    forbidden: str,
 ) -> Verdict:
     reading = read(differences, design, look)
     seen = reading.deviation, reading.differing, reading.heaviest
     kind, more = reading.kind, None
-    if kind is Kind.NO_LOSS and not permitted:
-        kind = Kind.UNDECIDED
+    if forbidden and kind in SAFE:
+        kind = Kind.LOSS if kind is Kind.SMALL_LOSS else Kind.UNDECIDED
     if kind is Kind.UNDECIDED and math.isfinite(reading.deviation):
         needed = design.needed(*seen)
         more = max(needed, design.contexts) - len(differences)
@@ -381,13 +428,14 @@ def _claim(
         "",
         difference=reading.difference,
         levels=(reading.level, reading.level + reading.difference),
+        worst=_worst(differences, design, look),
         interval=(reading.lower, reading.upper),
         detectable=design.detectable(*seen),
         more=more,
         flips=differences.flips,
         noise=noise.flips if noise else None,
     )
-    sentence = _sentence(verdict, reference, differences, design, look, permitted)
+    sentence = _sentence(verdict, reference, differences, design, look, forbidden)
     return replace(verdict, sentence=sentence)
 
 
@@ -397,7 +445,7 @@ def _sentence(
     differences: Differences,
     design: Design,
     look: int,
-    permitted: bool,
+    forbidden: str,
 ) -> str:
     assert verdict.interval is not None
     assert verdict.levels is not None
@@ -406,10 +454,13 @@ def _sentence(
     lower, upper = verdict.interval
     if verdict.kind is Kind.NO_LOSS:
         claim = f"no loss beyond {points(design.margin)}"
+    elif verdict.kind is Kind.SMALL_LOSS:
+        loss = -100 * verdict.difference
+        claim = f"a loss of {loss:.1f} points, less than the margin of {points(design.margin)}"
     elif verdict.kind is Kind.LOSS:
         claim = f"a loss of {-100 * verdict.difference:.1f} points"
-    elif not permitted and lower > -design.margin:
-        claim = "not claimed, because a pattern with more full layers was not shown to be safe"
+    elif forbidden and lower > -design.margin:
+        claim = f"not claimed, because {forbidden}"
     elif verdict.more is None:
         claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
     elif not verdict.more:
@@ -427,12 +478,20 @@ def _sentence(
             f"shows, with {design.power:.0%} probability, that it loses nothing if it does"
         )
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
+    worst = ""
+    if verdict.worst:
+        place = _place((verdict.worst.task, verdict.worst.length))
+        worst = (
+            f" Worst of {len(differences.names)} cells: {place}, "
+            f"{_points(verdict.worst.difference)} points; no cell loses more than "
+            f"{100 * verdict.worst.bound:.1f} (bound for all of them together)."
+        )
     missing = f" {differences.missing:,} questions missing." if differences.missing else ""
     return (
         f"{verdict.pattern}: {claim}. {reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
         f"{verdict.levels[1]:.1%}: difference {_points(verdict.difference)} points "
         f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
-        f"{differences.flips}, in {len(differences):,} contexts{noise}.{missing} "
+        f"{differences.flips}, in {len(differences):,} contexts{noise}.{worst}{missing} "
         f"A loss of {100 * verdict.detectable:.1f} points would have been found "
         f"with {design.power:.0%} probability (one-sided {design.alpha:.0%}, "
         f"look {min(look, design.looks)} of {design.looks})."

@@ -6,29 +6,37 @@ stay FP8 in memory; one layer of them is dequantised at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.heal.indexer import LightningIndexer, Rotation
 from sglang_indexcache.heal.model import check_trainable, install, is_indexer
 from sglang_indexcache.heal.sharing import Sharing
+from sglang_indexcache.heal.weights import (
+    BLOCKS,
+    FUSED,
+    META,
+    Weight,
+    WeightFiles,
+    expected_tensors,
+)
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stored import DTYPES, SCALES, dequantised, stored
+from sglang_indexcache.stored import DTYPES, E4M3
 
-FP8 = "F8_E4M3"
-
-_FUSED = ("experts.gate_up_proj", "experts.down_proj")
 EMBEDDING = "model.embed_tokens.weight"
+STATE_COPIES = 4
+"""Of an indexer's parameters: the weights, their gradients, and AdamW's two moments."""
+
+_WORTH_A_SPLIT = 1.02
+"""A group of layers is split over devices if the fullest then holds less by more than this."""
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -40,11 +48,16 @@ class FrozenBody:
         pattern: which layers have an indexer.
         sharing: where the indexers' selections and the attentions' targets go.
         dtype: of the body's weights and activations; indexers are float32 at least.
-        devices: layers are spread over these, an F layer with those that it serves.
+        devices: layers are spread over these by their bytes. With all of them
+            :data:`~sglang_indexcache.heal.weights.META` nothing is read or computed: for plans,
+            which need no files beside ``config.json``.
         from_disk: read a layer's weights each time it runs.
 
     Attributes:
         indexers: by layer.
+        shares: the layers of each of the devices.
+        devices: of each layer.
+        from_disk: as given.
 
     Raises:
         CheckpointError: weights that are missing, or quantised in another way.
@@ -62,29 +75,62 @@ class FrozenBody:
         from_disk: bool = False,
     ) -> None:
         config = AutoConfig.from_pretrained(folder)
-        blocks = (getattr(config, "quantization_config", None) or {}).get("weight_block_size")
+        quantised = getattr(config, "quantization_config", None) or {}
+        blocks = quantised.get("weight_block_size") or (BLOCKS if quantised else None)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights are dequantised here
-        with torch.device("meta"):
+        with META:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         check_trainable(model, pattern)
+        only_planned = set(devices) == {META} and not any(folder.glob("*.safetensors"))
+        expected = expected_tensors(model, blocks) if only_planned else None
+        self._files = WeightFiles(folder, blocks, expected)
         install(model, pattern, sharing)
         model.eval().requires_grad_(False)
-        self._files = WeightFiles(folder, blocks)
         self._float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         self._experts = int(getattr(config, "n_routed_experts", None) or 0)
         self._layers: list[Any] = list(model.model.layers)
-        self._dtype, self._from_disk = dtype, from_disk
-        self.devices = placed(pattern, devices)
-        self._kept: dict[int, Tensors] = {}
+        self._dtype, self.from_disk = dtype, from_disk
+        self._ready: dict[int, Tensors] = {}
+        self._stored: dict[int, dict[str, Weight]] = {}
         self._sources = [self._layer_sources(number) for number in range(len(self._layers))]
         self._files.check({name for layer in self._sources for s in layer.values() for name in s})
         self._files.check({EMBEDDING})
+        loads = [self.bytes_held(number) for number in range(len(pattern))]
+        self.shares = shared_out(pattern, loads, len(devices))
+        self.devices = [
+            device for device, share in zip(devices, self.shares, strict=True) for _ in share
+        ]
         self.indexers: dict[int, LightningIndexer] = {}
         for number in pattern.full_layers:
             self.indexers[number] = self._load_indexer(number)
-        self._embedding = self._files.plain(EMBEDDING, self.devices[0]).to(dtype)
+        self._embedding = self._files.read(EMBEDDING, self.devices[0]).plain(dtype)
         self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
+
+    def bytes_held(self, number: int) -> int:
+        """What a layer takes for good: weights, the embedding before the first, training state."""
+        names = [name for source in self._sources[number].values() for name in source]
+        held = None if self.is_quantised(number) else self._dtype
+        found = 0 if self.from_disk else sum(self._files.bytes_of(n, held) for n in names)
+        if number == 0:
+            found += self._files.bytes_of(EMBEDDING, self._dtype)
+        return found + self.bytes_of_state(number)
+
+    def bytes_of_state(self, number: int) -> int:
+        """What training the layer's indexer takes, optimiser included; 0 for an S layer."""
+        indexer: nn.Module = self._layers[number].self_attn.indexer
+        master = torch.promote_types(self._dtype, torch.float32)
+        return STATE_COPIES * sum(p.numel() for p in indexer.parameters()) * master.itemsize
+
+    def stored_bytes(self, number: int) -> int:
+        """What is read of a layer."""
+        sources = self._sources[number].values()
+        return sum(self._files.bytes_of(name) for source in sources for name in source)
+
+    def kind_of(self, number: int) -> str:
+        """Layers of the same kind have the same tensors: the shapes and forms of all of them."""
+        shapes = {n: tuple(t.shape) for n, t in self._layers[number].state_dict().items()}
+        return f"{self.is_quantised(number)} {shapes}"
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
         """What the first layer reads, on its device.
@@ -136,7 +182,7 @@ class FrozenBody:
         names = list(indexer.state_dict())
         self._files.check({prefix + name for name in names})
         master = torch.promote_types(self._dtype, torch.float32)
-        found = {name: self._files.plain(prefix + name, device).to(master) for name in names}
+        found = {name: self._files.read(prefix + name, device).plain(master) for name in names}
         indexer.load_state_dict(found, assign=True)
         trained: LightningIndexer = indexer.requires_grad_(True)
         return trained
@@ -147,124 +193,102 @@ class FrozenBody:
         return {name: self._source_names(f"model.layers.{number}.{name}") for name in names}
 
     def _source_names(self, name: str) -> list[str]:
-        """Transformers holds all experts in one tensor; released checkpoints have one of each."""
         before, experts, part = name.rpartition("experts.")
-        if experts and part in ("gate_up_proj", "down_proj") and not self._files.has(name):
-            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        if experts and part in FUSED and not self._files.has(name):
             return [
                 f"{before}experts.{expert}.{each}.weight"
                 for expert in range(self._experts)
-                for each in parts
+                for each in FUSED[part]
             ]
         return [name]
 
+    def is_quantised(self, number: int) -> bool:
+        """Whether any of a layer's weights are stored in block FP8."""
+        sources = self._sources[number].values()
+        return any(self._files.kind(name) == E4M3 for source in sources for name in source)
+
     def _weights(self, number: int) -> Tensors:
         """A layer's parameters and buffers."""
+        if number in self._ready:
+            return self._ready[number]
+        device = self.devices[number]
+        kept = not self.from_disk
+        if kept and self.is_quantised(number) and number not in self._stored:
+            names = [name for source in self._sources[number].values() for name in source]
+            self._stored[number] = {name: self._files.read(name, device) for name in names}
+        held = self._stored.get(number)
+        read = held.__getitem__ if held else lambda name: self._files.read(name, device)
         sources = self._sources[number]
-        names = [name for source in sources.values() for name in source]
-        raw = self._kept.get(number) or self._files.raw(names, self.devices[number])
-        quantised = any(self._files.kind(name) == FP8 for name in names)
-        if number in self._kept and not quantised:
-            return raw
-        plain = self._files.dequantised(raw, self._dtype)
-        ready = {
-            name: self._cast(name, _joined(name, [plain[part] for part in source]))
-            for name, source in sources.items()
-        }
-        if not self._from_disk:
-            self._kept[number] = raw if quantised else ready
+        ready = {name: self._whole(number, name, sources[name], read) for name in sources}
+        if kept and not held:
+            self._ready[number] = ready
         return ready
 
-    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _whole(
+        self, number: int, name: str, sources: list[str], read: Callable[[str], Weight]
+    ) -> torch.Tensor:
+        """A parameter; one of all experts is filled expert by expert, so it is never held twice."""
         float32 = any(part in name for part in self._float32)
-        return tensor.to(torch.float32 if float32 else self._dtype)
+        dtype = torch.float32 if float32 else self._dtype
+        if sources[0].endswith(name):
+            return read(sources[0]).plain(dtype)
+        shape = self._layers[number].state_dict()[name].shape
+        whole = torch.empty(shape, dtype=dtype, device=self.devices[number])
+        for place, source in zip(_parts(whole, len(sources)), sources, strict=True):
+            place.copy_(read(source).plain(dtype))
+        return whole
 
 
-class WeightFiles:
-    """The tensors in a checkpoint's files.
+def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:
+    """The layers of each device, in order, so that the fullest holds as little as possible.
+
+    The layers that an indexer serves stay together unless splitting them makes the fullest device
+    emptier: what they share would travel.
 
     Args:
-        folder: with ``*.safetensors``.
-        blocks: rows and columns that share a scale in an FP8 weight; 128 x 128 if not said.
-
-    Raises:
-        CheckpointError: no such files.
+        pattern: one character per layer.
+        loads: bytes of each layer.
+        devices: how many; some get no layer where there are too few.
     """
-
-    def __init__(self, folder: Path, blocks: Sequence[int] | None = None) -> None:
-        self._folder = folder
-        self._blocks = tuple(blocks or (128, 128))
-        self._stored = stored(folder)
-        self._open: dict[Path, Any] = {}
-        self._stack = ExitStack()  # files stay open
-        if not self._stored:
-            raise CheckpointError(f"{folder} has no *.safetensors, so there is nothing to train")
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        return name in self._stored
-
-    def kind(self, name: str) -> str:
-        """Its dtype as safetensors writes it."""
-        return self._stored[name][1]
-
-    def check(self, names: set[str]) -> None:
-        """Raise CheckpointError unless all of these are there in a form that is understood."""
-        for name in sorted(names):
-            if name not in self._stored:
-                raise CheckpointError(
-                    f"{self._folder} has no tensor {name}: the files are incomplete, or named in "
-                    "another way than released checkpoints are. Download the checkpoint again."
-                )
-            kind = self.kind(name)
-            if kind not in DTYPES and not (kind == FP8 and name + SCALES in self._stored):
-                raise CheckpointError(
-                    f"{self._folder} holds {name} as {kind}, which is not understood; plain "
-                    f"dtypes and block FP8 ({FP8} with {SCALES.strip('_')}) are. Dequantise the "
-                    "checkpoint to bfloat16 first."
-                )
-
-    def raw(self, names: Sequence[str], device: torch.device) -> Tensors:
-        """These tensors as they are stored, with their scales."""
-        wanted = [*names, *(n + SCALES for n in names if self.kind(n) == FP8)]
-        return {name: self._read(name).to(device) for name in wanted}
-
-    def plain(self, name: str, device: torch.device) -> torch.Tensor:
-        """One tensor, in float32 if it is quantised."""
-        return self.dequantised(self.raw([name], device), torch.float32)[name]
-
-    def dequantised(self, raw: Tensors, dtype: torch.dtype) -> Tensors:
-        """The same tensors; what has scales is multiplied by them, and comes in ``dtype``."""
-        return {
-            name: dequantised(tensor, raw[name + SCALES], self._blocks).to(dtype)
-            if name + SCALES in raw
-            else tensor
-            for name, tensor in raw.items()
-            if not name.endswith(SCALES)
-        }
-
-    def _read(self, name: str) -> torch.Tensor:
-        path = self._stored[name][0]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
-        tensor: torch.Tensor = self._open[path].get_tensor(name)
-        return tensor
+    starts = list(pattern.full_layers)
+    groups = [range(a, b) for a, b in zip(starts, [*starts[1:], len(pattern)], strict=True)]
+    whole = _evenly(groups, loads, devices)
+    split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
+    fullest = [max(sum(loads[n] for n in share) for share in found) for found in (whole, split)]
+    return whole if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
 
 
-def placed(pattern: Pattern, devices: Sequence[torch.device]) -> list[torch.device]:
-    """The device of each layer: equal shares in order, no group of layers parted."""
-    share = len(pattern) / len(devices)
-    return [devices[int(pattern.source_of(layer) / share)] for layer in range(len(pattern))]
+def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list[range]:
+    """Neighbouring groups for each device; the most that one holds is as small as it can be."""
+    sizes = [sum(loads[number] for number in group) for group in groups]
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(sizes, middle)) <= devices:
+            high = middle
+        else:
+            low = middle + 1
+    ends = [groups[last].stop for last in _filled(sizes, low)]
+    ends += [len(loads)] * (devices - len(ends))
+    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _filled(sizes: Sequence[int], room: int) -> list[int]:
+    """The last group of each device, if each takes what it has room for."""
+    lasts, held = [], 0
+    for number, size in enumerate(sizes):
+        if held + size > room:
+            lasts.append(number - 1)
+            held = 0
+        held += size
+    return [*lasts, len(sizes) - 1]
+
+
+def _parts(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """The places of ``count`` tensors in ``[experts, rows, columns]``, gates before ups."""
+    for expert in whole:
+        yield from expert.chunk(count // len(whole))
 
 
 def _indexer_prefix(number: int) -> str:
     return f"model.layers.{number}.self_attn.indexer."
-
-
-def _joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    if not name.endswith(_FUSED) or parts[0].dim() == 3:
-        return parts[0]
-    if name.endswith("gate_up_proj"):
-        gates, ups = torch.stack(parts[0::2]), torch.stack(parts[1::2])
-        return torch.cat((gates, ups), dim=1)
-    return torch.stack(parts)

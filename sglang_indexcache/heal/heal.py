@@ -36,8 +36,9 @@ from sglang_indexcache.heal.optimizer import (
     set_lr,
 )
 from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.passing import Passing, pass_through
 from sglang_indexcache.heal.rows import FileRows, PackedBatch, PackedRow
-from sglang_indexcache.heal.run_folder import Evaluation, HealRun, Position, State
+from sglang_indexcache.heal.run_folder import HealRun, HeldOutEvaluation, Position, State
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -161,7 +162,7 @@ class HealResult:
     """
 
     adapter: Adapter
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[HeldOutEvaluation, ...]
 
 
 def heal(
@@ -182,6 +183,41 @@ def heal(
         TrainingError: too little data, rows too short, or an output that holds something else.
     """
     return _Healing(options, console or Console(), on_step).run()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the options come to for their checkpoint.
+
+    Attributes:
+        pattern: resolved.
+        topk: keys that a query selects.
+        length: tokens of a row.
+    """
+
+    pattern: Pattern
+    topk: int
+    length: int
+
+    @classmethod
+    def of(cls, options: HealOptions) -> Target:
+        """Read the checkpoint's config.
+
+        Raises:
+            CheckpointError, PatternError, LibraryError, TrainingError: see :func:`heal`.
+        """
+        checkpoint = Checkpoint.read(options.checkpoint)
+        pattern = Library.default().resolve(options.pattern, checkpoint).pattern
+        pattern.check_checkpoint(checkpoint.own)
+        topk = int(checkpoint.shape["index_topk"])
+        length = options.length or 4 * topk
+        if length <= topk:
+            raise TrainingError(
+                f"rows of {length} tokens are no longer than index_topk ({topk}): every "
+                f"query selects all that it sees, so nothing can be learned of selecting. Give "
+                f"longer rows, for instance {4 * topk} tokens."
+            )
+        return cls(pattern, topk, length)
 
 
 @dataclass
@@ -211,12 +247,8 @@ class _Healing:
         from accelerate import Accelerator
 
         self.options, self.on_step = options, on_step
-        self.checkpoint = Checkpoint.read(options.checkpoint)
-        self.pattern: Pattern = Library.default().resolve(options.pattern, self.checkpoint).pattern
-        self.pattern.check_checkpoint(self.checkpoint.own)
-        self.topk = int(self.checkpoint.shape["index_topk"])
-        self.length = options.length or 4 * self.topk
-        self._check_length()
+        target = Target.of(options)
+        self.pattern, self.topk, self.length = target.pattern, target.topk, target.length
         self.accelerator = Accelerator()
         if options.rows < self.accelerator.num_processes:
             raise TrainingError(
@@ -225,7 +257,7 @@ class _Healing:
             )
         self.base = checkpoint_digest(options.checkpoint)
         self.files = HealRun(options.output, console, self.accelerator.is_main_process)
-        self.files.claim(self._told() | {"checkpoint": self.base})
+        self.files.claim(self._told() | {"digest of the checkpoint's files": self.base})
         self.data = self._read()
 
     def run(self) -> HealResult:
@@ -242,14 +274,6 @@ class _Healing:
             if state is None or number >= state.position.stage:
                 self._stage(number, stage, here)
         return self._finish()
-
-    def _check_length(self) -> None:
-        if self.length <= self.topk:
-            raise TrainingError(
-                f"rows of {self.length} tokens are no longer than index_topk ({self.topk}): every "
-                f"query selects all that it sees, so nothing can be learned of selecting. Give "
-                f"longer rows, for instance {4 * self.topk} tokens."
-            )
 
     def _told(self) -> dict[str, Any]:
         """The options that change what is learned, as JSON has them."""
@@ -287,6 +311,8 @@ class _Healing:
             options.from_disk,
         )
         self.trained = self.body.indexer_tensors()
+        size = sum(p.numel() * p.itemsize for p in self.trained.values())
+        self.files.check_room(size)
 
     def _devices(self) -> list[torch.device]:
         """All GPUs of the machine for one process; its own for one of several."""
@@ -382,23 +408,19 @@ class _Healing:
         With gradients enabled the indexers' are added up.
         """
         queries = sum(len(piece) for row in rows for piece in row)
-        batches = self._batches(rows)
-        runs = [self.sharing.begin(kind, Layout(b.documents), queries) for b in batches]
-        begun = [self.body.start(batch.ids, batch.positions) for batch in batches]
-        hidden = [state for state, _ in begun]
-        rotations = [rotation for _, rotation in begun]
-        for number in range(len(self.pattern)):
-            device = self.body.devices[number]
-            layer = self.body.layer(number)
-            for place, run in enumerate(runs):
-                run.move(device)
-                cosine, sine = rotations[place]
-                rotations[place] = cosine.to(device), sine.to(device)
-                self.sharing.resume(run)
-                hidden[place] = layer(hidden[place].to(device), rotations[place])
         sums = _Sums(len(self.pattern))
-        for run in runs:
-            sums.add(run)
+        # Evaluations may have many rows: no more of them than a step has wait between two layers.
+        for first in range(0, len(rows), self.options.rows):
+            passing = [
+                Passing(
+                    self.sharing.begin(kind, Layout(batch.documents), queries),
+                    *self.body.start(batch.ids, batch.positions),
+                )
+                for batch in self._batches(rows[first : first + self.options.rows])
+            ]
+            pass_through(self.body, self.sharing, passing)
+            for one in passing:
+                sums.add(one.run)
         if self.accelerator.num_processes > 1:
             for part in (sums.loss, sums.mass, sums.choosing):
                 part.copy_(self._summed(part))
@@ -436,7 +458,7 @@ class _Healing:
         sums, queries = self._forward(list(self.data.held_out), stage.kind)
         loss = (sums.loss / queries).tolist()
         recall = (sums.mass / sums.choosing).tolist()
-        found = Evaluation(
+        found = HeldOutEvaluation(
             **self._where(number, done, stage),
             held_out_loss=sum(loss),
             held_out_recall=sum(recall) / len(recall),
@@ -460,16 +482,27 @@ class _Healing:
             parameter.copy_(masters[name])
 
     def _save(self, position: Position, state: State, optimizer: torch.optim.Optimizer) -> None:
+        self._check_base()
         state.position = position
         state.indexers, state.optimizer = self._masters(), optimizer.state_dict()
         self.files.save(state)
         self.accelerator.wait_for_everyone()
+
+    def _check_base(self) -> None:
+        """An adapter must be told of the checkpoint that it was trained on."""
+        if checkpoint_digest(self.options.checkpoint) != self.base:
+            raise TrainingError(
+                f"the files of {self.options.checkpoint} are others than when this run began, so "
+                "what was learned since belongs to none of them. Put the first ones back and give "
+                "the same command, or begin anew with another --output."
+            )
 
     def _restore(self, state: State, optimizer: torch.optim.Optimizer) -> None:
         self._set(state.indexers)
         optimizer.load_state_dict(state.optimizer)
 
     def _finish(self) -> HealResult:
+        self._check_base()
         self.accelerator.wait_for_everyone()
         evaluations = self.files.evaluations()
         if self.accelerator.is_main_process:
@@ -485,7 +518,7 @@ class _Healing:
         self.accelerator.wait_for_everyone()
         return HealResult(Adapter.read(self.options.output), evaluations)
 
-    def _record(self, evaluations: tuple[Evaluation, ...]) -> dict[str, Any]:
+    def _record(self, evaluations: tuple[HeldOutEvaluation, ...]) -> dict[str, Any]:
         return {
             "made_by": "indexcache heal run",
             "options": {**self._told(), "length": self.length},

@@ -18,11 +18,11 @@ from sglang_indexcache.heal.losses import (
     select_top_k,
 )
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.sharing import Forward, Sharing, Stage
+from sglang_indexcache.heal.sharing import ForwardState, Sharing, Stage
 
 
 @dataclass
-class LocalForward(Forward):
+class LocalForward(ForwardState):
     """The state of one forward pass of some rows; several may be under way.
 
     Attributes:
@@ -39,8 +39,18 @@ class LocalForward(Forward):
     captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def move(self, device: torch.device) -> None:
-        """Go on with layers on another device."""
+        """Go on with layers on another device, with what the F layer before them hands down.
+
+        The gradients that were added up so far go along, so that their order stays the same.
+        """
+        if self.layout.documents.device == device:
+            return
         self.layout = Layout(self.layout.documents.to(device))
+        for held in (self.selected, self.chosen):
+            held.update({layer: selected.to(device) for layer, selected in held.items()})
+        for layer, index in self.index.items():
+            parts = (index.queries, index.keys, index.weights)
+            self.index[layer] = IndexInputs(*(_moved(part, device) for part in parts))
 
 
 class LocalSharing(Sharing):
@@ -92,10 +102,10 @@ class LocalSharing(Sharing):
         scored = run.index.pop(source)
         projected = run.projected.pop(source, None)
         if projected is not None:
-            torch.autograd.backward(
-                [projected.queries, projected.keys, projected.weights],
-                [scored.queries.grad, scored.keys.grad, scored.weights.grad],
-            )
+            outputs = [projected.queries, projected.keys, projected.weights]
+            grads = [part.grad for part in (scored.queries, scored.keys, scored.weights)]
+            there = projected.keys.device
+            torch.autograd.backward(outputs, [None if g is None else g.to(there) for g in grads])
         run.selected.pop(source)
         run.chosen.pop(source, None)
 
@@ -104,3 +114,11 @@ class LocalSharing(Sharing):
         if not isinstance(run, LocalForward):
             raise TypeError("begin and resume a forward pass before a layer runs")
         return run
+
+
+def _moved(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A leaf on ``device`` with the same gradient."""
+    moved = part.detach().to(device).requires_grad_(part.requires_grad)
+    if part.grad is not None:
+        moved.grad = part.grad.to(device)
+    return moved

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ def select_top_k(
     """
     width = min(topk, layout.length)
     found = []
-    with _full_precision(index):
+    with _full_precision(index.keys.device):
         for rows in layout.blocks(block):
             scores = _VisibleKeys(layout, rows, None).scores(index)[0]
             # Adding +0.0 makes -0.0 equal to it on every device.
@@ -118,7 +119,7 @@ def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
     border = best[..., -1:]
     alike = (scores == border).sum(-1) > (best == border).sum(-1)
     crowded = alike & (border.squeeze(-1) > float("-inf"))
-    if crowded.any():
+    if crowded.device.type != "meta" and crowded.any():  # a dry run has no values
         sorted_best, sorted_places = scores[crowded].sort(dim=-1, descending=True, stable=True)
         best[crowded], places[crowded] = sorted_best[..., :width], sorted_places[..., :width]
     places = places.sort(dim=-1).values
@@ -192,7 +193,7 @@ def captured_mass(
     """
     mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
     queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
-    with torch.autocast(target.keys.device.type, enabled=False):
+    with _full_precision(target.keys.device):
         for rows in layout.blocks(block):
             keys = _VisibleKeys(layout, rows, None)
             chosen = layout.attended(rows, selected)
@@ -385,7 +386,7 @@ class _Blockwise(torch.autograd.Function):
         index = IndexInputs(queries, keys, weights)
         gradient = _no_gradient(index) if any(ctx.needs_input_grad) else None
         total = torch.zeros((), dtype=_accumulator(keys.dtype), device=keys.device)
-        with _full_precision(index):
+        with _full_precision(index.keys.device):
             for rows in job.layout.blocks(job.block):
                 total += job.add(index, rows, gradient)
         if gradient is not None:
@@ -405,9 +406,10 @@ def _no_gradient(index: IndexInputs) -> IndexInputs:
     return IndexInputs(torch.zeros_like(index.queries), keys, torch.zeros_like(index.weights))
 
 
-def _full_precision(index: IndexInputs) -> torch.autocast:
+def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """No autocast: it would take products of float32 tensors in bfloat16."""
-    return torch.autocast(index.keys.device.type, enabled=False)
+    # The meta device, on which memory is planned, computes nothing and knows no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _check(

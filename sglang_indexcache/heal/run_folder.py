@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,10 +14,14 @@ from rich.console import Console
 
 from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.study.identity import claim
 from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.support.files import replacing, write_json
+from sglang_indexcache.support.files import replacing
 
 OPTIONS, STATE, FIGURE, METRICS = "options.json", "state.pt", "curves.png", "metrics.jsonl"
+COPIES_OF_STATE = 4
+"""Of the indexers in a state: as they are, the best ones, and AdamW's two moments."""
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -59,7 +64,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldOutEvaluation:
     """On the held-out rows.
 
     Attributes:
@@ -106,22 +111,12 @@ class HealRun:
             TrainingError: it is another's, or the output holds something that no run made.
         """
         path = self.folder / OPTIONS
-        if path.exists():
-            theirs = json.loads(path.read_text())
-            for name, value in options.items():
-                if theirs.get(name) != value:
-                    raise TrainingError(
-                        f"{self.folder} holds a run with {name} = {theirs.get(name)!r}, and "
-                        f"{value!r} was asked for. Give the same options to go on with it, or "
-                        "another --output."
-                    )
-        elif self.output.exists() and any(self.output.iterdir()):
+        if not path.exists() and self.output.exists() and any(self.output.iterdir()):
             raise TrainingError(
                 f"{self.output} holds something else already. Give another --output."
             )
-        elif self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, dict(options))
+        if self.main or path.exists():
+            claim(path, options, "healing", TrainingError)
 
     def finished(self) -> Adapter | None:
         """The adapter, if it was written."""
@@ -139,21 +134,48 @@ class HealRun:
         self.log.rewind(state.position)
         return state
 
+    def check_room(self, size: int) -> None:
+        """Refuse a disk that cannot hold what the run writes.
+
+        Args:
+            size: bytes of the indexers in float32.
+
+        Raises:
+            TrainingError: there is too little room.
+        """
+        needed = (2 * COPIES_OF_STATE + 1) * size  # a new state beside the old one; the adapter
+        there = sum(f.stat().st_size for f in self.folder.glob("*") if f.is_file())
+        if self.main and shutil.disk_usage(self.folder).free + there < needed:
+            raise TrainingError(
+                f"the disk of {self.folder} has too little room: states and adapter take up to "
+                f"{needed / 1e9:,.2g} GB. Make room, or give another --output."
+            )
+
     def save(self, state: State) -> None:
-        """Replace the state in one step."""
+        """Replace the state in one step.
+
+        Raises:
+            TrainingError: it cannot be written; the state before it is whole.
+        """
         if not self.main:
             return
         values = {f.name: getattr(state, f.name) for f in fields(state)}
         values["position"] = (state.position.stage, state.position.step)
-        with replacing(self.folder / STATE) as part:
-            torch.save(values, part)
+        try:
+            with replacing(self.folder / STATE) as part:
+                torch.save(values, part)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
+            raise TrainingError(
+                f"the state cannot be written to {self.folder}: {str(error).splitlines()[0]}. The "
+                "one before it is whole: make room on the disk and give the same command."
+            ) from error
 
-    def evaluations(self) -> tuple[Evaluation, ...]:
+    def evaluations(self) -> tuple[HeldOutEvaluation, ...]:
         """Those in the log."""
         lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
-        return tuple(Evaluation(**line) for line in lines if "held_out_loss" in line)
+        return tuple(HeldOutEvaluation(**line) for line in lines if "held_out_loss" in line)
 
-    def draw(self, evaluations: tuple[Evaluation, ...]) -> None:
+    def draw(self, evaluations: tuple[HeldOutEvaluation, ...]) -> None:
         """Loss and recall by step."""
         lines = [line for line in read_metrics(self.folder) if "held_out_loss" not in line]
         figure, (loss, recall) = make_figure(9, 3.4, columns=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -33,7 +34,7 @@ class Stage(StrEnum):
 
 
 @dataclass
-class Forward:
+class ForwardState:
     """The state of one forward pass; dropped after its backward pass."""
 
     stage: Stage
@@ -66,12 +67,22 @@ class Sharing:
     ) -> None:
         self.pattern, self.topk = pattern, topk
         self.cross_layer, self.block = cross_layer, block
-        self.forward: Forward | None = None
+        self._underway = threading.local()  # the layers of several GPUs run at once
 
-    def start(self, stage: Stage, layout: Layout) -> Forward:
+    def start(self, stage: Stage, layout: Layout) -> ForwardState:
         """Begin a forward pass."""
-        self.forward = Forward(stage, layout)
-        return self.forward
+        self.forward = found = ForwardState(stage, layout)
+        return found
+
+    @property
+    def forward(self) -> ForwardState | None:
+        """The forward pass that this thread started or resumed last."""
+        found: ForwardState | None = getattr(self._underway, "forward", None)
+        return found
+
+    @forward.setter
+    def forward(self, forward: ForwardState) -> None:
+        self._underway.forward = forward
 
     @property
     def layout(self) -> Layout:
@@ -96,7 +107,7 @@ class Sharing:
             run.selected[layer] = self._choose(run, index)
         return run.selected[layer]
 
-    def _choose(self, run: Forward, index: IndexInputs) -> torch.Tensor:
+    def _choose(self, run: ForwardState, index: IndexInputs) -> torch.Tensor:
         if run.stage is not Stage.SPARSE:
             return self.no_selection()
         return select_top_k(index, run.layout, self.topk, self.block)
@@ -133,7 +144,7 @@ class Sharing:
         )
         run.losses.setdefault(layer, loss / served)
 
-    def running(self) -> Forward:
+    def running(self) -> ForwardState:
         """The forward pass that was started last.
 
         Raises:

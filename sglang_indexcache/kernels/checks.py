@@ -86,7 +86,6 @@ def check_indexer(op: str, batch: IndexerBatch) -> None:
     arguments.check("block_table", batch.block_table, torch.int32, ["B", "W"], strided_rows=True)
     heads, rows, requests = (arguments.sizes[letter] for letter in "HTB")
     arguments.check("query_starts", batch.query_starts, torch.int32, [requests + 1])
-    arguments.check("page_order", batch.page_order, torch.int32, ["B", "W"])
     arguments.require(heads in INDEXER_HEADS, f"{heads} heads; there are {INDEXER_HEADS}")
     width = arguments.sizes["W"]
     arguments.require(

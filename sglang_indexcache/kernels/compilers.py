@@ -1,9 +1,8 @@
-"""Compilers that made wrong code for Hopper, by their full version.
+"""Compilers of our CUDA kernels for Hopper, by their full version: whom to trust with a default.
 
-What they compile may be asked for by name, but nothing takes it by default: the same source can be
-right from one build of ptxas and silently wrong from the next. Only versions somebody saw fail are
-listed, each with where; that a version is absent says nothing in its favour, so the grid
-(``indexcache kernels check``) is to be run for every compiler that builds.
+The same source can be right from one build of ptxas and silently wrong from the next. What others
+than those in :data:`GOOD` made can be asked for by name; ``--indexcache-kernels auto`` never takes
+it.
 """
 
 import re
@@ -17,7 +16,17 @@ KNOWN_BAD: dict[Version, str] = {
     "flash-linear-attention #1262)",
     (13, 0, 88): "its ptxas wrote outside of shared memory (fla-org/flash-linear-attention #1262)",
 }
-"""For sm_90a: version -> what it did to whom. 13.1.80 made right code of the same PTX."""
+"""For sm_90a: version -> what it did to whom."""
+
+GOOD: dict[Version, str] = {
+    (
+        13,
+        1,
+        80,
+    ): "made right code of the PTX that 13.0.88 got wrong (the same report), and of these "
+    "kernels code without spills that passes tests/kernels/test_cuda_build.py",
+}
+"""For sm_90a: version -> the evidence. No card has run what any of them compiled."""
 
 
 def version_said(words: str) -> Version | None:
@@ -31,9 +40,10 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def doubt(tool: str, version: Version) -> str | None:
-    """Why nothing that ``tool`` of this version compiled may be a default, or None."""
-    why = KNOWN_BAD.get(version)
-    if why is None:
+def doubt(version: Version) -> str | None:
+    """Why ``auto`` takes nothing that nvcc of this version compiled, or None."""
+    if version in GOOD:
         return None
-    return f"{tool} {dotted(version)} is known to miscompile for Hopper: {why}; use another release"
+    why = KNOWN_BAD.get(version)
+    found = f"miscompiles for Hopper: {why}" if why else "is not among those that were checked"
+    return f"nvcc {dotted(version)} {found}; good: {', '.join(map(dotted, GOOD))}"

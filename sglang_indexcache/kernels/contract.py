@@ -23,12 +23,6 @@ rows, 1 to 4 (MTP): then ``query_starts`` is left out and the host knows whose r
 which an implementation may choose another schedule. Within a request ``visible`` usually rises by
 one a row; a kernel may rely on that for speed only.
 
-**Order of pages.** ``page_order`` is ``[B, W]`` int32, contiguous: a permutation of the columns of
-each request's table, in which ``select`` may visit its pages. What is selected is the same for
-every order; a good one (:mod:`.indexer.page_order`) takes less time. Only ``cuda``'s fused
-selection follows it. Where it is no permutation the selection may be wrong, but still ends, in
-bounds.
-
 **No host synchronisation.** Lengths live on the device and no op may read them back, so that every
 op can be captured in a CUDA graph. Shapes, ``topk`` and ``width`` are all the host knows.
 Scratch memory is bounded independently of T x L (:data:`WORKSPACE_BYTES`).
@@ -131,7 +125,6 @@ class IndexerBatch:
         block_table: ``[B, W]`` int32.
         visible: ``[T]`` int32.
         query_starts: ``[B + 1]`` int32; None where every request has as many rows (decode).
-        page_order: ``[B, W]`` int32; None is as good as any.
     """
 
     q: torch.Tensor
@@ -140,7 +133,6 @@ class IndexerBatch:
     block_table: torch.Tensor
     visible: torch.Tensor
     query_starts: torch.Tensor | None = None
-    page_order: torch.Tensor | None = None
 
     @property
     def rows_per_request(self) -> int:
@@ -150,15 +142,15 @@ class IndexerBatch:
 
     def part(self, low: int, high: int) -> IndexerBatch:
         """Rows ``low`` up to ``high``; without ``query_starts`` those of whole requests."""
-        table, starts, order = self.block_table, self.query_starts, self.page_order
+        table, starts = self.block_table, self.query_starts
         if starts is None:
             requests = slice(low // self.rows_per_request, high // self.rows_per_request)
-            table, order = table[requests], None if order is None else order[requests]
+            table = table[requests]
         else:
             starts = (starts - low).clamp(0, high - low)
         rows = slice(low, high)
         return IndexerBatch(
-            self.q[rows], self.weights[rows], self.pages, table, self.visible[rows], starts, order
+            self.q[rows], self.weights[rows], self.pages, table, self.visible[rows], starts
         )
 
 

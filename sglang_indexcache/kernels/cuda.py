@@ -35,13 +35,13 @@ def unavailable() -> str | None:
 
 
 def doubt() -> str | None:
-    """Why the kernels, though they can be built or loaded here, may not be a default, or None."""
+    """Why ``auto`` takes none of the kernels, though they can be built or loaded here; or None."""
     try:
         built = [cached(folder) for folder in FOLDERS]
         versions = {one.compiler if one else nvcc_version() for one in built}
     except KernelError:
         return None  # they cannot be built: :func:`unavailable` says why
-    return next(filter(None, (compilers.doubt("nvcc", one) for one in sorted(versions))), None)
+    return next(filter(None, map(compilers.doubt, sorted(versions))), None)
 
 
 @cache

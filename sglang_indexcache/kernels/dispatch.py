@@ -2,19 +2,19 @@
 
 ``cuda`` is ours for Hopper, ``triton`` ours for every card since Ampere, ``reference`` readable
 torch. The engine's own kernels are outside of this package, and are what a server runs unless it is
-asked for ours. Ours may become the default only with a committed measurement (:data:`MEASURED`).
+asked for ours by name, or by ``auto`` where a committed measurement says that ours are faster
+(:data:`MEASURED`).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels.contract import OPS, OpName
 
-Capability = tuple[int, int]
+Capability: TypeAlias = tuple[int, int]
+Phase: TypeAlias = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Implementation:
         limits: where it can run.
         missing: why it cannot be built or imported here, or None.
         is_reference: the truth that the others are compared with, not meant to serve.
-        distrust: why the compiler behind it may not make a default for Hopper, or None.
+        distrust: why ``auto`` may not take what its compiler made, or None.
     """
 
     name: str
@@ -109,10 +110,6 @@ class Implementation:
         if find_spec(self._module(op)) is None:
             return "not written"
         return self.limits.obstacle(machine) or self.missing()
-
-    def doubt(self, machine: Machine) -> str | None:
-        """Why nothing takes it by default on ``machine``, where it could run; or None."""
-        return self.distrust() if machine.capability == (9, 0) else None
 
     def load(self, op: OpName) -> Callable[..., Any]:
         """The function that implements ``op``, compiled: a first call may be a graph's capture.
@@ -169,36 +166,55 @@ def _distrust_cuda() -> str | None:
     return doubt()
 
 
-@cache
-def _distrust_triton() -> str | None:
-    from triton import knobs
-
-    from sglang_indexcache.kernels.compilers import doubt, version_said
-
-    path = knobs.nvidia.ptxas.path
-    words = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return doubt("Triton's ptxas", version_said(words) or ())
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("cuda", Limits((9, 0), exactly=True), _missing_cuda, distrust=_distrust_cuda),
-    Implementation(
-        "triton", Limits((8, 0), interpreted=True), _missing_triton, distrust=_distrust_triton
-    ),
+    Implementation("triton", Limits((8, 0), interpreted=True), _missing_triton),
     Implementation("reference", Limits(), lambda: None, is_reference=True),
 )
 """Best first."""
 NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
-MEASURED: dict[tuple[OpName, Capability | None], tuple[str, str]] = {}
-"""(op, card) -> the best implementation there, and the JSON below ``benchmarks/results`` in which
-it is correct and faster than the engine's kernel. Empty: no GPU has measured anything yet."""
 
-FASTER_FROM: dict[int, int] = {32: 32_768, 64: 24_576}
-"""Indexer heads -> tokens of context from which ``cuda`` selects for a prefill in no more time than
-the engine's kernels; with fewer, a server that was not asked for ours by name takes the engine's.
-*Forecast*: ``faster_from`` of benchmarks/results/kernels/forecast.json, which a test compares. A
-card's measurement of the lengths (``benchmarks/device_check.sh --only 10``) is to replace it."""
+@dataclass(frozen=True)
+class KernelMeasurement:
+    """A committed measurement: there, an implementation was right and faster than SGLang's kernel.
+
+    Attributes:
+        op, phase: what it does of a forward.
+        capability: of the card.
+        heads: on one GPU: of the indexer for ``select``, of attention for ``sparse_mla``.
+        engine: the SGLang attention backend that was timed beside it; "" for ``select``.
+        tokens: of context from which it is faster; 0 in decode and for attention, where no length
+            is known when a server starts.
+        implementation: its name.
+        record: the JSON below ``benchmarks/results`` that shows it.
+    """
+
+    op: OpName
+    phase: Phase
+    capability: Capability
+    heads: int
+    engine: str
+    tokens: int
+    implementation: str
+    record: str
+
+
+MEASURED: tuple[KernelMeasurement, ...] = ()
+"""All that ``--indexcache-kernels auto`` may take. Empty: no card has timed ours beside SGLang's.
+Estimates by a model of the chip have no place here, however large: what they leave out is not known
+before a card has run the kernels (docs/kernels.md)."""
+
+
+def measured(
+    op: OpName, phase: Phase, machine: Machine, heads: int, engine: str
+) -> KernelMeasurement | None:
+    """The row of :data:`MEASURED` for just this, or None."""
+    wanted = op, phase, machine.capability, heads, engine
+    for row in MEASURED:
+        if (row.op, row.phase, row.capability, row.heads, row.engine) == wanted:
+            return row
+    return None
 
 
 def named(name: str) -> Implementation:
@@ -207,7 +223,14 @@ def named(name: str) -> Implementation:
 
 
 def running(op: OpName, machine: Machine) -> list[Implementation]:
-    """Every implementation of ``op`` that can run on ``machine``, what was measured best first."""
-    best, _ = MEASURED.get((op, machine.capability), (None, None))
-    can = [one for one in IMPLEMENTATIONS if one.obstacle(op, machine) is None]
-    return sorted(can, key=lambda one: one.name != best)
+    """Every implementation of ``op`` that can run on ``machine``, best first."""
+    return [one for one in IMPLEMENTATIONS if one.obstacle(op, machine) is None]
+
+
+def outlook() -> str:
+    """Whether what this machine's nvcc builds will be used, before anybody waits for it."""
+    doubt = named("cuda").distrust()
+    if doubt is None and any(row.implementation == "cuda" for row in MEASURED):
+        return "--indexcache-kernels auto runs these kernels where they were measured to be faster."
+    why = doubt or "no card has measured them to be faster than SGLang's"
+    return f"They will run only if asked for by name (--indexcache-kernels cuda): {why}."

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sglang_indexcache.library import Citation, Entry, Method, Quality
+from sglang_indexcache.library import Citation, Entry, MethodRecord, Quality
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.compare import axis_label
 from sglang_indexcache.search.ledger import Step
@@ -93,7 +93,7 @@ def entry(search: Search, found: Found, origin: Setup) -> Entry:
         pattern=str(found.pattern),
         full_layers=len(found.pattern.full_layers),
         retention=retention,
-        method=Method(
+        method=MethodRecord(
             name=_method(search, found),
             objective=" of ".join(filter(None, ("language-modelling loss", origin.objective))),
             data=origin.data,

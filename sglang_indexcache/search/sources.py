@@ -204,7 +204,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSource:
     """Nothing that runs: the checkpoint's config and the data are read, to say what is to come."""
 
     model: Path
@@ -229,7 +229,7 @@ class _Nothing:
         raise NotImplementedError("a dry run measures nothing")
 
 
-Source = Served | InProcess | Local | Planned
+Source = Served | InProcess | Local | PlannedSource
 
 
 @dataclass(frozen=True)

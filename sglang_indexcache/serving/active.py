@@ -7,23 +7,34 @@ can be replaced for the requests to come.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
 
+_MOST_APART = 200
+"""Different patterns, and different sets of them, that are counted each by itself. Whoever may send
+requests may name any number, and the report that holds them is read again and again."""
+
 
 @dataclass
 class Counters:
-    """How often each pattern position did what. CUDA graph replays are not seen from here.
+    """How often each pattern position did what since the start. They never go back to 0.
+
+    CUDA graph replays are forwards, but run no layer's Python, so layers do not count them.
 
     Attributes:
         forwards: forwards begun.
         mixed_forwards: those with requests of several patterns.
+        rows: rows (tokens) forwarded, by pattern.
+        forwards_under: forwards by the patterns in them, sorted and joined by "+". In both, what
+            comes after so many different ones is counted together, as ``OTHERS``.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -35,10 +46,12 @@ class Counters:
 
     forwards: int = 0
     mixed_forwards: int = 0
+    rows: Counter[str] = field(default_factory=Counter)
+    forwards_under: Counter[str] = field(default_factory=Counter)
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
     key_writes: list[int] = field(default_factory=list)
-    graphs: dict[str, int] = field(default_factory=dict)
+    graphs: Counter[str] = field(default_factory=Counter)
     indexer_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
@@ -48,7 +61,7 @@ class Counters:
     @classmethod
     def for_layers(cls, count: int) -> Counters:
         """Zeros for ``count`` pattern positions."""
-        return cls(0, 0, [0] * count, [0] * count, [0] * count)
+        return cls(selections=[0] * count, reuses=[0] * count, key_writes=[0] * count)
 
 
 class ActivePattern:
@@ -57,6 +70,7 @@ class ActivePattern:
     Attributes:
         policy: the pattern for each prompt length.
         source: who asked for it.
+        is_counting: not while a decode graph is captured, which serves nobody.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -64,6 +78,7 @@ class ActivePattern:
         self.policy = plan.policy
         self.source = plan.source
         self.adapted = bool(plan.adapter)
+        self.is_counting = True
         self.switches = 0
         self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
@@ -78,26 +93,38 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
-    def count_forward(self, patterns: int) -> None:
-        """A forward of a whole batch has begun, with so many different patterns."""
-        self.counters.forwards += 1
-        self.counters.mixed_forwards += patterns > 1
+    def count_forward(self, rows: Mapping[Pattern, int]) -> None:
+        """A forward of a whole batch has begun.
+
+        Args:
+            rows: how many each pattern has in it; an idle rank has none of any.
+        """
+        if not self.is_counting:
+            return
+        counters, names = self.counters, sorted(str(pattern) for pattern, n in rows.items() if n)
+        counters.forwards += 1
+        if not names:
+            return
+        counters.mixed_forwards += len(names) > 1
+        _add(counters.forwards_under, "+".join(names), 1)
+        for pattern, count in rows.items():
+            _add(counters.rows, str(pattern), count)
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
-        self.counters.selections[self.position(layer)] += 1
+        self.counters.selections[self.position(layer)] += self.is_counting
 
     def count_reuse(self, layer: int) -> None:
         """``layer`` attended to another layer's indices."""
-        self.counters.reuses[self.position(layer)] += 1
+        self.counters.reuses[self.position(layer)] += self.is_counting
 
     def count_key_write(self, layer: int) -> None:
         """``layer`` stored index keys without scoring any."""
-        self.counters.key_writes[self.position(layer)] += 1
+        self.counters.key_writes[self.position(layer)] += self.is_counting
 
     def count_graph(self, label: str) -> None:
         """Note that a batch is about to replay the decode graph ``label``."""
-        self.counters.graphs[label] = self.counters.graphs.get(label, 0) + 1
+        self.counters.graphs[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
         """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
@@ -114,12 +141,12 @@ class ActivePattern:
         """
         self.policy, self.source, self.adapted = policy, source, adapted
         self.switches += 1
-        self.counters = Counters.for_layers(len(self.pattern))
 
     def report(
         self,
         *,
         requests: Mapping[str, int] | None = None,
+        stage: tuple[int, int] | None = None,
         index_k_bytes_per_token: int = 0,
         indexer_weight_bytes: Mapping[str, int] | None = None,
     ) -> RankState:
@@ -127,6 +154,7 @@ class ActivePattern:
 
         Args:
             requests: unfinished ones by pattern.
+            stage: the pattern positions of this process, from and to below; by default all.
             index_k_bytes_per_token: as allocated.
             indexer_weight_bytes: by layer number.
         """
@@ -145,8 +173,11 @@ class ActivePattern:
             switches=self.switches,
             last_rejection=self.last_rejection,
             requests=dict(requests or {}),
+            stage=stage,
             forwards=counters.forwards,
             mixed_forwards=counters.mixed_forwards,
+            rows=dict(counters.rows),
+            forwards_under=dict(counters.forwards_under),
             indexer_selections=list(counters.selections),
             index_reuses=list(counters.reuses),
             index_key_writes=list(counters.key_writes),
@@ -155,6 +186,13 @@ class ActivePattern:
             index_k_bytes_per_token=index_k_bytes_per_token,
             indexer_weight_bytes=dict(indexer_weight_bytes or {}),
         )
+
+
+def _add(counter: Counter[str], name: str, count: int) -> None:
+    """``count`` more of ``name``, or of the others where so many are counted already."""
+    if count:
+        known = name in counter or len(counter) < _MOST_APART
+        counter[name if known else OTHERS] += count
 
 
 _active: ActivePattern | None = None
@@ -177,4 +215,10 @@ def published_plan() -> Plan | None:
     """The plan in this process's resolved configuration, before any backend exists."""
     from sglang.srt.runtime_context import get_model
 
-    return Plan.from_json(json.loads(get_model().json_model_override_args).get(CONFIG_KEY))
+    return _plan(get_model().json_model_override_args)
+
+
+@lru_cache(maxsize=1)
+def _plan(overrides: str) -> Plan | None:
+    """Read once: the HTTP process asks at every request."""
+    return Plan.from_json(json.loads(overrides).get(CONFIG_KEY))

@@ -40,6 +40,7 @@ LIMITS = (
         f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages: the indexers have to be "
         "made and trained with it",
     ),
+    Limit("index_topk", lambda value, _: value >= 1, "must be at least 1"),
     Limit("hidden_act", lambda value, _: value == "silu", "must be silu, the one that is built"),
     Limit(
         "n_group",

@@ -117,8 +117,9 @@ def _choose_device(device: str | None) -> str:
     if device not in (None, *known):
         raise SettingsError(f"--device may be {', '.join(known)}, got {device!r}")
     if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
         return "the CPU reference platform"
-    here = torch.accelerator.is_available()
+    here = torch.cuda.is_available()
     if device not in CARDS and here:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]
@@ -152,6 +153,7 @@ def _print_config(arguments: Sequence[str], console: Console) -> None:
     request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
     config = read_config(given.model_path)
     checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
+    checkpoint.check_served(str(given.model_path))
     model, found = given.model_path, Findings()
     plan: Plan | None = None
     with found:
@@ -265,6 +267,9 @@ def _print_server(server_args: Any, problems: Sequence[IndexCacheError], console
     facts = [
         *_facts(plan, cfg.model_path, config.to_dict()),
         ("index-K saved", _saved_here(plan, cfg, model)),
+        *_graph_memory(
+            plan, cfg, is_fixed=server_args._raw_input["mem_fraction_static"] is not None
+        ),
         *_kernels(plan, cfg, model),
         *_features(cfg, plan),
     ]
@@ -305,9 +310,20 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
     if plan.kernels == "engine":
         return []
     from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.serving.cuda.choice import choose
+    from sglang_indexcache.serving.cuda.choice import choose, describe
 
-    return [("kernel", str(r)) for r in choose(plan.kernels, cfg, model, Machine.here())]
+    routes = choose(plan.kernels, cfg, model, Machine.here())
+    return [("kernel", line) for line in describe(routes)]
+
+
+def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> list[tuple[str, str]]:
+    """What the graphs of --indexcache-graphs take, if there are any."""
+    from sglang_indexcache.serving.graph_memory import graph_reserve_mb
+
+    if not (reserve := graph_reserve_mb(cfg, plan)):
+        return []
+    kept = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
+    return [("graph memory", f"about {reserve} MB on each GPU (not measured), {kept}")]
 
 
 def _own_sharing(plan: Plan) -> str:

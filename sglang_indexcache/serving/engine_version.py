@@ -30,7 +30,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VersionVerdict:
     """How an SGLang compares with a tested one.
 
     Attributes:
@@ -68,12 +68,13 @@ def recorded() -> dict[str, dict[str, str]]:
     return records
 
 
-def judge(source: EngineSource) -> Verdict:
+def judge(source: EngineSource) -> VersionVerdict:
     """Hold ``source`` against its own version as it was tested, else against the nearest."""
     records = recorded()
     versions = [source.version] if source.version in records else list(records)
     verdicts = [
-        Verdict(source, version, tuple(_moved(source, records[version]))) for version in versions
+        VersionVerdict(source, version, tuple(_moved(source, records[version])))
+        for version in versions
     ]
     return min(verdicts, key=lambda verdict: len(verdict.moved))
 
@@ -149,7 +150,7 @@ def record(source: EngineSource) -> None:
     RECORDS.write_text(f"{text}\n", encoding="utf-8")
 
 
-def _installed(verdict: Verdict) -> EngineSource | None:
+def _installed(verdict: VersionVerdict) -> EngineSource | None:
     """The tested version's source, if it is installed and is not what was judged."""
     try:
         source = EngineSource.installed()

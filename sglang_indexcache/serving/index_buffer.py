@@ -71,10 +71,6 @@ class IndexBuffer:
         position = self._active.position(layer)
         return any(pattern.is_full(position) for pattern in self.rows.patterns)
 
-    def selects_after(self, layer: int) -> bool:
-        """Whether a layer above ``layer`` runs its indexer in this forward."""
-        return any(other > layer and self.is_full(other) for other in self._active.plan.layer_ids)
-
     def select(self, layer: int, selected: torch.Tensor | None) -> torch.Tensor:
         """Take what the indexer of ``layer`` selected, which is F for some row.
 

@@ -54,6 +54,7 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
     try:
         state = active.report(
             requests=requests.in_hand(),
+            stage=_stage(controller.scheduler, active.plan),
             index_k_bytes_per_token=_index_k_bytes_per_token(controller.scheduler),
             indexer_weight_bytes=_indexer_weight_bytes(controller.scheduler),
         ).to_json()
@@ -61,6 +62,13 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
         logger.exception("IndexCache: the state could not be reported")
         state = {"error": f"{type(error).__name__}: {error}"}
     output.internal_state[STATE] = state
+
+
+def _stage(scheduler: Scheduler, plan: Plan) -> tuple[int, int]:
+    """Pattern positions of this process's pipeline stage, from and to below."""
+    layers = scheduler.tp_worker.model_runner.layer_info
+    start = sum(layer < layers.start_layer for layer in plan.layer_ids)
+    return start, sum(layer < layers.end_layer for layer in plan.layer_ids)
 
 
 def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
@@ -100,6 +108,8 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
             raise SettingsError("this server does not run IndexCache")
         if len(request.server_args) > 1:
             raise SettingsError("a pattern is switched alone, in a request of its own")
+        if request.server_args[_KEY + values[0]] != 1:
+            raise SettingsError(f'the value must be 1: {{"{_KEY}{values[0]}": 1}}')
         switch(controller.scheduler, active, values[0])
     except IndexCacheError as error:
         logger.warning("IndexCache: pattern not switched: %s", error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,15 +22,18 @@ from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, text_config
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.library import Library
+from sglang_indexcache.models import read_field
 from sglang_indexcache.serving import (
     adapter,
     agreement,
     engine_version,
     foreign_kv,
+    front,
+    graph_memory,
     hooks,
     live,
     refusals,
@@ -40,16 +43,18 @@ from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.cuda.choice import check_reference, choose
+from sglang_indexcache.serving.cuda.choice import check_reference, choose, describe
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
     OPTIONS,
+    PATTERN,
     Plan,
     Request,
     chosen_adapter,
     make_plan,
 )
+from sglang_indexcache.support.lengths import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,7 @@ def register() -> None:
     )
     _accept_engine_keywords()
     register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
+    register_resolution_hook("handle_gpu_memory_settings")(graph_memory.keep_free)
     register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
     _register_backend()
     agreement.install()
@@ -142,8 +148,24 @@ def _add_flags(_result: None, parser: ArgumentParser) -> None:
     group = parser.add_argument_group("IndexCache (with --attention-backend indexcache)")
     for option in OPTIONS:
         group.add_argument(
-            option.flag, help=option.help, choices=option.choices, metavar=option.metavar
+            option.flag,
+            help=option.help,
+            choices=option.choices,
+            metavar=option.metavar,
+            action=_Once,
         )
+
+
+class _Once(Action):
+    """An option that is given twice with two values is a mistake; argparse would take the last."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, value):
+            parser.error(f"{option} is given twice, as {before!r} and as {value!r}. Give one.")
+        setattr(namespace, self.dest, value)
 
 
 def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
@@ -224,6 +246,7 @@ def _resolve(server_args: Any) -> None:
     overrides = _overrides(cfg)
     config = _checkpoint_config(cfg, overrides)
     checkpoint = Checkpoint.from_config(config, cfg.model_path)
+    checkpoint.check_served(cfg.model_path)
     found = Findings()
     plan: Plan | None = None
     with found:
@@ -248,10 +271,31 @@ def _resolve(server_args: Any) -> None:
         gathered += found.each
     _declare(server_args, plan, overrides, config)
     if not _only_examined(server_args):  # it takes SGLang's tokenizer manager
-        requests.install_in_front()
+        front.install()
+        vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     logger.info(plan.describe())
+    if unreached := _steps_beyond(plan, cfg.context_length or config):
+        logger.warning("IndexCache: %s", unreached)
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
+
+
+def _steps_beyond(plan: Plan, context: Any) -> str:
+    """A warning where a policy has patterns for prompts that no request can have, or "".
+
+    Args:
+        plan: with the policy.
+        context: the longest, in tokens, or the model's config that says it.
+    """
+    if not isinstance(context, int):
+        context = read_field(text_config(context), "max_position_embeddings")
+    beyond = [start for start, _ in plan.longer if context is not None and start >= context]
+    if not beyond:
+        return ""
+    return (
+        f"{PATTERN.flag}: no prompt reaches {format_length(beyond[0])} tokens, because the context "
+        f"length is {format_length(context)}. What the policy says from there on never applies."
+    )
 
 
 def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
@@ -265,8 +309,9 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
     if plan is None or plan.kernels == "engine":
         return
     check_reference(plan.kernels, cfg)
-    for route in choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here()):
-        logger.info("IndexCache kernels: %s", route)
+    routes = choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here())
+    for line in describe(routes):
+        logger.info("IndexCache kernels: %s", line)
 
 
 def _is_wanted(server_args: Any, request: Request) -> bool:
@@ -279,6 +324,11 @@ def _is_wanted(server_args: Any, request: Request) -> bool:
     named = {field: getattr(cfg, field) for field in _BACKEND_FIELDS if getattr(cfg, field)}
     others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
     asked = BACKEND_NAME in named.values()
+    if not asked and cfg.speculative_draft_attention_backend == BACKEND_NAME:
+        raise SettingsError(
+            f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
+            f"{BACKEND_NAME}: a draft's layers follow the model's."
+        )
     settings = ", ".join(choice.origin for choice in request.choices.values())
     if (asked or request) and others:
         field, value = next(iter(others.items()))
@@ -352,6 +402,8 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
         merged |= fp8.overrides(config)
     cfg = resolving_view(server_args)
     fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    if cfg.speculative_draft_attention_backend == BACKEND_NAME:  # drafts have indexers of their own
+        fields["speculative_draft_attention_backend"] = "dsa"
     if plan.mode == "live":
         # A captured graph replays the pattern that it was captured with.
         fields["cuda_graph_backend_prefill"] = "disabled"

@@ -130,6 +130,9 @@ def _check_graphs(cfg: Any, plan: Plan) -> None:
             cfg.speculative_algorithm is not None
         ),
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
+        "--enable-pdmux in live mode, whose groups of streams have graphs that read other masks": (
+            cfg.enable_pdmux and plan.mode == "live"
+        ),
         f"{ADAPTER.flag} in live mode, which exchanges weights that a graph has captured": (
             bool(plan.adapter) and plan.mode == "live"
         ),

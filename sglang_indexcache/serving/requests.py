@@ -6,13 +6,14 @@ scheduler; else the server's policy decides by the prompt's length::
     {"sampling_params": {"custom_params": {"indexcache_pattern": "uniform:1/4"}}}
 
 The schedulers decide, when they make the request, from what every rank of a group was sent in the
-same order. The HTTP process looks first, so that a bad name is answered there (HTTP 400).
+same order. The HTTP process looks first (``front.py``), so that a bad name is answered there.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsErro
 from sglang_indexcache.library import Library, names_a_file
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
-from sglang_indexcache.serving.active import ActivePattern, current, published_plan
+from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
 from sglang_indexcache.serving.settings import MODE, Plan
@@ -30,10 +31,7 @@ from sglang_indexcache.serving.settings import MODE, Plan
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-MOST_AT_ONCE = 32
-"""Different names of patterns among the requests in flight in one HTTP process. A forward's work
-grows to that of the union of their F layers, so a mix of very many has the cost of no sharing."""
+    from sglang.srt.session.session_controller import Session
 
 _LONGEST_NAME = 1000
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
@@ -52,14 +50,6 @@ def install(plan: Plan) -> None:
         )
 
 
-def install_in_front() -> None:
-    """Hook the process that takes requests; safe to call again."""
-    hooks.around(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        _check_name,
-    )
-
-
 # -- the decision ------------------------------------------------------------------------------
 
 
@@ -68,12 +58,28 @@ def named_by(sampling_params: Any) -> Any:
 
     Args:
         sampling_params: as a client sent them, or as SGLang holds them.
+
+    Raises:
+        SettingsError: it says something, but not where or as it is read.
     """
     if isinstance(sampling_params, dict):
         custom = sampling_params.get("custom_params")
     else:
         custom = getattr(sampling_params, "custom_params", None)
-    return custom.get(NAME) if isinstance(custom, dict) else None
+    if custom is None:
+        return None
+    if not isinstance(custom, dict):
+        raise SettingsError(
+            f'custom_params is a {type(custom).__name__}. Write {{"{NAME}": "uniform:1/4"}}.'
+        )
+    if wrong := [key for key in custom if names_ours(key) and key != NAME]:
+        raise SettingsError(f"custom_params has {wrong[0]!r}. The pattern is named in {NAME}.")
+    return custom.get(NAME)
+
+
+def names_ours(key: object) -> bool:
+    """Whether somebody who writes ``key`` means this plugin, however it is spelt."""
+    return isinstance(key, str) and "indexcache" in re.sub(r"[\W_]", "", key.lower())
 
 
 def resolve(plan: Plan, value: Any) -> Pattern:
@@ -115,7 +121,7 @@ def _resolve(plan: Plan, value: str) -> Pattern:
 def _decide(active: ActivePattern, request: Req) -> Pattern:
     """The pattern of a new request.
 
-    A session goes on with the KV of its earlier turns, so its first request decides for all.
+    A session goes on from its earlier turns, so the first that was served decides for all.
     """
     name = named_by(request.sampling_params)
     wanted = None if name is None else resolve(active.plan, name)
@@ -124,12 +130,26 @@ def _decide(active: ActivePattern, request: Req) -> Pattern:
             f"the adapter's indexers are in effect, which were trained for {active.plan.pattern}: "
             "name no other pattern, or switch the server to another first"
         )
-    begun = getattr(request.session, NAME, None)
+    begun = _begun(request.session)
     if wanted is not None and begun is not None and wanted != begun:
         raise SettingsError(
             f"the session was begun under pattern {begun} and cannot go on under {wanted}"
         )
     return begun or wanted or active.policy.pattern_for(len(request.origin_input_ids))
+
+
+def _begun(session: Session | None) -> Pattern | None:
+    """The pattern of the turns that a session goes on from; None before there is one.
+
+    SGLang keeps a streaming session's last finished turn only, and with it the KV; and every turn
+    of a plain session, also one that it refused and one whose client went away.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for node in session.req_nodes.values() if session is not None else ():
+        if not isinstance(node.req.finished_reason or node.req.to_finish, FINISH_ABORT):
+            return node.req.indexcache_pattern
+    return None
 
 
 # -- in the scheduler --------------------------------------------------------------------------
@@ -146,8 +166,6 @@ def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
         request.set_finish_with_abort(str(error))
     request.indexcache_pattern = pattern
     request.customized_info = {NAME: [str(pattern)]}
-    if request.session is not None:
-        setattr(request.session, NAME, pattern)
     if (namespace := active.plan.kv_namespace(pattern, adapted=active.adapted)) is not None:
         request.extra_key = within(namespace, request.extra_key)
     _admitted.add(request)
@@ -180,28 +198,3 @@ def _tell_batch(
     batch: ForwardBatch, _cls: type, scheduled: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
     batch.rids = RequestIds(scheduled.reqs)
-
-
-# -- in the HTTP process -----------------------------------------------------------------------
-
-
-def _check_name(
-    original: Callable[..., Any], manager: Any, incoming: Any, *args: Any, **kwargs: Any
-) -> Any:
-    name = named_by(incoming.sampling_params)
-    if name is not None and (plan := published_plan()) is not None:
-        try:
-            _check(plan, name, (state.obj for state in manager.rid_to_state.values()))
-        except IndexCacheError as error:
-            raise ValueError(str(error)) from error  # what SGLang answers with HTTP 400
-    return original(manager, incoming, *args, **kwargs)
-
-
-def _check(plan: Plan, name: Any, in_flight: Iterable[Any]) -> None:
-    resolve(plan, name)
-    others = {named_by(each.sampling_params) for each in in_flight} - {None, name}
-    if len(others) >= MOST_AT_ONCE:
-        raise SettingsError(
-            f"requests in flight name {len(others)} other patterns already, and a server takes "
-            f"{MOST_AT_ONCE} at once. Try again when some have finished."
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,8 +66,10 @@ class RowPatterns:
             raise StaleIndexError(
                 f"requests have {sum(lengths[:-1])} rows, and their forward has {count}"
             )
-        columns = [*map(full_layers, patterns), torch.ones(len(different[0]), dtype=torch.bool)]
-        host = torch.cat([torch.tensor([lengths]), torch.stack(columns, dim=1).long()])
+        columns = [*map(full_layers, patterns), full_layers(Pattern.full(len(different[0])))]
+        host = torch.cat(
+            [torch.tensor([lengths], device="cpu"), torch.stack(columns, dim=1).long()]
+        )
         table = to_device(host, device)
         requests = torch.arange(len(lengths), device=device)
         owners = requests.repeat_interleave(table[0], output_size=count)
@@ -83,7 +86,8 @@ class RowPatterns:
 @lru_cache(maxsize=256)
 def full_layers(pattern: Pattern) -> torch.Tensor:
     """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
-    return torch.tensor([pattern.is_full(position) for position in range(len(pattern))])
+    positions = range(len(pattern))
+    return torch.tensor([pattern.is_full(position) for position in positions], device="cpu")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -129,8 +133,25 @@ def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
     """
     if active.plan.mode == "static" or not (patterns := patterns_of_requests(batch)):
         return RowPatterns.one(active.pattern)
-    if batch.forward_mode.is_decode():
-        lengths = [1] * len(patterns)
-    else:
-        lengths = list(batch.extend_seq_lens_cpu or [])
-    return RowPatterns.of(patterns, lengths, batch.positions)
+    return RowPatterns.of(patterns, _lengths(batch), batch.positions)
+
+
+def rows_by_pattern(batch: ForwardBatch, active: ActivePattern) -> dict[Pattern, int]:
+    """How many rows of ``batch`` obey which pattern, those that pad it left out."""
+    patterns = patterns_of_requests(batch) if active.plan.mode == "live" else []
+    if not patterns:
+        return {active.pattern: sum(_lengths(batch))}
+    counts: Counter[Pattern] = Counter()
+    for pattern, length in zip(patterns, _lengths(batch), strict=False):
+        counts[pattern] += length
+    return counts
+
+
+def _lengths(batch: ForwardBatch) -> list[int]:
+    """The rows of each request; a graph's replay lists none, and pads their number."""
+    rids = getattr(batch, "rids", None)
+    requests = batch.batch_size if rids is None else len(rids)
+    extended = getattr(batch, "extend_seq_lens_cpu", None)
+    if batch.forward_mode.is_decode() or extended is None:
+        return [1] * requests
+    return list(extended[:requests])

@@ -288,9 +288,27 @@ WORKER_SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager._create_tokenized_object",
-        "answer a request that names no pattern of this server with HTTP 400",
-        ("obj",),
+        "TokenizerManager.generate_request",
+        "every route's requests: answer a name that is no pattern of this server's",
+        ("obj", "request"),
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.__init__",
+        "a process takes requests from here on",
+        by_signature=True,
+    ),
+    Seam("sglang.srt.entrypoints.http_server", "app", "say in a header what an answer was made of"),
+    Seam(
+        "sglang.srt.entrypoints.http_server",
+        "init_multi_tokenizer",
+        "how a tokenizer process comes to its manager",
+    ),
+    Seam(
+        _SERVER_ARGS,
+        "ServerArgs.get_tokenizer_worker_class",
+        "tokenizer processes load no plugins; this brings the hooks along",
+        by_signature=True,
     ),
     Seam(
         "sglang.srt.managers.schedule_batch",
@@ -308,8 +326,18 @@ WORKER_SEAMS = (
     Seam(
         "sglang.srt.session.session_controller",
         "Session.create_req",
-        "a session goes on with the KV of its earlier requests",
+        "which earlier turns a session goes on from",
         ("req_factory",),
+    ),
+    Seam(
+        "sglang.srt.session.session_controller", "SessionReqNode.__init__", "a turn that it holds"
+    ),
+    *(
+        Seam("sglang.srt.session.streaming_session", f"StreamingSession.{name}", why)
+        for name, why in (
+            ("try_cache_finished_req", "an aborted turn takes the session's KV with it"),
+            ("find_active_slot", "a refused turn leaves it to the next"),
+        )
     ),
     Seam(
         _BATCH,

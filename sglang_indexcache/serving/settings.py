@@ -76,11 +76,10 @@ INDEX_K_DTYPE = Option(
 KERNELS = Option(
     "indexcache_kernels",
     "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
-    "engine (default): SGLang's. auto: for each operation what a committed measurement shows to "
-    "be faster than the engine's on this card, else the first of cuda (Hopper) and triton that "
-    "can run here, else the engine's; the log says which and why. cuda, triton, reference: that "
-    "implementation of ours for all of them, or an error. None has been measured on a GPU yet "
-    "(see: indexcache kernels list).",
+    "engine (default): SGLang's. auto: ours for an operation where a committed measurement on this "
+    "card shows it to be faster for this model, else SGLang's; none is measured yet, so auto is "
+    "engine today. cuda (Hopper), triton, reference: that implementation of ours for all "
+    "operations, or an error (see: indexcache kernels list).",
     choices=("engine", "auto", *NAMES),
 )
 ADAPTER = Option(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 
 _KEY_BYTES = (INDEX_K_BYTES_PER_KEY, 2 * 128, 4 * 128)
@@ -37,22 +37,23 @@ class Skipping:
 
 def judge(state: RankState) -> Skipping:
     """Compare what a rank's layers did with the patterns that it served."""
-    runs, reuses = state.indexer_selections, state.index_reuses
-    each = [ran + reused for ran, reused in zip(runs, reuses, strict=True)]
-    counted = max(each)
+    runs, reuses, layers = state.indexer_selections, state.index_reuses, state.counted_layers
+    counted = max((runs[layer] + reuses[layer] for layer in layers), default=0)
     if not counted:
         return Skipping(None, "not known yet, for no forward was counted. Send a request.")
+    if state.mode == "live" and (not state.rows or OTHERS in state.rows):
+        return Skipping(None, "not known, for the rank does not name every pattern that it served")
     full = _full_layers(state)
     wrong = [
         layer
-        for layer in range(len(runs))
+        for layer in layers
         if (layer in full and not runs[layer])
         or (layer not in full and (runs[layer] or not reuses[layer]))
     ]
-    kinds = sorted(set(runs), reverse=True)
+    kinds = sorted({runs[layer] for layer in layers}, reverse=True)
     shares = [
         f"{kind:,} of {counted:,} {'forwards ' if kind == kinds[0] else ''}in "
-        f"{_layers(layer for layer, ran in enumerate(runs) if ran == kind)}"
+        f"{_layers(layer for layer in layers if runs[layer] == kind)}"
         for kind in kinds
     ]
     text = f"indexer ran {', '.join(shares)}: "
@@ -85,6 +86,8 @@ def _full_layers(state: RankState) -> set[int]:
 
 
 def _uncounted(state: RankState, counted: int) -> str:
+    if len(state.counted_layers) < len(state.pattern):
+        return "the other layers are in pipeline stages that do not report"
     if counted < state.forwards:
         return (
             f"{state.forwards - counted:,} of {state.forwards:,} forwards replayed CUDA graphs, in "
@@ -92,7 +95,7 @@ def _uncounted(state: RankState, counted: int) -> str:
         )
     if counted > state.forwards:
         return (
-            "more than the forwards were counted: captures of CUDA graphs and the halves of an "
+            "more than the forwards were counted: captures of prefill graphs and the halves of an "
             "overlapped batch count too"
         )
     return ""

@@ -95,6 +95,17 @@ class Differences:
     def __len__(self) -> int:
         return len(self.values)
 
+    def of(self, cell: int) -> Differences:
+        """Those of one cell; their flips are not counted anew."""
+        here = self.cells == cell
+        return Differences(
+            self.values[here],
+            np.zeros(int(here.sum()), dtype=np.int64),
+            (self.names[cell],),
+            self.flips,
+            self.questions[here],
+        )
+
 
 def paired(
     outcomes: Iterable[Outcome],

@@ -27,11 +27,15 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.ledger import Ledger, SearchJournal
-from tests.search.fake_engine import Engine, serving
+from tests.fakes.server import FakeServer, serving
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6, 7, 8), (7, 8, 9), (3, 2, 1)), 1, "test")
 PATTERN = Pattern("FSFS")
 LAYERS = 4
+
+
+def live(layers: int = LAYERS, **fields: Any) -> FakeServer:
+    return FakeServer("F" * layers, **{"mode": "live", **fields})
 
 
 @pytest.fixture
@@ -47,11 +51,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def expected(pattern: Pattern = PATTERN) -> list[float]:
-    with serving(Engine(LAYERS)) as url:
+    with serving(live()) as url:
         return list(ServedEvaluator(Pool([Client(url)]), DATA).loss(pattern, range(4)).values)
 
 
-def pool_of(stack: ExitStack, *engines: Engine, **arguments: Any) -> ServedEvaluator:
+def pool_of(stack: ExitStack, *engines: FakeServer, **arguments: Any) -> ServedEvaluator:
     clients = [Client(stack.enter_context(serving(engine))) for engine in engines]
     return ServedEvaluator(Pool(clients, **arguments), DATA)
 
@@ -60,7 +64,7 @@ def pool_of(stack: ExitStack, *engines: Engine, **arguments: Any) -> ServedEvalu
     "fault", ["500", "502", "503", "429", "reset", "cut", "half json", "slow", "abort"]
 )
 def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: str) -> None:
-    engine, told = Engine(LAYERS), list[str]()
+    engine, told = live(), list[str]()
     pool = pool_of(
         stack, engine, tell=told.append, load=LoadPolicy(0.3) if fault == "slow" else LoadPolicy()
     )
@@ -76,7 +80,7 @@ def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: st
 
 
 def test_a_slow_answer_names_the_time_that_it_had(stack: ExitStack) -> None:
-    engine, told = Engine(LAYERS), list[str]()
+    engine, told = live(), list[str]()
     pool = pool_of(stack, engine, tell=told.append, load=LoadPolicy(0.3))
     engine.faults = ["slow"]
     pool.loss(PATTERN, [0])
@@ -84,7 +88,7 @@ def test_a_slow_answer_names_the_time_that_it_had(stack: ExitStack) -> None:
 
 
 def test_a_server_that_still_loads_is_waited_for(stack: ExitStack) -> None:
-    engine = Engine(LAYERS)
+    engine = live()
     pool = pool_of(stack, engine, tell=lambda line: None)
     engine.faults = ["deaf"] * 4
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
@@ -96,12 +100,12 @@ def test_a_server_that_still_loads_is_waited_for(stack: ExitStack) -> None:
         ("400", "answered 400: .*a fault"),
         ("401", "wants an API key"),
         ("403", "forbids this"),
-        ("another pattern", "asked for pattern .* and answered under FFFF"),
+        ("deaf to names", "asked for pattern .* and answered under FFFF"),
         ("another checkpoint", "restarted with another checkpoint: .* FSSS, before it was .* FFFF"),
     ],
 )
 def test_what_will_not_get_better_ends_at_once(stack: ExitStack, fault: str, message: str) -> None:
-    engine, told = Engine(LAYERS), list[str]()
+    engine, told = live(), list[str]()
     pool = pool_of(stack, engine, tell=told.append)
     engine.faults = [fault]
     with pytest.raises(IndexCacheError, match=message):
@@ -110,7 +114,7 @@ def test_what_will_not_get_better_ends_at_once(stack: ExitStack, fault: str, mes
 
 
 def test_a_server_restarted_between_two_calls_is_checked(stack: ExitStack) -> None:
-    engine = Engine(LAYERS)
+    engine = live()
     pool = pool_of(stack, engine)
     first = list(pool.loss(PATTERN, range(4)).values)
     engine.restart()
@@ -121,7 +125,7 @@ def test_a_server_restarted_between_two_calls_is_checked(stack: ExitStack) -> No
 
 
 def test_a_call_goes_to_another_server(stack: ExitStack) -> None:
-    engines, told = [Engine(LAYERS), Engine(LAYERS), Engine(LAYERS)], list[str]()
+    engines, told = [live(), live(), live()], list[str]()
     pool = pool_of(stack, *engines, tell=told.append)
     engines[0].faults = ["reset"] * 1000
     for _ in range(5):
@@ -131,7 +135,7 @@ def test_a_call_goes_to_another_server(stack: ExitStack) -> None:
 
 
 def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
-    engines = [Engine(LAYERS), Engine(LAYERS)]
+    engines = [live(), live()]
     pool = pool_of(stack, *engines, tell=lambda line: None, patience=1.0)
     for engine in engines:
         engine.faults = ["503"] * 1000
@@ -142,7 +146,7 @@ def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
 
 def test_one_of_several_may_be_away_at_the_start_but_not_all(stack: ExitStack) -> None:
     nobody, told = f"http://127.0.0.1:{free_port()}", list[str]()
-    url = stack.enter_context(serving(Engine(LAYERS)))
+    url = stack.enter_context(serving(live()))
     pool = ServedEvaluator(Pool([Client(nobody), Client(url)], tell=told.append), DATA)
     assert pool.num_layers == LAYERS
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
@@ -154,16 +158,16 @@ def test_one_of_several_may_be_away_at_the_start_but_not_all(stack: ExitStack) -
 def test_servers_that_do_not_belong_together(stack: ExitStack) -> None:
     said = r"the same checkpoint; one has .* FFFF, the server at http\S* .*FFFFF"
     with pytest.raises(ServerError, match=said):
-        pool_of(stack, Engine(LAYERS), Engine(LAYERS + 1))
+        pool_of(stack, live(), live(LAYERS + 1))
     with pytest.raises(ServerError, match="--indexcache-mode live"):
-        pool_of(stack, Engine(LAYERS), Engine(LAYERS, mode="static"))
+        pool_of(stack, live(), live(mode="static"))
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_retried_call_is_in_the_journal_once(
     stack: ExitStack, tmp_path: Path, count: int
 ) -> None:
-    engines = [Engine(LAYERS) for _ in range(count)]
+    engines = [live() for _ in range(count)]
     pool = pool_of(stack, *engines, tell=lambda line: None)
     for engine, fault in zip(engines, cycle(["reset", "503"]), strict=False):
         engine.faults = ["", fault, "cut"]
@@ -179,7 +183,7 @@ def test_a_retried_call_is_in_the_journal_once(
 
 def test_a_server_has_as_many_calls_at_once_as_it_may(stack: ExitStack) -> None:
     """Of several patterns; each gets what it gets alone."""
-    engines = [Engine(LAYERS, gathers=3) for _ in range(2)]
+    engines = [live(gathers=3) for _ in range(2)]
     pool = pool_of(stack, *engines, load=LoadPolicy(at_once=3))
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF")]
     found = Ledger(pool, call_tokens=1).many(patterns)
@@ -193,7 +197,7 @@ def test_calls_that_fail_together_are_told_once(
 ) -> None:
     monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.5)
     monkeypatch.setattr(pool_module, "LONGEST_PAUSE", 0.5)
-    engine, told = Engine(LAYERS, gathers=4), list[str]()
+    engine, told = live(gathers=4), list[str]()
     pool = pool_of(stack, engine, load=LoadPolicy(at_once=4), tell=told.append)
     engine.faults = ["503"] * 4
     assert list(Ledger(pool, call_tokens=1).losses(PATTERN)) == expected()
@@ -206,10 +210,10 @@ def test_low_priority_is_far_below_the_servers_usual_one(
     stack: ExitStack, is_smaller_first: bool, priority: int
 ) -> None:
     facts = {"enable_priority_scheduling": True, "default_priority_value": 5}
-    engine = Engine(LAYERS, facts={**facts, "schedule_low_priority_values_first": is_smaller_first})
+    engine = live(info={**facts, "schedule_low_priority_values_first": is_smaller_first})
     pool = pool_of(stack, engine, load=LoadPolicy(low_priority=True))
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
-    assert engine.priorities == {priority}
+    assert {body.get("priority") for body in engine.bodies} == {priority}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_low_priority_is_refused_where_there_is_none(
     stack: ExitStack, facts: dict[str, object]
 ) -> None:
     """Without a usual priority, SGLang gives requests that name none the lowest there is."""
-    engine = Engine(LAYERS, facts=facts)
+    engine = live(info=facts)
     with pytest.raises(ServerError, match="--enable-priority-scheduling --default-priority-value"):
         pool_of(stack, engine, load=LoadPolicy(low_priority=True))
     assert engine.calls == 0
@@ -251,7 +255,7 @@ def test_ctrl_c_ends_a_pause_at_once(
         time.sleep(0.3)  # until the pause has begun
         signal.pthread_kill(main, signal.SIGINT)
 
-    engines = [Engine(LAYERS) for _ in range(count)]
+    engines = [live() for _ in range(count)]
     pool = pool_of(stack, *engines, tell=lambda line: left.release())
     for engine in engines:
         engine.faults = ["503"]

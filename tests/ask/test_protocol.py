@@ -21,7 +21,7 @@ from tests.fakes import state
 def test_a_state_is_the_same_after_its_way_through_json() -> None:
     sent = state("FSSF", requests={"FSSF": 2}, forwards=3, index_reuses=[0, 1, 1, 0])
     assert RankState.from_json(sent.to_json(), "it") == sent
-    assert sent.to_json()["retention"] == 0.5
+    assert sent.to_json()["full_layers"] == 2
 
 
 def test_a_state_of_another_version_is_told_as_that() -> None:
@@ -94,6 +94,13 @@ def test_ranks_that_had_requests_of_one_pattern_each() -> None:
     check_obeyed([START] * 2, [first, idle], ["FSS"], "it")
     with pytest.raises(ServerError, match="layers 0, 1, 2 did not"):
         check_obeyed([START] * 2, [first, idle], ["FSS"], "it", alone=True)
+
+
+def test_layers_of_other_pipeline_stages_are_not_judged() -> None:
+    after = counted([6, 5, 5], [5, 6, 5]).model_copy(update={"stage": (0, 2)})
+    check_obeyed([START], [after], ["FSF"], "it", alone=True)
+    with pytest.raises(ServerError, match="layers 1 did not"):
+        check_obeyed([START], [after], ["FFF"], "it")
 
 
 @pytest.mark.parametrize("after", [[], [counted([0, 0, 0], [0, 0, 0], forwards=0)]])

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.stream import StreamedAnswer
+from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.bench import latency, servers
-from sglang_indexcache.bench.environment import ProcessorClock
-from sglang_indexcache.bench.latency import Settings, Target, read_target, run
+from sglang_indexcache.bench.latency import Settings, TargetModel, read_target, run
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
-from tests.bench.fake_server import Behaviour, fake_server
+from tests.fakes.server import Clock, FakeServer, serving
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -35,26 +32,31 @@ CONFIG = {
 }
 CHECKPOINT = Checkpoint.from_config(CONFIG)
 MODEL = Model(name="m", architecture="GlmMoeDsaForCausalLM", digest="", shape={})
-TARGET = Target(CHECKPOINT, MODEL, 500)
+TARGET = TargetModel(CHECKPOINT, MODEL, 500)
 HALF = str(Pattern.uniform(8, 2))
 QUICK = Settings(lengths=(64, 256), rounds=2, new_tokens=8, watch_seconds=0.0)
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client and servers have one clock, in which this machine's own time does not count."""
+    clock = Clock()
+    monkeypatch.setattr(FakeServer, "clock", clock)
+    monkeypatch.setattr(latency, "stream", partial(stream, clock=clock))
+
+
 def measure(
-    behaviours: dict[str, Behaviour], settings: Settings = QUICK, values: tuple[str, ...] = ()
+    fakes: dict[str, FakeServer], settings: Settings = QUICK, values: tuple[str, ...] = ()
 ) -> LatencyResult:
     served = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
     with ExitStack() as stack:
-        clients = {
-            name: Client(stack.enter_context(fake_server(behaviour)))
-            for name, behaviour in behaviours.items()
-        }
+        clients = {name: Client(stack.enter_context(serving(fake))) for name, fake in fakes.items()}
         return run(TARGET, RunningServers(clients), served, settings)
 
 
-def good(**changes: object) -> dict[str, Behaviour]:
+def good(**changes: object) -> dict[str, FakeServer]:
     """Two servers; ``changes`` befall the second."""
-    return {"full": Behaviour("F" * 8), "1/2": Behaviour(HALF, **changes)}  # type: ignore[arg-type]
+    return {"full": FakeServer("F" * 8), "1/2": FakeServer(HALF, **changes)}  # type: ignore[arg-type]
 
 
 def test_a_good_run() -> None:
@@ -83,20 +85,19 @@ def test_the_servers_own_indexer_time_gives_the_share() -> None:
         assert share is not None
         ideal = result.speedup("1/2", metric, 256).ideal
         assert ideal == pytest.approx(1 / (1 - share / 2))
-    # The share is of what the client saw, however long that was: the product is what was spent.
-    tokens, served = QUICK.new_tokens, Behaviour("")
-    spent = {"prefill": 0.5 * served.prefill * 256, "decode": 0.5 * served.step * tokens}
+    # The step behind the last token counts as the server's time and not as the client's.
+    tokens, served = QUICK.new_tokens, FakeServer("F")
+    value = {"prefill": served.prefill * 256, "decode": 1 / served.step}
+    expected = {"prefill": 0.5, "decode": 0.5 * tokens / (tokens - 1)}
     for sample in result.samples:
         if sample.length == 256 and sample.metric != "full":
-            prefill = sample.metric == "prefill"
-            seconds = sample.value if prefill else (tokens - 1) / sample.value
-            assert sample.indexer_share is not None
-            assert sample.indexer_share * seconds == pytest.approx(spent[sample.metric])
+            assert sample.value == pytest.approx(value[sample.metric])
+            assert sample.indexer_share == pytest.approx(expected[sample.metric])
 
 
 def test_configurations_take_turns_and_warm_up_is_left_out() -> None:
-    behaviours = good()
-    result = measure(behaviours)
+    fakes = good()
+    result = measure(fakes)
     turns = ["full", "1/2"] * 4  # two lengths, each with one request and with many
     assert [v.configuration for v in result.visits] == turns * 2
     assert [v.round for v in result.visits] == [0] * 8 + [1] * 8
@@ -112,7 +113,7 @@ def test_configurations_take_turns_and_warm_up_is_left_out() -> None:
     counts = Counter((s.configuration, s.round, s.length, s.metric) for s in result.samples)
     assert set(counts.values()) == {1}
     # Two lengths, one single and one full request each; the rest was warm-up.
-    assert behaviours["full"].requests > 2 * 4
+    assert fakes["full"].calls > 2 * 4
 
 
 def test_the_kv_cache_is_filled() -> None:
@@ -123,7 +124,7 @@ def test_the_kv_cache_is_filled() -> None:
 
 
 def test_every_rank_gets_a_request() -> None:
-    result = measure({name: Behaviour(b.pattern, dp=2) for name, b in good().items()})
+    result = measure({name: FakeServer(b.pattern, dp=2) for name, b in good().items()})
     assert {s.requests for s in result.samples if s.metric == "prefill"} == {2}
     assert {s.requests for s in result.samples if s.metric == "full"} == {2 * 31, 2 * 12}
 
@@ -132,15 +133,15 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
     """On two ranks: every first token after 2 s, then a token every 0.5 s."""
 
     def known(
-        _: object, prompts: list[list[int]], count: int, _clock: object, _pattern: object
+        _: object, prompts: list[list[int]], count: int, pattern: object = None
     ) -> list[StreamedAnswer]:
-        for behaviour in behaviours.values():
-            behaviour.count()
+        for fake in fakes.values():
+            fake.count()
         return [StreamedAnswer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
 
-    behaviours = {name: Behaviour(b.pattern, dp=2) for name, b in good().items()}
+    fakes = {name: FakeServer(b.pattern, dp=2) for name, b in good().items()}
     monkeypatch.setattr(latency, "stream", known)
-    values = {(s.metric, s.length): s.value for s in measure(behaviours).samples}
+    values = {(s.metric, s.length): s.value for s in measure(fakes).samples}
     assert values["prefill", 64] == values["prefill", 256] == pytest.approx(2.0)
     assert values["decode", 64] == values["decode", 256] == pytest.approx(2.0)
     # As in the paper's table, of one rank: 31 and 12 requests of 2 tokens a second.
@@ -153,12 +154,12 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("cache", "took 64 of 64 prompt tokens from its cache"),
         ("truncation", "read 63 tokens of a 64-token prompt"),
-        ("status", "answered 500.*out of memory"),
+        ("out of memory", "answered 500.*out of memory"),
         ("stream error", "answered an error.*CUDA out of memory"),
         ("abort", "refused a request: the input is too long"),
         ("no end", "ended an answer before it was finished"),
         ("early end", "generated 3 of 8 tokens"),
-        ("nan", "stopped an answer early.*NaN happened"),
+        ("nan stop", "stopped an answer early.*NaN happened"),
         ("one lump", "all 8 tokens of an answer arrived at once"),
         ("death", "stopped answering in the middle|ended an answer before"),
         ("retraction", "the KV cache ran full"),
@@ -171,7 +172,7 @@ def test_a_bad_answer_gives_no_result(fault: str, message: str) -> None:
 
 def test_a_server_with_another_model() -> None:
     with pytest.raises(BenchError, match="serves a DeepseekV32ForCausalLM, but m is a GlmMoeDsa"):
-        measure(good(architecture="DeepseekV32ForCausalLM"))
+        measure(good(said={"architecture": "DeepseekV32ForCausalLM"}))
 
 
 @pytest.mark.parametrize("flag", ["--model-path", "--indexcache-pattern=full", "--model=x"])
@@ -188,7 +189,7 @@ def test_a_key_among_the_flags_would_end_up_in_the_results(flag: str, tmp_path: 
 
 def test_a_server_with_another_pattern() -> None:
     with pytest.raises(BenchError, match="serves FFFFFFFF on rank 0, not the FSFSFSFS of 1/2"):
-        measure({"full": good()["full"], "1/2": Behaviour("F" * 8)})
+        measure({"full": good()["full"], "1/2": FakeServer("F" * 8)})
 
 
 @pytest.mark.parametrize("really", ["F" * 8, "F" + "S" * 7])
@@ -212,21 +213,21 @@ def test_a_steady_window_counts_only_what_lies_inside() -> None:
     assert window.rate == pytest.approx(2.0)
 
 
-def measure_live(behaviour: Behaviour) -> LatencyResult:
+def measure_live(fake: FakeServer) -> LatencyResult:
     """One server for two patterns."""
     served = configurations(("full", "uniform:1/4"), CHECKPOINT)
-    with fake_server(behaviour) as url:
+    with serving(fake) as url:
         return run(TARGET, RunningServers({c.name: Client(url) for c in served}), served, QUICK)
 
 
 def test_one_live_server_stands_for_all() -> None:
     """Whatever it serves to others, before and after; requests of both arms alternate."""
-    behaviour = Behaviour("FFFFFSSS", mode="live", indexer_share=0.5)
-    result = measure_live(behaviour)
+    fake = FakeServer("FFFFFSSS", mode="live", indexer_share=0.5)
+    result = measure_live(fake)
     assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
     assert {v.facts.mode for v in result.visits} == {"live"}
     assert not result.started_here
-    assert behaviour.pattern == "FFFFFSSS"
+    assert fake.pattern == "FFFFFSSS"
     assert all(sample.indexer_share for sample in result.samples)
     for length in (64, 256):
         runs = [s.configuration for s in result.samples if (s.metric, s.length) == ("full", length)]
@@ -235,16 +236,12 @@ def test_one_live_server_stands_for_all() -> None:
 
 def test_a_live_server_that_does_not_hear_names() -> None:
     with pytest.raises(ServerError, match="asked for pattern FSSSFSSS and answered under FFFFFFFF"):
-        measure_live(Behaviour("F" * 8, mode="live", fault="deaf to names"))
+        measure_live(FakeServer("F" * 8, mode="live", fault="deaf to names"))
 
 
 def test_a_live_server_that_names_what_it_does_not_do() -> None:
-    class Liar(Behaviour):
-        def count(self, name: str | None = None) -> None:
-            super().count("F" * 8)
-
     with pytest.raises(ServerError, match="asked for FSSSFSSS, its layers 1, 2"):
-        measure_live(Liar("F" * 8, mode="live"))
+        measure_live(FakeServer("F" * 8, mode="live", really="F" * 8))
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
@@ -304,7 +301,6 @@ def test_a_prompt_that_does_not_fit() -> None:
         (Settings(lengths=(1,), rounds=0), "one round"),
         (Settings(lengths=(1, 2, 1)), "the same length was given twice"),
         (Settings(lengths=(1,), new_tokens=1), "at least 2"),
-        (Settings(lengths=(1,), clock="sun"), "clocks are wall and processor"),  # type: ignore[arg-type]
         (Settings(lengths=(1,), metrics=("speed",)), "the metrics are prefill, decode, full"),  # type: ignore[arg-type]
     ],
 )
@@ -314,39 +310,14 @@ def test_settings_without_a_result(settings: Settings, message: str) -> None:
 
 
 def test_one_request_that_fills_the_cache_is_measured_once() -> None:
-    behaviours = {name: Behaviour(b.pattern, capacity=400) for name, b in good().items()}
-    result = measure(behaviours)
+    fakes = {name: FakeServer(b.pattern, capacity=400) for name, b in good().items()}
+    result = measure(fakes)
     by_metric = {
         metric: [s.value for s in result.samples if s.metric == metric and s.length == 256]
         for metric in ("decode", "full")
     }
     assert by_metric["decode"] == by_metric["full"]
     assert len(by_metric["full"]) == 4
-
-
-def test_the_processor_clock_needs_a_server_of_ours() -> None:
-    with pytest.raises(BenchError, match="started here, not --url"):
-        measure(good(), replace(QUICK, clock="processor"))
-
-
-def test_the_processor_clock_counts_work_and_not_waiting() -> None:
-    code = (
-        "import time\nprint(flush=True)\ntime.sleep(0.3)\nwhile time.process_time() < 0.4: pass\n"
-    )
-    code += "print(flush=True)\ntime.sleep(60)  # scheduler"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        clock = ProcessorClock(process.pid)
-        before = clock()
-        process.stdout.readline()
-        spent = clock() - before
-        process.kill()
-    assert 0.2 < spent <= 0.5  # of at least 0.7 seconds on the wall
-    with pytest.raises(BenchError, match="needs Linux and servers"):
-        ProcessorClock(os.getpgid(0) + 10**7)
 
 
 def test_a_config_without_a_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
-from sglang_indexcache.bench import figures, tables
+from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import write_latency
+from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,
+    LatencySample,
     Metric,
     Model,
-    Sample,
     ServerFacts,
     Visit,
     amdahl,
 )
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
-from sglang_indexcache.bench.traffic import random_prompts
 from sglang_indexcache.errors import BenchError
 
 LENGTHS = (10_000, 200_000)
@@ -55,7 +55,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
                     factor = gain if configuration.name == "quarter" else 1.0
                     value = value / factor if metric == "prefill" else value * factor
                     samples.append(
-                        Sample(
+                        LatencySample(
                             configuration=configuration.name, round=number, length=length,
                             metric=metric, value=value, requests=1, indexer_share=share,
                         )
@@ -183,15 +183,9 @@ def test_strange_samples_are_refused() -> None:
 def test_files_are_written(tmp_path: Path) -> None:
     written = write_latency(result(), tmp_path)
     assert {path.name for path in written} == {
-        "latency.json", "latency.md", "latency-speedup.png",
-        "latency-scaling.png", "latency-share.png",
+        "latency.json", "latency.md", "latency-speedup.png", "latency-share.png",
     }  # fmt: skip
     assert all(path.stat().st_size > 500 for path in written)
-
-
-def test_the_slope_of_a_square() -> None:
-    assert figures.last_slope({2: 1.0, 8: 4.0, 32: 64.0}) == pytest.approx(2.0)
-    assert figures.last_slope({2: 1.0}) is None
 
 
 def test_prompts_are_exact_and_share_no_prefix() -> None:

@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from benchmarks import engine_kernels as anchors
-from benchmarks.kernels import warm, workloads
+from benchmarks.kernels import workloads
 from benchmarks.kernels.workloads import Workload
-from benchmarks.stack.ops import Geometry, load_ops
-from tests.benchmarks.test_stack import REAL_WIDTHS
 
 CPU = torch.device("cpu")
 SGLANG = "sglang.kernels.ops.attention.dsv4.topk"
+FA3 = "sglang.kernels.ops.attention.flash_attention"
 SOURCES = {
     "deep_gemm": ("deep_gemm", "__init__.py"),
     "flashinfer": ("flashinfer", "topk.py"),
     "sgl_kernel": ("sgl_kernel", "top_k.py"),
     SGLANG: ("sglang", "kernels/ops/attention/dsv4/topk.py"),
     "flash_mla": ("flash_mla", "flash_mla_interface.py"),
+    FA3: ("sglang", "kernels/ops/attention/flash_attention.py"),
 }
 """Where the functions of a module are written: to import them takes a GPU's driver."""
 PREFILL = Workload("select_prefill", 300, 512, 32, topk=64)
@@ -77,7 +77,8 @@ class Installed:
             if own is not None:
                 own.bind(*args, **kwargs)
             self.calls.append((name, args, kwargs))
-            return ANSWERS[name][1](*args)
+            answer = ANSWERS[name][1]
+            return answer(*args) if args else answer(**kwargs)
 
         return call
 
@@ -108,6 +109,7 @@ ANSWERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "topk_transform_paged_v2": (SGLANG, lambda *_: None),
     "flash_mla_sparse_fwd": ("flash_mla", lambda q, *_: (q[..., :512], None, None)),
     "flash_mla_with_kvcache": ("flash_mla", lambda q, *_: (q[..., :512], None)),
+    "flash_attn_with_kvcache": (FA3, lambda **given: given["qv"]),
     "get_mla_metadata": ("flash_mla", lambda: ("plan", None)),
 }
 
@@ -184,17 +186,6 @@ def test_topks(installed: Installed) -> None:
     assert called == ["top_k_ragged_transform", "fast_topk_v2", "topk_transform_ragged_v2"]
 
 
-@pytest.mark.parametrize("name", anchors.TOPKS)
-def test_warming_up_runs_every_anchor(name: str, installed: Installed) -> None:
-    assert warm.warm(name, tiny=True) == {}
-    families = [work.family for work in workloads.tiny_workloads()]
-    assert installed.count("fp8_mqa_logits") == families.count("select_prefill")
-    assert installed.count("fp8_paged_mqa_logits") == families.count("select_decode")
-    assert {work.family for work in warm.WORKLOADS} == {
-        work.family for work in workloads.tiny_workloads() if not work.family.startswith("mla")
-    }
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("heads", [20, 128])
 def test_flash_mla(heads: int, fp8: bool, installed: Installed) -> None:
@@ -206,40 +197,35 @@ def test_flash_mla(heads: int, fp8: bool, installed: Installed) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_both_benchmarks_time_the_padding_of_heads(fp8: bool, installed: Installed) -> None:
+def test_the_padding_of_heads_is_timed(fp8: bool, installed: Installed) -> None:
     """SGLang pads in every call: what is called twice is padded twice, from the query as it is."""
     work = Workload("mla_decode", 2, 128, 20, topk=64, fp8=fp8)
     tensors = workloads.attention_tensors(work, CPU)
-    engine = load_ops("engine", "cpu", REAL_WIDTHS, fp8_kv=fp8)
-    timed = {
-        "kernels": anchors.mla_anchors(work, tensors)["flash_mla"](),
-        "stack": lambda: engine.attend(tensors.q, tensors.cache, tensors.slots, 0.05, 512),
-    }
-    for name, call in timed.items():
-        for value in (1.0, 2.0):
-            tensors.q.fill_(value)
-            call()
-            padded = installed.calls[-1][1][0]
-            assert padded.shape[-2] == 64, name
-            assert (padded[..., :20, :] == value).all(), name
-            assert not padded[..., 20:, :].any(), name
+    call = anchors.mla_anchors(work, tensors)["flash_mla"]()
+    for value in (1.0, 2.0):
+        tensors.q.fill_(value)
+        call()
+        padded = installed.calls[-1][1][0]
+        assert padded.shape[-2] == 64
+        assert (padded[..., :20, :] == value).all()
+        assert not padded[..., 20:, :].any()
 
 
-@pytest.mark.parametrize("requests", [1, 3], ids=["prefill", "decode"])
-def test_the_stacks_engine_runs_the_default_topk(requests: int, installed: Installed) -> None:
-    """Not the legacy one of sgl_kernel; and what it plans once a forward, it plans once."""
-    geometry = Geometry(requests, 5 if requests == 1 else 1, 130, 192, "cpu")
-    engine = load_ops("engine", "cpu", REAL_WIDTHS)
-    cache = engine.index_cache(3 * 192, 128, torch.bfloat16)
-    rows = requests * geometry.queries
-    q, gates = torch.randn(rows, 8, 128).bfloat16(), torch.randn(rows, 8)
-    for _ in range(2):
-        engine.select(q, gates, cache, geometry, 64)
-    ran = "topk_transform_ragged_v2" if requests == 1 else "topk_transform_paged_v2"
-    assert installed.count(ran) == 2
-    assert installed.count("fast_topk_v2") == 0
-    assert installed.count("plan_topk_v2") == (0 if requests == 1 else 1)
-    assert anchors.ENGINE_TOPK in engine.name
+def test_decode_over_bfloat16_is_fa3_s(installed: Installed) -> None:
+    """A row a sequence, its slots pages of one token; keys and values apart, as SGLang has them."""
+    work = Workload("mla_decode", 3, 128, 8, topk=64)
+    tensors = workloads.attention_tensors(work, CPU)
+    anchors.mla_anchors(work, tensors)["fa3"]()()
+    name, _, given = installed.calls[-1]
+    assert name == "flash_attn_with_kvcache"
+    assert given["q"].shape == (3, 8, 64)
+    assert given["qv"].shape == (3, 8, 512)
+    assert given["k_cache"].shape == (len(tensors.cache), 1, 1, 64)
+    assert given["v_cache"].shape == (len(tensors.cache), 1, 1, 512)
+    assert torch.equal(given["page_table"], tensors.slots)
+    assert given["cache_seqlens"].tolist() == [64] * 3
+    assert given["cu_seqlens_k_new"].tolist() == [0, 64, 128, 192]
+    assert "fa3" not in anchors.mla_anchors(Workload("mla_prefill", 3, 128, 8), tensors)
 
 
 def test_what_cannot_be_loaded_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

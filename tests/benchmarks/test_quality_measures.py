@@ -23,8 +23,9 @@ from benchmarks.quality_measures import (
     measured,
     needed,
     patterns,
+    spearman,
 )
-from sglang_indexcache.errors import QualityError
+from sglang_indexcache.ask.score import TokenScores
 from sglang_indexcache.evaluate.tasks import Context, Question
 
 
@@ -42,15 +43,9 @@ def test_a_document_is_the_context_with_every_question_and_answer() -> None:
 
 def test_what_is_read_of_a_reply() -> None:
     asked = Document("notes-8-0", 8, [5, 6, 7, 8], [2, 3])
-    info = {
-        "prompt_tokens": 4,
-        "input_token_logprobs": [[None, 5], [-3.0, 6], [-0.5, 7], [-2.0, 8]],
-        "input_top_logprobs": [None, [[-1.0, 9]], [[-0.5, 7]], [[-0.25, 9]]],
-    }
-    found = measured({"meta_info": info}, asked, topk=1)
+    tops = [[(9, -1.0)], [(7, -0.5)], [(9, -0.25)]]
+    found = measured(TokenScores([-3.0, -0.5, -2.0], tops, 0, 4), asked, topk=1)
     assert found == {"right": [1, 0], "answers": [0.5, 2.0], "tokens": pytest.approx(5.5 / 3)}
-    with pytest.raises(QualityError, match="of a prompt"):
-        measured({"meta_info": {**info, "prompt_tokens": 3}}, asked, topk=1)
 
 
 def made(documents: int, losses: list[float]) -> list[dict[str, Any]]:
@@ -99,3 +94,11 @@ def test_the_committed_study_is_whole() -> None:
     assert study["documents"] == 144
     assert set(study["foretold"]) == set(map(str, FEW))
     assert RESULT.with_suffix(".png").exists()
+
+
+def test_the_rank_correlation_is_scipys() -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(30):
+        first, second = draw.integers(-2, 3, (2, 12)).astype(float)  # with ties
+        assert spearman(first, second) == pytest.approx(spearmanr(first, second).statistic)
+    assert np.isnan(spearman(np.ones(4), np.arange(4.0)))

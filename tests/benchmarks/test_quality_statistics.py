@@ -81,5 +81,7 @@ def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
     own = [row for row in study["rows"] if row["pairing"] == "by context"]
     assert [World(**row["world"]) for row in own] == list(worlds())
     assert [row["broken"] for row in own if row["broken"]] == []
+    assert [row["world"] for row in study["held_back"]] == list(HELD_BACK)
+    assert [row["broken"] for row in study["held_back"] if row["broken"]] == []
     for mistake in ("by question", "unpaired"):
         assert any(row["broken"] for row in study["rows"] if row["pairing"] == mistake)

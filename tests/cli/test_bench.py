@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.bench.results import LatencyResult, load
 from sglang_indexcache.cli import app
-from tests.bench.fake_server import Behaviour, fake_server
 from tests.bench.test_latency import CONFIG, HALF
+from tests.fakes.server import FakeServer, serving
 
 HEAVY = {
     *("torch", "scipy", "matplotlib", "transformers", "sglang", "httpx"),
@@ -51,7 +51,7 @@ def said(*arguments: str, code: int) -> str:
 
 def test_latency_against_running_servers(tmp_path: Path) -> None:
     model, out = folder(tmp_path, CONFIG), tmp_path / "out"
-    with fake_server(Behaviour("F" * 8)) as one, fake_server(Behaviour(HALF)) as other:
+    with serving(FakeServer("F" * 8)) as one, serving(FakeServer(HALF)) as other:
         text = said(
             *("latency", "--model", model, "-o", str(out), "--url", one, "--url", other),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
@@ -80,7 +80,7 @@ def test_a_key_reaches_the_server_and_nothing_else(
             monkeypatch.setenv(f"SGLANG_{name.upper()}", key)
         else:
             given += [f"--{name.replace('_', '-')}", key]
-    with fake_server(Behaviour("F" * 8, mode="live", **keys)) as url:
+    with serving(FakeServer("F" * 8, mode="live", **keys)) as url:
         text = said(*command, "--url", url, *given, code=0)
     written = [path for path in out.rglob("*") if path.is_file()]
     assert written
@@ -92,14 +92,14 @@ def test_a_key_reaches_the_server_and_nothing_else(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--url", "u", "--url", "v"], "give one --url, or one for each of full, 1/2, 1/4"),
-        (["--url", "u", "--env", "A=1"], "no server flags or --env"),
-        (["--url", "u", "--", "--tp", "8"], "no server flags"),
-        (["--env", "A"], "--env wants NAME=VALUE"),
+        (
+            ["--url", "http://u", "--url", "http://v"],
+            "give one --url, or one for each of full, 1/2, 1/4",
+        ),
+        (["--url", "http://u", "--", "--tp", "8"], "no server flags"),
         (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
         (["--context", "1K", "--context", "1000"], "the same length was given twice"),
         (["--metric", "speed"], "the metrics are"),
-        (["--clock", "sun"], "the clocks are"),
         (["--pattern", "FS"], "too short"),
     ],
 )
@@ -117,15 +117,14 @@ def test_a_plan_is_arithmetic() -> None:
     assert loaded(*plan) == {"sglang_indexcache.bench.results"}
 
 
-@pytest.mark.parametrize("command", [("latency",), ("replay", "--context", "8K")])
 def test_what_the_figures_need_is_asked_for_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else hours of measuring would end in an error."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     model = folder(tmp_path, CONFIG)
     patterns = ("--pattern", "full", "--pattern", "uniform:1/2")
-    text = said(*command, "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
-    assert "pip install 'sglang-indexcache[search]'" in text
+    text = said("latency", "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
+    assert "pip install 'sglang-indexcache[plots]'" in text
     assert not (tmp_path / "out").exists()

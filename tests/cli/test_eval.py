@@ -13,9 +13,10 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.evaluate.journal import load
 from sglang_indexcache.support.files import shipped
 from tests.evaluate.evaluate import evaluate
-from tests.evaluate.fake_server import Fake, serving
+from tests.evaluate.fake_server import Fake
 from tests.evaluate.logs.made import DATA, lm_eval
 from tests.evaluate.tasks.published import mrcr_row, prompt_row, write
+from tests.fakes.server import serving
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))
@@ -112,7 +113,7 @@ def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("urls", "said"),
     [
-        ((), "give a server in live mode with --url"),
+        ((), "give --url URL of one in live mode"),
         (("http://a", "http://b"), "two servers are given for all arms; write NAME=URL"),
         (("full=http://a", "full=http://b"), "two servers are given for full"),
     ],

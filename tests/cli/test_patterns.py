@@ -154,7 +154,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     output = fail("patterns", "show", "FSS", "-o", "anywhere")
     assert "needs matplotlib" in output
-    assert "pip install 'sglang-indexcache[search]'" in output
+    assert "pip install 'sglang-indexcache[plots]'" in output
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,9 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         ("torch", "heal", "heal"),
         ("torch", "kernels", "kernels"),
         ("numpy", "search", "search"),
+        ("numpy", "eval", "eval"),
+        ("matplotlib", "bench", "plots"),
+        ("transformers", "demo", "search"),
         ("sglang", "search", "serve"),
         ("httpx", None, "all"),
     ],

@@ -194,13 +194,10 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
 
 def test_an_output_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    data = documents(tmp_path / "data.jsonl")
-    few = ("--batches", "2")
-    for command in (["run", *few], ["compare", "full", "1/2"], ["overlap", *few]):
-        where = ("--model", TINY, "-o", tmp_path / "file", "--data", data)
-        result = call("search", *command, *where)
+    for command in (["run"], ["compare", "full", "1/2"], ["overlap"]):
+        result = call("search", *command, "--model", "missing", "-o", tmp_path / "file")
         assert result.exit_code == 1
-        assert "nothing can be written to" in said(result)
+        assert "cannot write to the folder" in said(result)
 
 
 def test_compare_needs_two() -> None:

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import Library
-from tests.bench.fake_server import Behaviour, fake_server
 from tests.fakes import state
+from tests.fakes.server import FakeServer, serving
 
 KEYS = {"api_key": "the-key", "admin_api_key": "the-admin-key"}
 
@@ -24,26 +24,26 @@ def said(*arguments: str, code: int = 0) -> str:
 
 
 def test_show_and_set_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    behaviour = Behaviour("FFFF", mode="live", **KEYS)
-    with fake_server(behaviour) as url:
+    fake = FakeServer("FFFF", mode="live", **KEYS)
+    with serving(fake) as url:
         assert "wants an API key" in said("show", "--url", url, code=1)
         assert "4 of 4 layers" in said("show", "--url", url, "--api-key", KEYS["api_key"])
         monkeypatch.setenv("SGLANG_API_KEY", KEYS["api_key"])
         refused = said("set", "FSFS", "--url", url, code=1)
         assert "/set_internal_state answered 401" in refused
-        assert behaviour.pattern == "FFFF"
+        assert fake.pattern == "FFFF"
         monkeypatch.setenv("SGLANG_ADMIN_API_KEY", KEYS["admin_api_key"])
         assert "2 of 4 layers" in said("set", "FSFS", "--url", url)
 
 
 def test_doctor_asks_running_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = Behaviour("FSFS", api_key="k"), Behaviour("FSFS", api_key="k")
-    with fake_server(one) as first, fake_server(other) as second:
+    one, other = FakeServer("FSFS", api_key="k"), FakeServer("FSFS", api_key="k")
+    with serving(one) as first, serving(other) as second:
         both = ("doctor", "--url", first, "--url", second)
         assert "wants an API key" in said(*both, code=1)
         assert "no problem found" in said(*both, "--api-key", "k")
         assert "leave --tp away" in said(*both, "--api-key", "k", "--tp", "8", code=1)
-        other.switch("FSSS")
+        other.pattern = "FSSS"
         assert "they differ in the pattern" in said(*both, "--api-key", "k", code=1)
 
 

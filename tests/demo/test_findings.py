@@ -13,8 +13,8 @@ from sglang_indexcache.demo.findings import (
     MIN_ROUNDS,
     UNSHOWN,
     WIDEST,
+    DemoSpeedup,
     PairedAnswers,
-    Speedup,
     Spread,
 )
 
@@ -23,11 +23,11 @@ ROUNDS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=12)
 PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60)
 
 
-def speedup(rounds: list[tuple[float, float]]) -> Speedup:
-    return Speedup.of([base for base, _ in rounds], [other for _, other in rounds])
+def speedup(rounds: list[tuple[float, float]]) -> DemoSpeedup:
+    return DemoSpeedup.of([base for base, _ in rounds], [other for _, other in rounds])
 
 
-def of_ratios(*ratios: float) -> Speedup:
+def of_ratios(*ratios: float) -> DemoSpeedup:
     return speedup([(ratio, 1.0) for ratio in ratios])
 
 

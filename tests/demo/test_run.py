@@ -13,13 +13,13 @@ from rich.console import Console
 
 from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.demo import run as demo
-from sglang_indexcache.demo.findings import Contender, Findings
-from sglang_indexcache.demo.material import Question
+from sglang_indexcache.demo.findings import Contender, DemoFindings
+from sglang_indexcache.demo.material import DemoQuestion
 from sglang_indexcache.errors import ServerError
 from tests.fakes import state
 
 QUESTIONS = [
-    Question([1, 2, n], f"# name{n} is word{n}", f"? name{n} is", f" word{n}", (f"line {n}",))
+    DemoQuestion([1, 2, n], f"# name{n} is word{n}", f"? name{n} is", f" word{n}", (f"line {n}",))
     for n in range(8)
 ]
 
@@ -80,7 +80,7 @@ class FakeMaterial:
     def __init__(self, model: Path) -> None:
         pass
 
-    def questions(self, count: int) -> list[Question]:
+    def questions(self, count: int) -> list[DemoQuestion]:
         return QUESTIONS
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
@@ -153,17 +153,17 @@ def test_both_servers_are_stopped_whatever_happens(
     assert sorted(fakes.events[2:]) == ["stop 1/4", "stop full"]
 
 
-def findings(wrong: int, ratios: tuple[float, ...]) -> Findings:
+def findings(wrong: int, ratios: tuple[float, ...]) -> DemoFindings:
     base, other = contender("all F", []), contender("1/4", [], wrong=wrong)
     demo.ask([base, other], QUESTIONS, screen())
     for one in (base, other):
         one.state = one.client.states()[0]
     base.prefill, other.prefill = list(ratios), [1.0] * len(ratios)
     base.per_token = other.per_token = [0.05] * len(ratios)
-    return Findings(base, other, QUESTIONS, 4096, [0.1] * len(ratios))
+    return DemoFindings(base, other, QUESTIONS, 4096, [0.1] * len(ratios))
 
 
-def words(of: Findings) -> str:
+def words(of: DemoFindings) -> str:
     console = screen()
     of.tell(console)
     return told(console)

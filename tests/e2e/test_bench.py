@@ -14,12 +14,10 @@ import pytest
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.bench import latency, replay
-from sglang_indexcache.bench.latency import Settings, Target
-from sglang_indexcache.bench.replay import ReplayResult
+from sglang_indexcache.bench import latency
+from sglang_indexcache.bench.latency import Settings, TargetModel
 from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.traffic import Mix
 from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
 
@@ -29,12 +27,12 @@ POOL = ("--max-total-tokens", "1024", "--chunked-prefill-size", "128")
 
 
 @pytest.fixture(scope="module")
-def target(glm: Path) -> Target:
+def target(glm: Path) -> TargetModel:
     return latency.read_target(glm)
 
 
 @pytest.fixture(scope="module")
-def served(target: Target) -> tuple[Configuration, ...]:
+def served(target: TargetModel) -> tuple[Configuration, ...]:
     return configurations(("full", f"half={SHARED}"), target.checkpoint)
 
 
@@ -47,7 +45,7 @@ def servers(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 
 def test_servers_side_by_side(
-    servers: StartedServers, target: Target, served: tuple[Configuration, ...], tmp_path: Path
+    servers: StartedServers, target: TargetModel, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
     written = latency.write_latency(result, tmp_path)
@@ -69,27 +67,8 @@ def test_servers_side_by_side(
                 assert 0 < share < 1 < speed.ideal < 2
 
 
-def test_traffic_through_sglangs_own_benchmark(
-    servers: StartedServers,
-    glm: Path,
-    target: Target,
-    served: tuple[Configuration, ...],
-    tmp_path: Path,
-) -> None:
-    mix = Mix(sessions=4, limit=900, system=64, answer=4, concurrency=1, turns=3.0, seed=0)
-    result = replay.run(target, glm, servers, served, mix, tmp_path, rounds=1)
-    assert len(result.replays) == 2
-    for one in result.replays:
-        assert len(one.turns) == 3 + 1 + 3 + 5
-        assert one.turns[0].cached == 0
-        assert all(turn.cached > 0 for turn in one.turns if turn.turn)
-        assert 0 < one.hit_rate < 1
-    written = replay.write_replay(result, tmp_path)
-    assert load(ReplayResult, written[0]) == result
-
-
 def test_one_live_server_stands_for_all_patterns(
-    glm: Path, serve: Serve, target: Target, served: tuple[Configuration, ...]
+    glm: Path, serve: Serve, target: TargetModel, served: tuple[Configuration, ...]
 ) -> None:
     with serve(glm, "--indexcache-mode", "live", *POOL) as live:
         running = RunningServers({c.name: live for c in served})
@@ -127,7 +106,7 @@ def test_a_prompt_longer_than_the_pool_is_refused(full: Client) -> None:
 
 
 def test_a_server_that_ignores_the_pattern_is_refused(
-    full: Client, target: Target, served: tuple[Configuration, ...]
+    full: Client, target: TargetModel, served: tuple[Configuration, ...]
 ) -> None:
     running = RunningServers({c.name: full for c in served})
     with pytest.raises(BenchError, match="serves FFFFFF on rank 0, not the FSFSFS of half"):

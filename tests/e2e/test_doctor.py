@@ -21,14 +21,18 @@ from tests.e2e.conftest import VOCAB, Serve, greedy, prompt
 KEY, ADMIN_KEY = "the-key", "the-admin-key"
 
 
-def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def server(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_indexcache.cli", "server", "doctor", *arguments],
+        [sys.executable, "-m", "sglang_indexcache.cli", "server", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "200", **variables},
         check=False,
     )
+
+
+def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return server("doctor", *arguments, **variables)
 
 
 @pytest.fixture
@@ -63,6 +67,11 @@ def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> Non
         admin.flush_cache()
         assert "wants an API key" in doctor("--url", stranger.url).stdout
         running = doctor("--url", stranger.url, SGLANG_API_KEY=KEY)
+        shown = server("show", "--url", stranger.url, SGLANG_API_KEY=KEY)
     assert running.returncode == 0, running.stdout + running.stderr
     assert "FSSFSS" in running.stdout
     assert KEY not in running.stdout + running.stderr
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "in layers 0 and 3, 0 of " in shown.stdout
+    assert "in layers 1-2 and 4-5: OK" in shown.stdout
+    assert "index-K: 512 bytes per token; plain DSA: 1,536" in shown.stdout  # SGLang takes float16

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
@@ -112,12 +113,9 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
     generator = random.Random(SEED)
     todo, done = asks(generator, patterns), threading.Event()
     switched: list[str] = []
-    mixed: set[int] = set()
 
     def switch() -> None:
         while not done.wait(0.1) or len(switched) < len(defaults):
-            # A switch sets the counters back, so they are looked at before it.
-            mixed.update(i for i, s in enumerate(client.states()) if s.mixed_forwards)
             value = defaults[len(switched) % len(defaults)]
             assert {state.pattern for state in client.switch_pattern(value)} == {value}
             switched.append(value)
@@ -141,7 +139,7 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
     assert tally["told apart from another pattern"] > 0.5 * finished
     assert tally["retracted"] > 0
     assert len([key for key in tally if key.startswith("under")]) >= 8
-    assert mixed == set(range(len(client.states())))
+    assert all(state.mixed_forwards for state in client.states())
     wait_until_idle(client)
 
 
@@ -179,7 +177,7 @@ BY_LENGTH = {60: "FFFFFF", 99: "FFFFFF", 100: "FSFSFS", 199: "FSFSFS", 200: "FSS
 def client(glm: Path, serve: Serve) -> Iterator[Client]:
     arguments = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "16384"]
     arguments += ["--indexcache-pattern", POLICY, "--enable-mixed-chunk"]
-    arguments += ["--chunked-prefill-size", "128"]
+    arguments += ["--chunked-prefill-size", "128", "--enable-streaming-session"]
     with serve(glm, *arguments) as client:
         yield client
 
@@ -284,26 +282,66 @@ def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) 
     assert served_under(after) == str(second)
 
 
-def test_a_session_keeps_its_pattern(client: Client) -> None:
-    client.switch_pattern("FSFSFS")
-    session = client._request("POST", "/open_session", {"capacity_of_str_len": 1000})
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_session_keeps_its_pattern(client: Client, oracle: Oracle, streaming: bool) -> None:
+    """Also after a turn that is refused: its answers are those of its pattern on the whole text."""
+    client.switch_pattern("FSSSSS")
+    opened = {"capacity_of_str_len": 1000, "streaming": streaming}
+    session = client._request("POST", "/open_session", opened)
+    heard: list[int] = []
+    rid = None
 
-    def turn(ids: list[int], name: str | None, rid: str | None) -> Any:
-        return client.generate(
+    def turn(name: str | None) -> None:
+        nonlocal rid
+        ids = prompt(90, 70 + len(heard))
+        reply = client.generate(
             input_ids=ids,
-            session_params={"id": session, "rid": rid},
-            sampling_params=under(name, max_new_tokens=2),
+            session_params={"id": session, "rid": None if streaming else rid},
+            sampling_params=under(name, max_new_tokens=6),
         )
+        heard.extend(ids)
+        wanted, gap = oracle.greedy(heard, 6, Pattern("FSSSSS"))
+        assert served_under(reply) == "FSSSSS"
+        assert gap < LOGIT_TIE or reply["output_ids"] == wanted
+        heard.extend(reply["output_ids"])
+        rid = reply["meta_info"]["id"]
 
-    begun = turn(prompt(80, 70), None, None)
+    turn(None)
     client.switch_pattern("FFFFFF")
-    rid = begun["meta_info"]["id"]
-    again = turn(prompt(9, 71), None, rid)
-    assert served_under(begun) == served_under(again) == "FSFSFS"
-    with pytest.raises(
-        ServerError, match=r"400.*begun under pattern FSFSFS and cannot go on under"
-    ):
-        turn(prompt(9, 72), "FFFFFF", again["meta_info"]["id"])
+    turn(None)
+    for name in ("FFFFFF", "FFSSFS"):
+        with pytest.raises(ServerError, match=r"400.*begun under pattern FSSSSS and cannot go on"):
+            turn(name)
+        turn(None)
+    turn("FSSSSS")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 2}}),
+        ("/v1/completions", {"model": "m", "prompt": "x", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}),
+        ("/api/generate", {"prompt": "x", "options": {"num_predict": 2}}),
+        ("/v1/responses", {"model": "MODEL", "input": "x", "max_output_tokens": 2}),
+    ],
+)
+def test_every_route_takes_and_tells_a_pattern_in_a_header(
+    client: Client, glm: Path, route: str, body: dict[str, Any], stream: bool
+) -> None:
+    client.switch_pattern("FSFSFS")
+    said = {"model": "m", "max_tokens": 2, "stream": stream} | body
+    if said["model"] == "MODEL":
+        said["model"] = str(glm)
+    for header, pattern in ((None, "FSFSFS"), ("uniform:1/3", "FSSFSS")):
+        headers = {"X-IndexCache-Pattern": header} if header else {}
+        reply = httpx.post(f"{client.url}{route}", json=said, headers=headers, timeout=60)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["X-IndexCache-Pattern"] == pattern
+    wrong = httpx.post(f"{client.url}{route}", json=said | {"indexcache_pattern": "full"})
+    assert wrong.status_code == 400
 
 
 def test_an_unknown_session_is_one_clear_answer(client: Client) -> None:
@@ -382,3 +420,16 @@ def test_default_by_length_can_be_set_while_it_runs(client: Client) -> None:
         client.switch_pattern("FFFFFF < 90 <= FSSFSS < 80 <= FFFFFF")
     with pytest.raises(ServerError, match="is no choice by prompt length"):
         client.switch_pattern("FFFFFF < 90 < FSSFSS")
+
+
+def test_names_are_checked_in_every_tokenizer_process(glm: Path, serve: Serve) -> None:
+    """They load no plugins; a stream used to get HTTP 200 and the error as its first event."""
+    arguments = ["--tokenizer-worker-num", "2", "--indexcache-mode", "live"]
+    with serve(glm, "--max-total-tokens", "8192", *arguments) as client:
+        for _ in range(8):  # connections go to either process
+            for stream in (False, True):
+                body = {"input_ids": [20], "stream": stream, "sampling_params": under("nobody")}
+                assert httpx.post(f"{client.url}/generate", json=body).status_code == 400
+            good = {"input_ids": [20], "sampling_params": under("uniform:1/3", max_new_tokens=1)}
+            reply = httpx.post(f"{client.url}/generate", json=good)
+            assert reply.headers["X-IndexCache-Pattern"] == "FSSFSS"

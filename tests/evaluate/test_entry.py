@@ -126,3 +126,13 @@ def test_what_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> No
     begun = replace(evaluation(4), answers=(), finished=False)
     with pytest.raises(QualityError, match="first look"):
         write_quality(pattern_file(tmp_path), begun)
+
+
+def test_places_that_could_not_see_stay_named(tmp_path: Path) -> None:
+    found = row(blind=("needles at 131072",))
+    assert str(found) == "no loss beyond 1 point to 128Ki, without needles at 131072"
+    small = row(verdict="small loss", difference=-0.004)
+    assert str(small) == "a loss of 0.4 points, less than the margin of 1, to 128Ki"
+    add_evaluated(pattern_file(tmp_path), found)
+    [again] = load_entry(tmp_path / "mine.yaml").evaluated
+    assert again == found

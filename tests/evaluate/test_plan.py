@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate import corpus
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.cost import check_fits, detectable, tails, tokens_at_most
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
 from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows, default_lengths
+from sglang_indexcache.evaluate.tasks import Context
 from tests.evaluate.fake_server import HAYSTACK, Words
 
 PLAN = EvaluationPlan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
@@ -124,3 +127,40 @@ def test_a_context_that_a_server_does_not_take_is_refused() -> None:
     check_fits(PLAN, None, "http://a")
     with pytest.raises(QualityError, match=r"512 tokens .* does not fit http://a, .* of 511"):
         check_fits(PLAN, 511, "http://a")
+
+
+def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is asked: a run ended at the first context that could not be made."""
+    made = corpus.make_context
+
+    def picky(task: str, tokenizer: Words, length: int, seed: int, **rest: Any) -> Context:
+        if (task, length, seed) == ("tracking", 512, 3):
+            raise QualityError("tracking does not fit")
+        return made(task, tokenizer, length, seed, **rest)
+
+    monkeypatch.setattr(corpus, "make_context", picky)
+    counted: list[int] = []
+    whole = (
+        replace(PLAN, tasks=("notes",)),
+        replace(PLAN, tasks=("tracking",), lengths=(512,), selects_all=240),
+    )
+    assert CORPUS.check(whole[0], lambda: counted.append(1)) == []
+    assert len(counted) == len(whole[0].planned)
+    [told] = CORPUS.check(whole[1], lambda: None)
+    assert told == ("tracking-512-3 is made from seed 1000003 instead: tracking does not fit")
+    [planned] = [one for one in whole[1].planned if one.context == "tracking-512-3"]
+    found, other = (
+        CORPUS.make(planned),
+        made("tracking", Words(), 512, 1_000_003, haystack=HAYSTACK, questions=4),
+    )
+    assert (found.name, found.ids) == ("tracking-512-3", other.ids)
+    monkeypatch.setattr(corpus, "make_context", Raising())
+    with pytest.raises(QualityError, match="no task can do this"):
+        CORPUS.make(planned)
+
+
+class Raising:
+    """A task that no seed helps."""
+
+    def __call__(self, *_: object, **__: object) -> Context:
+        raise QualityError("no task can do this")

@@ -6,12 +6,13 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import IndexCacheError, QualityError
+from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
@@ -21,7 +22,8 @@ from sglang_indexcache.evaluate.tasks import Item
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
-from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words, serving
+from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words
+from tests.fakes.server import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,8 +67,8 @@ def test_a_context_is_computed_once_for_its_questions(tmp_path: Path) -> None:
     fake = Fake()
     with serving(fake) as url:
         evaluate(tmp_path, url)
-    assert all(body.get("logprob_start_len", [1])[0] > 0 for body in fake.asked)
-    for warm, asked in zip(fake.asked[::2], fake.asked[1::2], strict=True):
+    assert all(body.get("logprob_start_len", [1])[0] > 0 for body in fake.bodies)
+    for warm, asked in zip(fake.bodies[::2], fake.bodies[1::2], strict=True):
         assert "return_logprob" not in warm
         assert asked["top_logprobs_num"] == 20
         assert all(
@@ -115,7 +117,7 @@ REFUSED = {
     "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
     "idle layers": "ignores the pattern: .* layers .* did not do what that says",
     "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
-    "truncates": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
+    "truncation": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
     "nan": "a log-probability that is none.*NaN",
     "other tokens": "scored other tokens than those that were asked for",
     "nothing scored": "scored 0 tokens where 1 were asked for",
@@ -123,10 +125,10 @@ REFUSED = {
     "list of garbage": "no reply of SGLang's /generate.*another program",
     "stops": "stopped answering.*is kept: start the same command again",
     "control": r"control failed: at 48 tokens.*(half|few) differs from full \(\d+ lost",
-    "ignores requests": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
+    "deaf to names": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
     "names no pattern": "asked for pattern F.* and answered without saying under which pattern",
 }
-SINCE_LONG = ("ignores", "one cache", "truncates")
+SINCE_LONG = ("ignores", "one cache", "truncation")
 """Faults that begin behind the control, where they can be seen."""
 AFTER_CONTROL = 2 * 2
 """Calls for the control: two contexts, each computed and then asked about."""
@@ -145,6 +147,16 @@ def test_a_server_that_begins_to_ignore_patterns_midway_is_refused(tmp_path: Pat
     with serving(fake) as url, pytest.raises(QualityError, match="ignores the pattern, or answers"):
         evaluate(tmp_path, url)
     assert fake.calls > AFTER_CONTROL + 10
+
+
+def test_a_server_of_one_arm_must_name_its_pattern_too(tmp_path: Path) -> None:
+    fakes = [Fake(mode="static", pattern=arm.pattern, fault="names no pattern") for arm in ARMS]
+    with ExitStack() as stack:
+        urls = {
+            arm.name: stack.enter_context(serving(f)) for arm, f in zip(ARMS, fakes, strict=True)
+        }
+        with pytest.raises(ServerError, match="answered without saying under which pattern"):
+            evaluate(tmp_path, urls)
 
 
 def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.verdict import Kind, Verdict, _claim, judge
+from sglang_indexcache.evaluate.verdict import SAFE, Kind, Verdict, _claim, judge
 from sglang_indexcache.stats.pairs import Differences, Flips, Outcome
 from sglang_indexcache.stats.power import Design
 
@@ -44,7 +44,7 @@ def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outc
 def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict]:
     found: list[Verdict] = []
     for pattern in patterns:
-        safe = all(verdict.kind is Kind.NO_LOSS for verdict in found)
+        safe = all(verdict.kind in SAFE for verdict in found)
         found.append(
             judge(rows, pattern, DESIGN, look, **CONTROLS, permitted=safe)  # type: ignore[arg-type]
         )
@@ -84,7 +84,7 @@ def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None
     values = draw.choice([0, 0.125, -0.125], size=600, p=[0.5, 0.22, 0.28])
     flips = Flips(int((values < 0).sum()), int((values > 0).sum()), 4800)
     found = Differences(values, np.zeros(600, int), (("needles", LONG),), flips, np.full(600, 8))
-    verdict = _claim("same", "full", found, Design(600, margin=0.01), 4, None, True)
+    verdict = _claim("same", "full", found, Design(600, margin=0.01), 4, None, "")
     assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
     assert "undecided: a new run of the same size shows, with 80% probab" in verdict.sentence
 
@@ -199,3 +199,47 @@ def test_a_run_without_the_control_is_refused() -> None:
     rows = [row for row in evaluation(same=0.0) if row.length == LONG]
     with pytest.raises(QualityError, match="obligatory"):
         verdicts(rows, "same")
+
+
+def test_a_proven_loss_within_the_margin_is_said() -> None:
+    rows = evaluation(less=0.05)
+    verdict = judge(rows, "less", replace(DESIGN, margin=0.1), 4, **CONTROLS)  # type: ignore[arg-type]
+    assert verdict.kind is Kind.SMALL_LOSS
+    assert verdict.interval is not None
+    assert -0.1 < verdict.interval[0] < verdict.interval[1] < 0
+    assert "points, less than the margin of 10 points" in verdict.sentence
+
+
+def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
+    """Nine points lost in one cell cannot hide in a mean."""
+    draw = random.Random(8)
+    rows = [
+        replace(row, value=0.0)
+        if row.arm == "same" and row.task == "tracking" and row.length == LONG
+        and draw.random() < 0.12
+        else row
+        for row in evaluation(same=0.0)
+    ]  # fmt: skip
+    verdict = judge(rows, "same", replace(DESIGN, margin=0.2), 4, **CONTROLS)  # type: ignore[arg-type]
+    assert verdict.worst is not None
+    assert verdict.worst.task == "tracking"
+    assert verdict.worst.difference == pytest.approx(-0.11, abs=0.03)
+    assert -verdict.worst.difference < verdict.worst.bound < 0.2
+    assert "Worst of 2 cells: tracking at 65,536, -9.1 points" in verdict.sentence
+    assert "bound for all of them together" in verdict.sentence
+
+
+def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
+    """The control loses nothing in a cell where the pattern does, which would leave the claim."""
+    draw = random.Random(9)
+    rows = [
+        replace(row, value=0.0)
+        if row.arm == "same" and row.task == "tracking" and row.length == LONG
+        and draw.random() < 0.5
+        else row
+        for row in evaluation(blind=True, same=0.0)
+    ]  # fmt: skip
+    (verdict,) = verdicts(rows, "same")
+    assert verdict.blind == (("tracking", LONG),)
+    assert verdict.kind is Kind.UNDECIDED
+    assert "not claimed, because a pattern visibly loses at tracking at 65,536" in verdict.sentence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.training.model import DistilledModel
 from sglang_indexcache.errors import CheckpointError, PatternError
-from sglang_indexcache.heal.frozen import FrozenBody, placed
+from sglang_indexcache.heal.frozen import FrozenBody, shared_out
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.passing import Passing, pass_through, pipelined
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import dequantised
@@ -226,9 +228,109 @@ def test_scales_of_blocks_at_the_edges() -> None:
     assert found[4].tolist() == [3, 3, 3, 3, 4, 4, 4]
 
 
-def test_groups_are_not_parted() -> None:
-    devices = [torch.device("cuda", i) for i in range(2)]
-    assert [d.index for d in placed(Pattern("FSFSSF"), devices)] == [0, 0, 0, 0, 0, 1]
+@pytest.mark.parametrize("loads", [[1] * 6, [4, 1, 2, 1, 1, 1], [9, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_the_fullest_device_holds_as_little_as_can_be(loads: list[int], devices: int) -> None:
+    shares = shared_out(Pattern("FSFSSF"), loads, devices)
+    assert [number for share in shares for number in share] == list(range(6))
+    assert len(shares) == devices
+    every = (
+        max(sum(loads[a:b]) for a, b in pairwise([0, *ends, 6]))
+        for ends in combinations_with_replacement(range(7), devices - 1)
+    )
+    assert max(sum(loads[n] for n in share) for share in shares) <= 1.02 * min(every)
+
+
+def test_no_group_is_split_without_need() -> None:
+    assert shared_out(Pattern("FSSFSS"), [1] * 6, 2) == [range(3), range(3, 6)]
+    assert shared_out(Pattern("FSSSFS"), [1] * 6, 2) == [range(3), range(3, 6)]  # with need
+
+
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_on_several_devices_give_the_bits_of_one(
+    tmp_path: Path, stage: Stage, quantised: bool, training: bool
+) -> None:
+    """Groups are split between them, and each works on another row."""
+    checkpoint(tmp_path, dtype=torch.bfloat16)
+    if quantised:
+        quantise(tmp_path)
+    ids, found = tokens(3, 19), []
+    for devices in (1, 4):
+        pattern = Pattern("FSSS")
+        sharing = LocalSharing(pattern, TOPK, block=5)
+        body = FrozenBody(
+            tmp_path,
+            pattern,
+            sharing,
+            torch.float32,
+            [torch.device("cpu", i) for i in range(devices)],
+        )
+        positions = torch.arange(19)[None]
+        rows = [
+            Passing(
+                sharing.begin(stage, Layout(torch.zeros_like(row[None])), ids.numel()),
+                *body.start(row[None], positions),
+            )
+            for row in ids
+        ]
+        assert pipelined(body, len(rows)) == (devices > 1)
+        with torch.set_grad_enabled(training):
+            pass_through(body, sharing, rows)
+        bits = [one.hidden for one in rows]
+        bits += [loss for one in rows for loss in one.run.losses.values()]
+        bits += [mass for one in rows for mass, _ in one.run.captured.values()]
+        bits += [p.grad for p in body.indexer_tensors().values() if p.grad is not None]
+        assert len(bits) == len(rows) * (1 + (1 if training else 2) * LAYERS) + 5 * training
+        found.append(bits)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_error_on_one_device_ends_the_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path)
+    pattern = Pattern("FSSS")
+    sharing = LocalSharing(pattern, TOPK)
+    devices = [torch.device("cpu", i) for i in range(2)]
+    body = FrozenBody(tmp_path, pattern, sharing, torch.float32, devices)
+    ids = tokens(1, 9)
+    rows = [
+        Passing(
+            sharing.begin(Stage.WARMUP, Layout(torch.zeros_like(ids)), 1.0),
+            *body.start(ids, torch.arange(9)[None]),
+        )
+        for _ in range(3)
+    ]
+
+    def fail(_: int) -> None:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(body, "layer", fail)
+    with pytest.raises(MemoryError, match="full"):
+        pass_through(body, sharing, rows)
+
+
+def test_a_layer_of_experts_is_dequantised_into_place(tmp_path: Path) -> None:
+    """Once it took 2.3 times the layer: its parts, stacks of them, and what they were joined to."""
+    checkpoint(tmp_path, dtype=torch.bfloat16)
+    quantise(tmp_path)
+    body = body_of(tmp_path)
+    body.layer(LAYERS - 1)
+    with Memory() as seen:
+        run = body.layer(LAYERS - 1)
+    weights = run.__closure__
+    assert weights is not None
+    sizes = [
+        t.nbytes
+        for cell in weights
+        if isinstance(cell.cell_contents, dict)
+        for t in cell.cell_contents.values()
+    ]
+    assert sum(sizes) > 0
+    assert seen.peak < 1.2 * sum(sizes)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ def attention(**changes: Any) -> None:
 def test_right_arguments_pass() -> None:
     indexer()
     indexer(decode=True)
-    indexer(page_order=torch.zeros(2, 5, dtype=torch.int32))
     indexer(block_table=torch.zeros(2, 9, dtype=torch.int32)[:, :5])  # a wider table's columns
     attention()
     attention(cache=torch.zeros(9, 576, dtype=torch.bfloat16), sinks=None)
@@ -67,12 +66,6 @@ def test_right_arguments_pass() -> None:
             r"block_table has 65537 columns; 65536 \(4194304 tokens\) are the most",
         ),
         ({"query_starts": torch.zeros(2, dtype=torch.int32)}, r"query_starts must be \[3\]"),
-        (
-            {"page_order": torch.zeros(2, 4, dtype=torch.int32)},
-            r"page_order must be \[B, W\].*W = 5",
-        ),
-        ({"page_order": torch.zeros(2, 5, dtype=torch.int64)}, "page_order must be .* int32"),
-        ({"page_order": torch.zeros(5, 2, dtype=torch.int32).T}, "page_order must be contiguous"),
         (
             {"q": torch.zeros(4, 12, 128, dtype=FP8), "weights": torch.zeros(4, 12)},
             "12 heads; there are",

@@ -21,6 +21,8 @@ from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
 
+pytestmark = pytest.mark.csrc
+
 LOGITS = [(heads, rows) for heads in (32, 64) for rows in (1, 2, 4)] + [(8, 4), (16, 4)]
 SELECT = [(heads, select_rows(heads)) for heads in INDEXER_HEADS]
 INDEXER = {f"logits_kernel<{heads}, {rows}>": heads * rows for heads, rows in LOGITS} | {
@@ -328,8 +330,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
         lambda: topk.topk_of_requests(logits, rows, None, 2, None, chosen),
         lambda: indexer.indexer_logits(q, weights, pages, table, starts, 1, rows, logits),
         lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
-        lambda: indexer.indexer_select(*batch, None, True, lists, chosen),
-        lambda: indexer.indexer_select(*batch, table, True, lists, chosen),
+        lambda: indexer.indexer_select(*batch, True, lists, chosen),
         lambda: mla.sparse_mla_pack(slots, 2, *packed),
         lambda: mla.sparse_mla_clusters(cache, 8),
         lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),

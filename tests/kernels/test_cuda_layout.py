@@ -16,6 +16,8 @@ from sglang_indexcache.kernels.contract import MAX_PAGES
 from tests.kernels import cuda_host
 from tests.kernels.cuda_host import host, pointer
 
+pytestmark = pytest.mark.csrc
+
 # -- the model ---------------------------------------------------------------------------------
 
 # PTX ISA "Tensor swizzling modes", 128B: within every 1024 bytes, address bits 4-6 are exclusive-or

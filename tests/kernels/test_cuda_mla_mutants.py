@@ -21,6 +21,8 @@ from sglang_indexcache.kernels.build import source_folder
 from tests.kernels.cuda_host import pointer
 from tests.kernels.test_cuda_emulated import attention, emulator_command, fp8_cache
 
+pytestmark = pytest.mark.csrc
+
 NOTHING = ("", "", "both")
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # what is missing: (text of attend.cuh, what stands there instead, with which rows it matters)

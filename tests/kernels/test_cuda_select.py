@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from tests.kernels import cuda_host
 
+pytestmark = pytest.mark.csrc
+
 seeds = st.integers(0, 2**31)
 
 
@@ -108,6 +110,23 @@ def test_the_gate_lists_few_entries_even_of_a_sorted_row() -> None:
     _, _, entries = cuda_host.gate(row, k, 1)
     expected = k * (1 + np.log(n / k))
     assert entries < 2 * expected
+
+
+def test_the_certificate_holds_in_any_order_of_pages() -> None:
+    """The best pages first, last or anywhere; the sooner they come, the less is listed."""
+    random, pages, k = np.random.default_rng(3), 2000, 2048
+    row = make_row("normal", 64 * pages, random)
+    row += np.repeat((random.random(pages) < 0.05).astype(np.float32) * 3, 64)
+    best = oracle(row, k)
+    good = np.argsort(-np.bincount(best // 64, minlength=pages), kind="stable").astype(np.int32)
+    listed = {}
+    orders = {"good": good, "bad": good[::-1].copy(), "random": random.permutation(good)}
+    for name, order in orders.items():
+        chosen, fullest, listed[name] = cuda_host.gate(row, k, 1, order)
+        assert 0 <= fullest <= cuda_host.constant("gate.list_capacity")
+        np.testing.assert_array_equal(chosen, best)
+    assert listed["good"] < 0.8 * listed["random"] < listed["bad"]
+    assert listed["good"] < 4096 + 2 * k
 
 
 def test_bins_order_as_the_floats_do() -> None:

@@ -13,6 +13,8 @@ from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from tests.kernels import cuda_host
 from tests.kernels.cuda_host import host, pointer
 
+pytestmark = pytest.mark.csrc
+
 
 def pack(slots: NDArray, seed: int) -> tuple[NDArray, NDArray]:
     rows, k = slots.shape

@@ -6,7 +6,6 @@ references. The "GPU" has two multiprocessors, and a workspace that forces sever
 
 import ctypes
 from ctypes import byref, c_bool, c_float, c_int64, c_uint64
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.topk import cuda as topk
 from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 
+pytestmark = pytest.mark.csrc
+
 SMS = 2
 
 
@@ -27,7 +28,7 @@ def at(tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
     return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
 
 
-def call_of(q, weights, pages, table, starts, per_request, visible, order=None) -> IndexerCall:
+def call_of(q, weights, pages, table, starts, per_request, visible) -> IndexerCall:
     assert q.is_contiguous()
     assert weights.is_contiguous()
     assert visible.is_contiguous()
@@ -44,8 +45,6 @@ def call_of(q, weights, pages, table, starts, per_request, visible, order=None) 
         at(table),
         table.stride(0),
         7,
-        at(order),
-        table.shape[1],
     )
 
 
@@ -71,12 +70,10 @@ class Emulated:
         tile = {1: 1, 2: 2}.get(rows, 4) if q.shape[1] >= 32 else 4
         run("logits", byref(call), q.shape[1], tile, rows, 2, at(out), c_int64(out.stride(0)))
 
-    def indexer_select(
-        self, q, weights, pages, table, starts, visible, order, slots, lists, out
-    ) -> None:
-        self.calls.append("indexer_select" + " in order" * (order is not None))
+    def indexer_select(self, q, weights, pages, table, starts, visible, slots, lists, out) -> None:
+        self.calls.append("indexer_select")
         assert lists.shape[1:] == (indexer.select_rows(q.shape[1]), indexer.LIST_CAPACITY)
-        call = call_of(q, weights, pages, table, starts, 1, visible, order)
+        call = call_of(q, weights, pages, table, starts, 1, visible)
         tile, k, blocks = lists.shape[1], out.shape[1], lists.shape[0]
         run("select", byref(call), q.shape[1], tile, k, blocks, c_bool(slots), at(out))
 
@@ -156,20 +153,6 @@ def test_select_prefill(
     chosen = indexer.select(on_torch(batch), 40, as_slots=as_slots)
     assert emulated.calls == launches
     np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=as_slots))
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_an_order_of_pages_reaches_the_fused_kernel_alone(
-    fused: bool, emulated: Emulated, random: np.random.Generator
-) -> None:
-    batch = Batch(random, 32, [3, 0, 21 if fused else 2, 1], [130, 9, 200, 70], padding=2)
-    order = torch.stack([torch.randperm(batch.table.shape[1]) for _ in range(4)]).int()
-    ordered = replace(on_torch(batch), page_order=order)
-    assert indexer.is_fused(ordered) == fused
-    chosen = indexer.select(ordered, 40)
-    wanted = ["indexer_select in order"] if fused else ["indexer_logits", "topk_of_requests"]
-    assert emulated.calls == wanted
-    np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=False))
 
 
 @pytest.mark.parametrize("as_slots", [False, True])

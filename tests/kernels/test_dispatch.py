@@ -1,19 +1,19 @@
 """The dispatch table: what runs where, why, and that no default is without evidence."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.kernels import speed
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS, OpName
-from sglang_indexcache.kernels.dispatch import Limits
+from sglang_indexcache.kernels.dispatch import KernelMeasurement, Limits
 from sglang_indexcache.kernels.grid import cases, runner
 
 ROOT = Path(__file__).parent.parent.parent
@@ -86,23 +86,53 @@ def test_what_is_not_written_cannot_run() -> None:
         planned.load("topk")
 
 
-def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.MEASURED, ("topk", (9, 0)), ("triton", "kernels/h100.json"))
-    assert names("topk", HOPPER) == ["triton", "cuda", "reference"]
-    assert names("select", HOPPER) == ["cuda", "triton", "reference"]
-    monkeypatch.setitem(dispatch.MEASURED, ("topk", (8, 0)), ("cuda", "kernels/a100.json"))
-    assert names("topk", AMPERE) == ["triton", "reference"]
+ROW = KernelMeasurement("select", "prefill", (9, 0), 32, "", 65_536, "cuda", "gpu/h100.json")
+
+
+def shown(row: KernelMeasurement, report: dict[str, Any]) -> bool:
+    """Whether a report of the GPU tests says all that the row claims."""
+    claims = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "record"}
+    claims["capability"] = list(row.capability)
+    right = report["correct"].get(row.implementation, {}).get(row.op)
+    return right is True and claims in report["faster"]
 
 
 def test_every_default_has_its_evidence() -> None:
-    """A default names a committed result, of that card, in which the op was right and faster."""
-    for (op, capability), (implementation, path) in dispatch.MEASURED.items():
-        result = json.loads((ROOT / "benchmarks" / "results" / path).read_text())
-        assert tuple(result["machine"]["capability"]) == capability
-        assert result["correct"][implementation][op] is True
-        families = [family for family, timed in speed.OPS.items() if timed == op]
-        assert families
-        assert all(result["faster"][implementation][family] is True for family in families)
+    """A row names a committed report, of that card, in which ours was right and faster."""
+    for row in dispatch.MEASURED:
+        assert shown(row, json.loads((ROOT / "benchmarks" / "results" / row.record).read_text()))
+        assert row.implementation == "cuda", "others are to be asked for by name"
+        assert row.tokens == 0 or (row.op, row.phase) == ("select", "prefill")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"heads": 64},
+        {"capability": (10, 0)},
+        {"tokens": 32_768},
+        {"phase": "decode"},
+        {"op": "sparse_mla"},
+    ],
+)
+def test_evidence_for_another_case_is_none(wrong: dict[str, Any]) -> None:
+    claims = {name: value for name, value in asdict(ROW).items() if name != "record"}
+    report = {
+        "correct": {"cuda": {"select": True}},
+        "faster": [claims | {"capability": [9, 0]}],
+    }
+    assert shown(ROW, report)
+    assert not shown(replace(ROW, **wrong), report)
+    assert not shown(ROW, report | {"correct": {"cuda": {"select": False}}})
+
+
+def test_a_measurement_is_for_its_own_case_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MEASURED", (ROW,))
+    assert dispatch.measured("select", "prefill", HOPPER, 32, "") is ROW
+    assert dispatch.measured("select", "decode", HOPPER, 32, "") is None
+    assert dispatch.measured("select", "prefill", HOPPER, 64, "") is None
+    assert dispatch.measured("select", "prefill", BLACKWELL, 32, "") is None
+    assert dispatch.measured("sparse_mla", "prefill", HOPPER, 32, "fa3") is None
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -143,6 +173,34 @@ def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0, result.output
         for word in (*OPS, *dispatch.NAMES, "the engine's own kernels", *says):
             assert word in result.output
+
+
+@pytest.mark.parametrize(
+    ("doubt", "rows", "says"),
+    [
+        ("it miscompiles", (ROW,), "only if asked for by name (--indexcache-kernels cuda): it mis"),
+        (None, (), "only if asked for by name (--indexcache-kernels cuda): no card has measured"),
+        (None, (ROW,), "auto runs these kernels where they were measured to be faster"),
+    ],
+)
+def test_build_says_first_whether_the_result_will_be_used(
+    doubt: str | None,
+    rows: tuple[KernelMeasurement, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_indexcache.kernels import build as building
+
+    cuda = replace(dispatch.named("cuda"), distrust=lambda: doubt)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (cuda,))
+    monkeypatch.setattr(dispatch, "MEASURED", rows)
+
+    def compile_nothing(folder: str, **_: object) -> None:
+        raise KernelError("compiling begins")
+
+    monkeypatch.setattr(building, "build", compile_nothing)
+    result = CliRunner().invoke(app, ["kernels", "build"], env={"COLUMNS": "400"})
+    assert says in result.output.partition("compiling begins")[0]
 
 
 def test_check_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,14 +105,6 @@ def see_one_more(batch: IndexerBatch) -> None:
     batch.visible.add_((batch.visible < batch.visible.max()).int())
 
 
-def miss_the_page_that_comes_last(batch: IndexerBatch) -> None:
-    """With an order of pages: of the pages that the longest request has."""
-    if batch.page_order is not None:
-        pages = -(-int(batch.visible.max()) // 64)
-        known = batch.page_order[0][batch.page_order[0] < pages]
-        batch.pages[batch.block_table[0, int(known[-1])], : 64 * 128] = 0
-
-
 INDEXER_MUTANTS = [drop_a_head, forget_a_scale]
 
 
@@ -134,7 +126,6 @@ def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> N
     [
         *((change, 10) for change in INDEXER_MUTANTS),
         (see_one_more, 1),
-        (miss_the_page_that_comes_last, 10),
     ],
 )
 def test_wrong_selection(change: Any, number: int, generator: torch.Generator) -> None:

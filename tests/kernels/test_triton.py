@@ -17,9 +17,13 @@ from sglang_indexcache.kernels.sparse_mla import triton as sparse_mla
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(),
+        reason="needs a GPU or TRITON_INTERPRET=1",
+    ),
+]
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 2000, 1 << 20])

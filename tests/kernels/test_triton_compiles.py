@@ -12,6 +12,8 @@ from sglang_indexcache.kernels.indexer import triton as indexer
 from sglang_indexcache.kernels.sparse_mla import triton as sparse_mla
 from sglang_indexcache.kernels.topk import triton as topk
 
+pytestmark = pytest.mark.csrc
+
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
 # A block's shared memory, by compute capability.
 SHARED_BYTES = {AMPERE: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10, BLACKWELL: 227 << 10}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -191,8 +192,10 @@ def test_it_says_at_once_that_it_is_at_work(
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "_resolve", resolve)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     console = Console(file=(said := io.StringIO()), width=200)
     assert not doctor.examine(["--model-path", "m"], console, "cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert "checked for  the CPU reference platform\n" in said.getvalue()
     assert "asked after: asking SGLang" in said.getvalue()
 

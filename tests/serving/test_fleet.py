@@ -11,20 +11,20 @@ from rich.console import Console
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.serving.fleet import examine_servers
-from tests.bench.fake_server import Behaviour, fake_server
+from tests.fakes.server import FakeServer, serving
 
 
-def examine(*behaviours: Behaviour) -> tuple[bool, str]:
+def examine(*fakes: FakeServer) -> tuple[bool, str]:
     said = io.StringIO()
     with ExitStack() as stack:
-        clients = [Client(stack.enter_context(fake_server(one))) for one in behaviours]
+        clients = [Client(stack.enter_context(serving(one))) for one in fakes]
         fine = examine_servers(clients, Console(file=said, width=200))
     return fine, said.getvalue()
 
 
 def test_servers_that_do_the_same() -> None:
     fine, said = examine(
-        Behaviour("FSFS", role="prefill", dp=2), Behaviour("FSFS", role="decode", mode="static")
+        FakeServer("FSFS", role="prefill", dp=2), FakeServer("FSFS", role="decode", mode="static")
     )
     assert fine
     assert said.count("FSFS") == 3  # one for each rank
@@ -37,34 +37,35 @@ def test_servers_that_do_the_same() -> None:
     [
         ({"pattern": "FSSS"}, "they differ in the pattern."),
         ({"mode": "live"}, "they differ in the mode."),
-        ({"version": "0.0.9"}, "they differ in sglang-indexcache's version."),
-        ({"architecture": "DeepseekV32ForCausalLM"}, "they differ in the model."),
+        ({"said": {"version": "0.0.9"}}, "they differ in sglang-indexcache's version."),
+        ({"said": {"architecture": "DeepseekV32ForCausalLM"}}, "they differ in the model."),
     ],
 )
 def test_servers_that_differ(change: dict[str, Any], message: str) -> None:
-    fine, said = examine(Behaviour("FSFS"), Behaviour(**{"pattern": "FSFS", **change}))
+    fine, said = examine(FakeServer("FSFS"), FakeServer(**{"pattern": "FSFS", **change}))
     assert not fine
     assert message in said
     assert said.count("problem") == 1
-    assert next(iter(change.values())) in said.partition(message)[2]
+    value = next(iter(change.get("said", change).values()))
+    assert value in said.partition(message)[2]
 
 
 def test_a_rank_whose_worker_did_not_load_the_plugin() -> None:
     """SGLang logs a plugin that raises, and goes on without it."""
-    fine, said = examine(Behaviour("FSFS", dp=2, plugins=(True, False)))
+    fine, said = examine(FakeServer("FSFS", dp=2, plugins=(True, False)))
     assert not fine
     assert "rank 1 was started with IndexCache, but its worker did not load the plugin" in said
     assert "rank 0 was started" not in said
 
 
 def test_a_server_without_indexcache() -> None:
-    fine, said = examine(Behaviour("FSFS"), Behaviour("FSFS", plugins=(False,), launched=False))
+    fine, said = examine(FakeServer("FSFS"), FakeServer("FSFS", plugins=(False,), launched=False))
     assert not fine
     assert "does not run IndexCache. Start it with --attention-backend indexcache" in said
 
 
 def test_a_rank_whose_report_failed() -> None:
-    fine, said = examine(Behaviour("FSFS"), Behaviour("FSFS", fault="no report"))
+    fine, said = examine(FakeServer("FSFS"), FakeServer("FSFS", fault="no report"))
     assert not fine
     assert "cannot say what IndexCache does: KeyError: 'x'. Its log has the details" in said
 

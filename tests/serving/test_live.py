@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
 from sglang_indexcache.serving.in_process import InProcessEngine
 from tests.fakes import state
@@ -43,7 +45,11 @@ def scheduler(**pool: Any) -> SimpleNamespace:
     pool = SimpleNamespace(**whole | pool)
     return SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
+        tp_worker=SimpleNamespace(
+            model_runner=SimpleNamespace(
+                model=Model(), layer_info=SimpleNamespace(start_layer=0, end_layer=3)
+            )
+        ),
         is_fully_idle=lambda: True,
     )
 
@@ -81,6 +87,7 @@ def test_the_report_counts_what_is_allocated() -> None:
     assert state["pattern"] == "FFFF"
     assert state["index_k_bytes_per_token"] == 4
     assert state["indexer_weight_bytes"] == {"0": 40}
+    assert state["stage"] == [0, 3]  # another stage has the last layer, and counts it
 
 
 def test_an_adapter_cannot_be_set_where_there_is_none(serving: active.ActivePattern) -> None:
@@ -153,6 +160,54 @@ def test_two_nodes_switch_only_when_idle(
     assert not ask(engine, "indexcache_pattern=FFFS")
     assert "prefilled under one pattern and decoded under the other" in serving.last_rejection
     assert str(serving.pattern) == "FSFS"
+
+
+def test_a_switch_with_another_value_is_none(serving: active.ActivePattern) -> None:
+    request = SimpleNamespace(server_args={"indexcache_pattern=FSFS": 0})
+    controller = SimpleNamespace(scheduler=scheduler())
+    assert not live._accept(lambda *_: None, controller, request).updated
+    assert 'the value must be 1: {"indexcache_pattern=FSFS": 1}' in serving.last_rejection
+
+
+def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
+    """What was served under a pattern can be told afterwards."""
+    first, second = Pattern("FSFS"), Pattern("FFSS")
+    for rows in ({first: 3}, {second: 1, first: 2}, {first: 1}):
+        serving.count_forward(rows)
+        serving.count_selection(0)
+        serving.count_reuse(3)
+        serving.count_key_write(1)
+        serving.count_graph("mixed")
+        assert ask(scheduler(), f"indexcache_pattern={first if len(rows) > 1 else second}")
+    told = report(scheduler())
+    assert serving.switches == 3
+    assert (told["forwards"], told["mixed_forwards"]) == (3, 1)
+    assert told["rows"] == {"FSFS": 6, "FFSS": 1}
+    assert told["forwards_under"] == {"FSFS": 2, "FFSS+FSFS": 1}
+    assert told["indexer_selections"] == [3, 0, 0, 0]
+    assert told["index_reuses"] == [0, 0, 0, 3]
+    assert told["index_key_writes"] == [0, 3, 0, 0]
+    assert told["graph_replays"] == {"mixed": 3}
+
+
+def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
+    serving.count_forward({serving.pattern: 0})
+    told = report(scheduler())
+    assert (told["forwards"], told["rows"], told["forwards_under"]) == (1, {}, {})
+
+
+def test_patterns_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
+    """Else a client that names ever new ones fills the memory and the report."""
+    for _ in range(2):
+        for number in range(active._MOST_APART + 3):
+            serving.count_forward({Pattern("F" + "FS"[number % 2] * (number + 1)): 2})
+    for counted, each in (
+        (serving.counters.forwards_under, 1),
+        (serving.counters.rows, 2),
+    ):
+        assert len(counted) == active._MOST_APART + 1
+        assert counted[OTHERS] == 2 * 3 * each
+        assert counted["FF"] == 2 * each
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:

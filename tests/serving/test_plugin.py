@@ -1,6 +1,7 @@
 """The resolution of real command lines by SGLang's own pipeline, for every DSA architecture."""
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.settings import OPTIONS, Plan
@@ -148,18 +149,23 @@ def test_names_are_checked_in_front_of_a_server_alone(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes SGLang's tokenizer manager, which an examination has no use for."""
+    from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_indexcache.serving import requests
+    from sglang_indexcache.serving import front
 
     asked: list[str] = []
-    monkeypatch.setattr(requests, "install_in_front", lambda: asked.append("asked"))
+    monkeypatch.setattr(front, "install", lambda: asked.append("asked"))
     folder = model()
     resolve(folder)
     assert asked == []
     command = ["--model-path", str(folder), "--attention-backend", "indexcache"]
-    prepare_server_args(command).resolve_once()
+    served = prepare_server_args(command)
+    served.resolve_once()
     assert asked == ["asked"]
+    carried = pickle.loads(pickle.dumps(served))  # as tokenizer processes get it
+    assert carried.get_tokenizer_worker_class() is TokenizerWorker
+    assert asked == ["asked"] * 2
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,7 @@ def test_names_are_checked_in_front_of_a_server_alone(
     [
         ({"moe_layer_freq": None}, 'Add to its config.json: "moe_layer_freq": 1'),
         ({"index_head_dim": 64}, "index_head_dim is 64 and must be 128"),
+        ({"index_topk": 0}, "index_topk is 0 and must be at least 1"),
     ],
 )
 def test_a_config_that_sglang_would_die_of_is_refused_at_the_start(
@@ -403,30 +410,40 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_checked_on_what_sglang_resolved(
-    hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+    hopper: None,
+    model: Callable[..., Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
     import pickle
 
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_indexcache.kernels.dispatch import FASTER_FROM, Machine
+    from sglang_indexcache.kernels import dispatch
+    from sglang_indexcache.kernels.dispatch import Machine
     from sglang_indexcache.serving import doctor
     from sglang_indexcache.serving.cuda.choice import choose
     from sglang_indexcache.serving.plugin import resolving_view
 
+    heads = KERNEL_SHAPE["index_n_heads"], BASE["num_attention_heads"]
+    rows_measured = tuple(
+        dispatch.KernelMeasurement(op, phase, (9, 0), count, engine, 0, "cuda", "gpu/h100.json")
+        for op, phase, count, engine in (
+            ("select", "prefill", heads[0], ""),
+            ("select", "decode", heads[0], ""),
+            ("sparse_mla", "prefill", heads[1], "flashmla_sparse"),
+            ("sparse_mla", "decode", heads[1], "fa3"),
+        )
+    )
+    monkeypatch.setattr(dispatch, "MEASURED", rows_measured)
     server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "auto")
     plan = Plan.from_hf_config(hf_config(server_args))
     assert plan is not None
     assert plan.kernels == "auto"
     said = capfd.readouterr().err
-    shorter = f"; the engine's below {FASTER_FROM[KERNEL_SHAPE['index_n_heads']]} tokens"
-    for op, more in (
-        ("select in prefill", shorter),
-        ("select in decode", ""),
-        ("sparse_mla in decode", ""),
-    ):
-        assert said.count(f"IndexCache kernels: {op}: cuda (opted in{more})") == 1
+    for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
+        assert said.count(f"IndexCache kernels: {op}: cuda (measured: ") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
     routes = choose("auto", resolving_view(worker), shape, Machine.here())
@@ -535,3 +552,47 @@ def test_help_shows_the_flags() -> None:
         for option in OPTIONS:
             assert option.flag in done.stdout, command
         assert ",indexcache}" in done.stdout
+
+
+# -- what is said twice, in vain, or of a draft ------------------------------------------------
+
+
+def test_a_pattern_that_is_given_twice(
+    model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = ["--indexcache-pattern", "full", "--indexcache-pattern"]
+    assert built_pattern(resolve(model(), *twice, "full")) == "F" * 8
+    with pytest.raises(SystemExit):
+        resolve(model(), *twice, "uniform:1/4")
+    assert "--indexcache-pattern is given twice, as 'full' and as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+@pytest.mark.parametrize(("context", "warns"), [(16384, True), (32768, True), (40000, False)])
+def test_a_step_of_a_policy_that_no_prompt_reaches(
+    model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    context: int,
+    warns: bool,
+    by_flag: bool,
+) -> None:
+    from sglang_indexcache.serving import plugin
+
+    said: list[str] = []  # SGLang takes over what is logged
+    monkeypatch.setattr(plugin.logger, "warning", lambda form, *values: said.append(form % values))
+    policy = ["--indexcache-pattern", "full < 32768 <= uniform:1/4", "--indexcache-mode", "live"]
+    if by_flag:
+        resolve(model(max_position_embeddings=1 << 20), *policy, "--context-length", str(context))
+    else:
+        resolve(model(max_position_embeddings=context), *policy)
+    assert len(said) == warns
+    assert all("no prompt reaches 32Ki tokens, because the context" in each for each in said)
+
+
+def test_the_drafts_backend_is_resolved_like_the_others(model: Callable[..., Path]) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    draft = ["--speculative-draft-attention-backend", "indexcache"]
+    assert resolving_view(resolve(model(), *draft)).speculative_draft_attention_backend == "dsa"
+    with pytest.raises(SettingsError, match="needs --attention-backend indexcache"):
+        resolve(model(), *draft, backend="dsa")

@@ -21,6 +21,7 @@ def flags(**given: Any) -> SimpleNamespace:
     """What a plain command line resolves to, and what was ``given``."""
     plain = {
         "use_ray": False,
+        "enable_pdmux": False,
         "enable_two_batch_overlap": False,
         "enable_return_indexer_topk": False,
         "pp_size": 1,
@@ -157,6 +158,7 @@ def test_stage_starts_in_pattern_positions() -> None:
         ({}, {"cuda_graph_backend_decode": "disabled"}, "switched off"),
         ({}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm, whose verification"),
         ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        (LIVE, {"enable_pdmux": True}, "--enable-pdmux in live mode"),
         ({"architecture": "Glm5NextForConditionalGeneration"}, {}, "a Glm5Next"),
     ],
 )

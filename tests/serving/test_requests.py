@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 from array import array
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, hooks, requests
@@ -144,15 +148,85 @@ def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch
     assert "stages start at layers 2" in admit("FSSS").to_finish.message
 
 
-def test_a_session_keeps_the_pattern_that_it_began_with() -> None:
+def turn(session: Session, name: str | None = None, **said: Any) -> Req:
+    """A turn of a session, as its scheduler makes it."""
+    custom = None if name is None else {requests.NAME: name}
+    known = {
+        "rid": str(next(NUMBERS)),
+        "input_ids": array("q", range(8)),
+        "sampling_params": SamplingParams(custom_params=custom),
+        "session_params": SessionParams(id="s", rid=said.pop("rid", None), **said),
+        "extra_key": None,
+    }
+    fields = defaultdict(lambda: None, known)
+    fields["stream"] = fields["return_logprob"] = fields["return_hidden_states"] = False
+    fields["top_logprobs_num"] = 0
+
+    class Received:
+        def __getattr__(self, field: str) -> Any:
+            return fields[field]
+
+        def __setattr__(self, field: str, value: Any) -> None:
+            fields[field] = value
+
+    return session.create_req(Received(), None, 512)  # type: ignore[arg-type]
+
+
+NUMBERS = itertools.count()
+
+
+def finish(session: Session, request: Req) -> None:
+    """What the scheduler does with a turn that has run, also one that was refused."""
+    request.finished_reason = request.to_finish or FINISH_LENGTH(1)
+    if not session.streaming:
+        return
+    if request.to_finish is None:
+        session.finish_req(request)
+    else:
+        session.abort_req()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "streaming"])
+def session(request: pytest.FixtureRequest) -> Session:
+    return Session(1000, "s", streaming=request.param)
+
+
+def test_a_session_keeps_the_pattern_that_it_began_with(session: Session) -> None:
     serving = serve()
-    session = SimpleNamespace()
-    assert admit("FSFS", session=session).indexcache_pattern == Pattern("FSFS")
+    begun = turn(session, "FSFS")
+    finish(session, begun)
+    assert begun.indexcache_pattern == Pattern("FSFS")
     serving.replace(serving.policy.of(Pattern("FFSS")), "test")
-    assert admit(session=session).indexcache_pattern == Pattern("FSFS")
-    assert admit("uniform:1/2", session=session).to_finish is None
-    refused = admit("FFFF", session=session)
+    for name in (None, "uniform:1/2", None):
+        again = turn(session, name)
+        assert (again.indexcache_pattern, again.to_finish) == (Pattern("FSFS"), None)
+        finish(session, again)
+
+
+def test_the_turn_after_a_refused_one_goes_on_as_before(session: Session) -> None:
+    """The refused one was once made the session's: its next answer came of KV of two patterns."""
+    serve()
+    finish(session, turn(session, "FSFS"))
+    for name in ("FFFF", "nobody"):
+        refused = turn(session, name)
+        assert refused.to_finish.status_code == 400
+        finish(session, refused)
+        again = turn(session)
+        assert again.indexcache_pattern == Pattern("FSFS")
+        finish(session, again)
+    refused = turn(session, "FFFF")
     assert "begun under pattern FSFS and cannot go on under FFFF" in refused.to_finish.message
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_first_turn_that_is_refused_decides_nothing(session: Session, ours: bool) -> None:
+    """By us, or by SGLang: it is too long, or names a turn that there is none of."""
+    serve()
+    first = turn(session, "nobody" if ours else "FSFS")
+    if not ours:
+        first.set_finish_with_abort("too long")
+    finish(session, first)
+    assert turn(session, "FFSS").to_finish is None
 
 
 # -- what hangs on it --------------------------------------------------------------------------
@@ -247,42 +321,33 @@ def test_an_answer_tells_its_pattern_once() -> None:
     assert not told_once(SimpleNamespace(), "another's")  # type: ignore[arg-type]
 
 
-# -- in the HTTP process -----------------------------------------------------------------------
+# -- what a request says -----------------------------------------------------------------------
 
 
-def incoming(name: Any) -> Any:
-    return SimpleNamespace(sampling_params={"custom_params": {requests.NAME: name}})
-
-
-def check_name(made: Plan | None, name: Any, monkeypatch: pytest.MonkeyPatch, *others: Any) -> Any:
-    monkeypatch.setattr(requests, "published_plan", lambda: made)
-    states = {str(i): SimpleNamespace(obj=incoming(other)) for i, other in enumerate(others)}
-    manager = SimpleNamespace(rid_to_state=states)
-    return requests._check_name(lambda *_: "tokenized", manager, incoming(name), "text", [1])
-
-
-def test_a_good_name_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan("FFFF", mode="live")
-    assert check_name(made, "FSFS", monkeypatch) == "tokenized"
-    assert check_name(made, None, monkeypatch) == "tokenized"
-    assert check_name(None, "anything", monkeypatch) == "tokenized"  # no server of ours
-
-
-def test_a_bad_name_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no pattern is called 'nobody'"):
-        check_name(plan("FFFF", mode="live"), "nobody", monkeypatch)
-
-
-def test_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan("F" * 8, mode="live")
-    legal = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(64)]
-    most = requests.MOST_AT_ONCE
-    assert check_name(made, legal[40], monkeypatch, *legal[: most - 1], None) == "tokenized"
-    assert check_name(made, legal[0], monkeypatch, *legal[:most]) == "tokenized"  # among them
-    with pytest.raises(ValueError, match=f"{most} other patterns already.*takes {most} at once"):
-        check_name(made, legal[40], monkeypatch, *legal[:most])
-
-
-@pytest.mark.parametrize("sampling", [None, [], {}, {"custom_params": "FFFF"}, [{}]])
+@pytest.mark.parametrize("sampling", [None, [], {}, {"custom_params": None}, [{}]])
 def test_requests_of_any_shape_name_nothing(sampling: Any) -> None:
     assert requests.named_by(sampling) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["indexcache_patern", "INDEXCACHE_PATTERN", "indexcache-pattern", "index_cache_pattern",
+     "IndexCache", "indexcache_pattern=full", " indexcache_pattern"],
+)  # fmt: skip
+def test_a_key_that_means_us_and_is_not_ours_is_refused(key: str) -> None:
+    with pytest.raises(SettingsError, match="pattern is named in indexcache_pattern"):
+        requests.named_by({"custom_params": {key: "FFFF", "indexcache_pattern": "FFFF"}})
+    serve()
+    request = Req("1", "", array("q", [1]), SamplingParams(custom_params={key: "FFFF"}))
+    assert request.to_finish.status_code == 400
+
+
+@pytest.mark.parametrize("custom", ["FFFF", ["FFFF"], 1, False])
+def test_custom_params_are_a_mapping(custom: Any) -> None:
+    with pytest.raises(SettingsError, match="custom_params is a"):
+        requests.named_by({"custom_params": custom})
+
+
+def test_others_keys_are_theirs() -> None:
+    theirs = {"thinking_budget": 3, "pattern": "FFFF", "index": 1, "cache_pattern": 2}
+    assert requests.named_by({"custom_params": theirs}) is None

@@ -67,6 +67,23 @@ def test_requests_of_several_patterns() -> None:
     assert alone.proven is False
 
 
+@pytest.mark.parametrize("rows", [{}, {"FSSS": 10, "others": 3}], ids=["an older server", "many"])
+def test_what_was_served_is_not_known(rows: dict[str, int]) -> None:
+    fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
+    said = judge(counted("FSSS", mode="live", rows=rows, **fields))
+    assert said.proven is None
+    assert "does not name every pattern" in said.text
+
+
+def test_a_pipeline_stage_is_judged_by_its_own_layers() -> None:
+    fields = {"indexer_selections": [16, 0, 0, 0], "index_reuses": [0, 16, 0, 0]}
+    said = judge(counted("FSFS", stage=(0, 2), **fields))
+    assert said.proven
+    assert said.text == "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK"
+    assert "pipeline stages that do not report" in said.uncounted
+    assert judge(counted("FFFS", stage=(0, 2), **fields)).proven is False
+
+
 def test_many_pieces_are_counted() -> None:
     assert "in 8 layers, 0 of 16 in 8 layers: OK" in judge(counted("FS" * 8)).text
     text = judge(counted("FSSFSS")).text

@@ -76,7 +76,6 @@ struct IndexerCall {
   const int* table;
   int64_t table_stride;
   uint64_t seed;
-  indexer::PageOrder order;  // of select
 };
 
 static indexer::Inputs inputs_of(const IndexerCall& call) {
@@ -110,8 +109,7 @@ const char* emulate_select(const IndexerCall* call, int heads, int tile_rows, in
   with_select_tile(heads, tile_rows, [&](auto* tile) {
     using T = std::remove_pointer_t<decltype(tile)>;
     std::vector<Entry> lists(size_t(blocks) * T::kRows * indexer::kListCapacity, ~Entry(0));
-    const indexer::SelectParams params = {inputs_of(*call), k, out, lists.data(), as_slots,
-                                          call->order};
+    const indexer::SelectParams params = {inputs_of(*call), k, out, lists.data(), as_slots};
     const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
     const CUtensorMap keys = keys_map(call->pages, call->page_count);
     failure = simt::launch(dim3(blocks, 1, 1), 1, T::kThreads,

@@ -78,7 +78,7 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
     if Path(place).exists() or not path:
         path, arm = place, ""
     if not Path(path).exists():
-        raise QualityError(f"there is no log at {place}")
+        raise QualityError(f"there is no log at {place}. Give a run's folder or file.")
     kind, files = _recognise(Path(path))
     _once(kind, files)
     if kind == "sglang-indexcache":

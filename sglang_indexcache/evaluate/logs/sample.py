@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import QualityError
+from sglang_indexcache.data.rows import read_rows
+from sglang_indexcache.errors import DataError, QualityError
 
 Row = dict[str, Any]
 CLUSTERS = (
@@ -55,20 +56,16 @@ def json_lines(path: Path) -> Iterator[Row]:
     Raises:
         QualityError: naming the line that is none.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise QualityError(
-                    f"line {number} of {path} is not JSON ({error.msg}): was the run stopped in "
-                    "the middle? Let it finish, or delete that line in both logs"
-                ) from error
-            if not isinstance(row, dict):
-                raise QualityError(f"line {number} of {path} is no sample")
-            yield row
+    try:
+        for row in read_rows(path):
+            if not isinstance(row.value, dict):
+                raise QualityError(f"{row.where} is no sample")
+            yield row.value
+    except DataError as error:
+        raise QualityError(
+            f"{error} If the run was stopped in the middle, let it finish, or delete that line in "
+            "both logs."
+        ) from error
 
 
 def first_row(path: Path) -> Row:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 QUESTIONS = 8
 """Behind one generated context, if nothing else is asked for."""
 _BATCH = 512
-_TRIES = 12
+_DRAFTS = 3
+"""After which a draft that is too long loses lines."""
 
 
 class Tokenizer(Protocol):
@@ -61,11 +62,13 @@ class Draft:
         opening: what is to be done with the lines.
         lines: the context.
         asked: in the order of asking, which says nothing of where the answers lie.
+        kept: lines besides the evidence that must stay, or an answer would be another one.
     """
 
     opening: str
     lines: list[str]
     asked: list[Asked]
+    kept: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ def fitted(
         return [match[1] for match in found if match]
 
     reserve = over = 0
-    for _ in range(_TRIES):
+    for last in (*[False] * (_DRAFTS - 1), True):
         draw = random.Random(f"{name} {length} {seed}")
         draft = task(draw, Room(length - reserve, questions, encode, words), haystack)
         pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
@@ -199,6 +202,10 @@ def fitted(
         answers = encode([asked.answer for asked in draft.asked])
         tail = max(len(a) + len(b) for a, b in zip(ids, answers, strict=True))
         over = sum(map(len, pieces)) + tail - length
+        if over > 0 and last:
+            sizes = [len(piece) for piece in pieces[1:]]
+            draft, over = _shortened(draft, sizes, over, draw)
+            pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
         if over <= 0:
             return _assembled(name, length, seed, draft, pieces, ids, answers, encode, -over)
         reserve = max(reserve + over, tail)
@@ -206,6 +213,37 @@ def fitted(
         f"{name} with {questions} questions does not fit {length} tokens: it is {over} too long. "
         "Ask for longer contexts, or for fewer questions."
     )
+
+
+def _shortened(
+    draft: Draft, sizes: Sequence[int], over: int, draw: random.Random
+) -> tuple[Draft, int]:
+    """Without as many lines, drawn from those that no answer rests on, as are too much.
+
+    Args:
+        draft: that is too long.
+        sizes: tokens of its lines.
+        over: tokens that are too many.
+        draw: where chance comes from.
+
+    Returns:
+        The draft, and the tokens that are still too many.
+    """
+    needed = draft.kept.union(*(asked.evidence for asked in draft.asked))
+    spare = [number for number in range(len(draft.lines)) if number not in needed]
+    gone: set[int] = set()
+    for number in draw.sample(spare, len(spare)):
+        if over <= 0:
+            break
+        gone.add(number)
+        over -= sizes[number]
+    left = [number for number in range(len(draft.lines)) if number not in gone]
+    place = {number: new for new, number in enumerate(left)}
+    asked = [
+        replace(one, evidence=tuple(place[number] for number in one.evidence))
+        for one in draft.asked
+    ]
+    return Draft(draft.opening, [draft.lines[number] for number in left], asked), over
 
 
 def _assembled(

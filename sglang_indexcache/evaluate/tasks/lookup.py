@@ -41,11 +41,12 @@ def lookup(draw: random.Random, room: Room, haystack: str) -> Draft:
     if len(sections) < max(room.questions, len(LETTERS)):
         raise QualityError("the haystack repeats itself too much for lookup; give it other text")
     whole = "\n".join(text for _, text in sections)
-    asked = []
+    asked, kept = [], set[int]()
     for place in strata(draw, room.questions, len(sections)):
         others = draw.sample([n for n in range(len(sections)) if n != place], len(LETTERS) - 1)
         letter = draw.randrange(len(LETTERS))
         choices = [*others[:letter], place, *others[letter:]]
+        kept |= set(choices)
         named = "\n".join(
             f"({letter}) {sections[choice][0]}"
             for letter, choice in zip(LETTERS, choices, strict=True)
@@ -53,7 +54,7 @@ def lookup(draw: random.Random, room: Room, haystack: str) -> Draft:
         passage = _quote(draw, sections[place][1], whole)
         text = _QUESTION.format(passage=passage, choices=named)
         asked.append(Asked(text, LETTERS[letter], (place,)))
-    return Draft(_OPENING, taken, shuffled(draw, asked))
+    return Draft(_OPENING, taken, shuffled(draw, asked), frozenset(kept))
 
 
 def _quote(draw: random.Random, section: str, whole: str) -> str:

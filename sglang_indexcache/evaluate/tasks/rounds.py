@@ -68,7 +68,9 @@ def rounds(draw: random.Random, room: Room, haystack: str) -> Draft:
         _TURN.format(form=form, topic=topic, passage=passage)
         for (form, topic), passage in zip(kinds, passages, strict=True)
     ]
-    return Draft(_OPENING, lines, shuffled(draw, asked))
+    alike = {kinds[turn] for one in asked for turn in one.evidence}
+    kept = frozenset(turn for turn, kind in enumerate(kinds) if kind in alike)
+    return Draft(_OPENING, lines, shuffled(draw, asked), kept)
 
 
 def _kinds(draw: random.Random, turns: int) -> list[tuple[str, str]]:

@@ -28,28 +28,28 @@ SIZES: tuple[Sizes, ...] = get_args(Sizes)
 
 
 @dataclass(frozen=True)
-class Group:
+class OpGroup:
     """Ops that are checked together, and the cases of each of :data:`SIZES`."""
 
     ops: tuple[OpName, ...]
     cases: tuple[tuple[object, ...], ...]
 
 
-GROUPS: dict[str, Group] = {
-    "topk": Group(("topk",), (cases.TOPK, (), cases.LARGE_TOPK)),
-    "indexer_prefill": Group(
+GROUPS: dict[str, OpGroup] = {
+    "topk": OpGroup(("topk",), (cases.TOPK, (), cases.LARGE_TOPK)),
+    "indexer_prefill": OpGroup(
         ("logits", "select"), (cases.PREFILL, cases.WIDE_PREFILL, cases.LARGE_PREFILL)
     ),
     # Apart, because a fault ends its process and shall not take the other cases along.
-    "indexer_decode": Group(("logits", "select"), (cases.DECODE, (), cases.LARGE_DECODE)),
-    "sparse_mla": Group(
+    "indexer_decode": OpGroup(("logits", "select"), (cases.DECODE, (), cases.LARGE_DECODE)),
+    "sparse_mla": OpGroup(
         ("sparse_mla",), (cases.ATTENTION, cases.WIDE_ATTENTION, cases.LARGE_ATTENTION)
     ),
 }
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """What one implementation did on one case.
 
     Attributes:
@@ -84,14 +84,14 @@ class Runner:
     sizes: Sizes
     seed: int
 
-    def run(self, group: str) -> Iterator[Outcome]:
+    def run(self, group: str) -> Iterator[CaseOutcome]:
         """Every case of ``group``; an exception is a complaint."""
         for case in chain(*GROUPS[group].cases[: SIZES.index(self.sizes) + 1]):
             started = time.perf_counter()
             complaints, skipped = self._attempt(group, case)
             seconds = time.perf_counter() - started
             name = self.implementation.name
-            yield Outcome(group, name, str(case), complaints, skipped, seconds)
+            yield CaseOutcome(group, name, str(case), complaints, skipped, seconds)
 
     def _attempt(self, group: str, case: object) -> tuple[tuple[str, ...], str | None]:
         for op in GROUPS[group].ops:

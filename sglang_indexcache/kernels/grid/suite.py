@@ -5,7 +5,7 @@ must give the same bits. A check returns its complaints, so that one run can rep
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.grid.cases import IndexerCase, SparseMlaInputs
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
-from sglang_indexcache.kernels.indexer.page_order import HotPages
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.topk import reference as topk_reference
@@ -102,7 +101,6 @@ def check_indexer(
         run = partial(select, as_slots=as_slots)
         found, more = _twice(name, run, batch, case.topk, shape=(len(visible), case.topk))
         complaints += more + _same_rows(name, found, _mapped(own, batch) if as_slots else own)
-    complaints += _in_other_orders(select, batch, own)
     return complaints + _alone(select, case, batch)
 
 
@@ -146,22 +144,6 @@ def _wrong_logits(
     overflowed = got.isinf() & (got.sign() == wanted.sign())
     overflowed &= wanted.abs() + bound >= _FLOAT32_MAX
     return int((~(((got - wanted).abs() <= bound) | overflowed)).sum())
-
-
-def _in_other_orders(select: Op, batch: IndexerBatch, own: torch.Tensor) -> list[str]:
-    """A prefill's is the same in any order of pages, and with those of the selection first."""
-    if batch.query_starts is None or len(own) == 0:
-        return []
-    shuffled = torch.rand(batch.block_table.shape, generator=torch.Generator().manual_seed(0))
-    orders = {
-        "any": shuffled.argsort().int().to(own.device),
-        "a good": HotPages.of(batch).order(own),
-    }
-    complaints = []
-    for name, order in orders.items():
-        found = select(replace(batch, page_order=order), own.shape[1])
-        complaints += _same_rows(f"select in {name} order of pages", found, own)
-    return complaints
 
 
 def _alone(select: Op, case: IndexerCase, batch: IndexerBatch) -> list[str]:

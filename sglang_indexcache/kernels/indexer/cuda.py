@@ -61,7 +61,7 @@ def select(
 
 
 def is_fused(batch: IndexerBatch) -> bool:
-    """Whether ``select`` takes one launch, and visits pages in the batch's order if it has one."""
+    """Whether ``select`` takes one launch."""
     tiles, sms = _tiles_and_sms(batch)
     return batch.query_starts is not None and tiles >= sms
 
@@ -82,7 +82,6 @@ def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
         batch.block_table,
         batch.query_starts,
         batch.visible,
-        batch.page_order,
         as_slots,
         lists,
         out,

@@ -17,7 +17,7 @@ import torch
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.hf import Sharing, share
+from sglang_indexcache.hf import SharedForward, share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
@@ -163,7 +163,7 @@ class TransformersEvaluator:
         seen.pop("prev_topk_indices", None)
         return seen
 
-    def _layer(self, number: int, hidden: torch.Tensor, sharing: Sharing) -> torch.Tensor:
+    def _layer(self, number: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
         arguments = dict(self._arguments)
         if self._layers[number].self_attn.indexer is None:
             arguments["prev_topk_indices"] = sharing.indices
@@ -224,7 +224,9 @@ class TransformersEvaluator:
                     found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
         return found
 
-    def _core_output(self, number: int, hidden: torch.Tensor, sharing: Sharing) -> torch.Tensor:
+    def _core_output(
+        self, number: int, hidden: torch.Tensor, sharing: SharedForward
+    ) -> torch.Tensor:
         """``[length, heads * v_head_dim]`` of layer ``number`` over held indices, in float32."""
         seen: list[torch.Tensor] = []
         layer = self._layers[number]
@@ -242,7 +244,7 @@ class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
 
 
-def _hold(sharing: Sharing, layer: int, indices: torch.Tensor) -> None:
+def _hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
     """Make ``indices`` those that ``layer`` chose, though it did not run."""
     sharing.layer, sharing.indices = layer, indices
 

@@ -17,7 +17,7 @@ from sglang_indexcache.kernels.indexer.cpu import HostBatch
 from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.rows import patterns_of_rows
+from sglang_indexcache.serving.rows import patterns_of_rows, rows_by_pattern
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -48,7 +48,7 @@ class CpuIndexCacheBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
         rows = patterns_of_rows(forward_batch, self.active)
-        self.active.count_forward(len(rows.patterns))
+        self.active.count_forward(rows_by_pattern(forward_batch, self.active))
         self.index_buffer.begin(rows)
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())

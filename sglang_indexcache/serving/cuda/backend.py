@@ -28,11 +28,11 @@ from sglang_indexcache.serving.cuda import graph_variants
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
-from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, PageOrders, attend
+from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts_here
-from sglang_indexcache.serving.rows import patterns_of_rows
+from sglang_indexcache.serving.rows import patterns_of_rows, rows_by_pattern
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -71,7 +71,6 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         index_buffer: the indices in flight.
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         kernels: which operations are ours.
-        page_orders: what a selection of ours leaves for the next.
         graphs: the decode graphs, where there are several of a batch size.
     """
 
@@ -87,12 +86,11 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self._runner = runner
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
-        self.page_orders = PageOrders()
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
-        self.page_orders.begin()
+        self.active.is_counting = True
         self._begin(forward_batch)
         super().init_forward_metadata(forward_batch)
 
@@ -100,14 +98,14 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
-        self.page_orders.begin()
+        self.active.is_counting = not in_capture
         label = get_capture_attention_variant() if in_capture else None
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device
             self.index_buffer.begin(self.graphs.rows(label, count, device))
         elif self.graphs is not None and self.active.plan.mode == "live":
             # A replay, which runs no layer's Python.
-            self.active.count_forward(self.graphs.patterns_in_batch)
+            self.active.count_forward(self.graphs.rows_in_batch)
         else:
             self._begin(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -212,7 +210,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         else:
             rows = patterns_of_rows(forward_batch, self.active)
         if whole is self:
-            self.active.count_forward(len(rows.patterns))
+            self.active.count_forward(rows_by_pattern(forward_batch, self.active))
         self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:

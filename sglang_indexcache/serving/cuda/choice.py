@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -23,10 +23,9 @@ from sglang_indexcache.kernels.contract import (
     VALUE_DIM,
     OpName,
 )
-from sglang_indexcache.kernels.sparse_mla.cuda import TILE_ROWS
+from sglang_indexcache.kernels.dispatch import Phase
 from sglang_indexcache.serving.settings import KERNELS
 
-Phase: TypeAlias = Literal["prefill", "decode"]
 ROUTED: tuple[tuple[OpName, Phase], ...] = (
     ("select", "prefill"),
     ("select", "decode"),
@@ -35,6 +34,8 @@ ROUTED: tuple[tuple[OpName, Phase], ...] = (
 )
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
+UNMEASURED = "no card has measured ours to be faster for this model and card"
+"""Why ``auto`` leaves an operation to SGLang."""
 RAW_FP8 = ("tilelang", "trtllm")
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
@@ -63,7 +64,8 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     """Decide every operation that can be routed.
 
     Args:
-        asked: "engine", "auto" or an implementation's name.
+        asked: "engine", "auto" (ours where ``dispatch.MEASURED`` says so) or an implementation's
+            name, for every operation.
         cfg: SGLang's resolved configuration.
         model: SGLang's ModelConfig.
         machine: where the server runs.
@@ -73,69 +75,62 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     """
     if asked == "engine":
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
-    routes = []
-    for op, phase in ROUTED:
-        obstacle = next(_obstacles(op, phase, cfg, model), None)
-        try:
-            if asked == "auto":
-                obstacle = obstacle or _forecast_loss(op, phase, cfg, model, machine)
-                best, why = _automatic(op, machine, obstacle)
-                routes.append(Route(op, phase, best, why, _faster_from(op, phase, best, model)))
-            elif obstacle:
-                raise KernelError(f"{op} in {phase}: {obstacle}")
-            else:
-                named = dispatch.named(asked).check(op, machine)
-                routes.append(Route(op, phase, named, "asked for"))
-        except KernelError as error:
-            raise SettingsError(
-                f"{KERNELS.flag} {asked}: {error}. {KERNELS.flag} auto leaves what ours cannot do "
-                "to SGLang's kernels."
-            ) from None
-    return tuple(routes)
+    if asked == "auto":
+        return tuple(_automatic(op, phase, cfg, model, machine) for op, phase in ROUTED)
+    try:
+        return tuple(_by_name(asked, op, phase, cfg, model, machine) for op, phase in ROUTED)
+    except KernelError as error:
+        raise SettingsError(
+            f"{KERNELS.flag} {asked}: {error}. {KERNELS.flag} engine, the default, leaves "
+            "every operation to SGLang's kernels."
+        ) from None
 
 
-def _automatic(
-    op: OpName, machine: dispatch.Machine, obstacle: str | None
-) -> tuple[dispatch.Implementation | None, str]:
-    """The best of ours that is meant to serve."""
-    trusted = (one for one in dispatch.running(op, machine) if one.doubt(machine) is None)
-    best = next(trusted)  # the reference at the least
-    if obstacle or not best.is_reference:
-        name, record = dispatch.MEASURED.get((op, machine.capability), ("", ""))
-        why = f"measured: benchmarks/results/{record}" if name == best.name else "opted in"
-        return (None, obstacle) if obstacle else (best, why)
-    ours = (one for one in dispatch.IMPLEMENTATIONS if not one.is_reference)
-    reasons = [f"{one.name}: {one.obstacle(op, machine) or one.doubt(machine)}" for one in ours]
-    return None, f"none of ours can run on {machine.name}: {', '.join(reasons)}"
+def describe(routes: tuple[Route, ...]) -> list[str]:
+    """The routes for a log; one sentence where one reason keeps all of them SGLang's."""
+    if {(route.implementation, route.why) for route in routes} == {(None, UNMEASURED)}:
+        return [f"SGLang's everywhere: {UNMEASURED}; {KERNELS.flag} cuda or triton asks for ours"]
+    return [str(route) for route in routes]
 
 
-def _forecast_loss(
-    op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine
-) -> str | None:
-    """Why the engine's kernel is the faster one by our own forecast; asked for by name, ours run.
+def _by_name(
+    asked: str, op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine
+) -> Route:
+    """What was asked for.
 
-    What is so at every length: :func:`_faster_from` has the rule by length. A measurement
-    (``dispatch.MEASURED``) overrules it.
+    Raises:
+        KernelError: it cannot take over this operation.
     """
-    if (op, machine.capability) in dispatch.MEASURED or machine.capability != (9, 0):
-        return None
-    heads = model.num_attention_heads * cfg.attn_dp_size * cfg.attn_cp_size // cfg.tp_size
-    if (op, phase) == ("sparse_mla", "prefill") and heads > TILE_ROWS // 2:
-        return (
-            f"with {heads} heads on a GPU no two rows share a tile, which is what ours would gain "
-            "from, and FlashMLA is forecast to be faster (docs/kernels.md)"
-        )
-    indexer = model.hf_config.index_n_heads
-    if (op, phase) == ("select", "prefill") and indexer not in dispatch.FASTER_FROM:
-        return f"no forecast says that ours is faster with {indexer} indexer heads"
-    return None
+    for obstacle in _obstacles(op, phase, cfg, model):
+        raise KernelError(f"{op} in {phase}: {obstacle}")
+    return Route(op, phase, dispatch.named(asked).check(op, machine), "asked for")
 
 
-def _faster_from(op: OpName, phase: Phase, best: dispatch.Implementation | None, model: Any) -> int:
-    """Tokens from which the best of ours is worth taking."""
-    if best is None or (op, phase, best.name) != ("select", "prefill", "cuda"):
-        return 0
-    return dispatch.FASTER_FROM.get(model.hf_config.index_n_heads, 0)
+def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine) -> Route:
+    """Ours where a measurement of just this says so, and nothing speaks against it."""
+    if obstacle := next(_obstacles(op, phase, cfg, model), None):
+        return Route(op, phase, None, obstacle)
+    row = dispatch.measured(op, phase, machine, _heads(op, cfg, model), _engine(op, phase, cfg))
+    if row is None:
+        return Route(op, phase, None, UNMEASURED)
+    ours = dispatch.named(row.implementation)
+    if obstacle := ours.obstacle(op, machine) or ours.distrust():
+        return Route(op, phase, None, f"{ours.name}: {obstacle}")
+    return Route(op, phase, ours, f"measured: benchmarks/results/{row.record}", row.tokens)
+
+
+def _heads(op: OpName, cfg: Any, model: Any) -> int:
+    """Heads on one GPU."""
+    if op == "select":
+        return int(model.hf_config.index_n_heads)
+    return int(model.num_attention_heads * cfg.attn_dp_size * cfg.attn_cp_size // cfg.tp_size)
+
+
+def _engine(op: OpName, phase: Phase, cfg: Any) -> str:
+    """SGLang's attention kernel in whose place ours would run; it has one selection a phase."""
+    if op == "select":
+        return ""
+    return str(cfg.dsa_prefill_backend if phase == "prefill" else cfg.dsa_decode_backend)
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
@@ -143,8 +138,7 @@ def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
     if op == "select":
         yield from _selection_obstacles(model)
     else:
-        prefill, decode = cfg.dsa_prefill_backend, cfg.dsa_decode_backend
-        yield from _attention_obstacles(cfg, model, prefill if phase == "prefill" else decode)
+        yield from _attention_obstacles(cfg, model, _engine(op, phase, cfg))
     # Ways to spread one request over GPUs that change where its rows or keys lie.
     if cfg.enable_prefill_cp:
         yield "--enable-prefill-cp gives every GPU some rows of a request"

@@ -17,7 +17,8 @@ a pattern
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,8 +59,8 @@ class GraphVariants:
         always = {at for at in starts if self._is_live or plan.pattern.is_full(at)}
         self._fewest = Pattern.from_layers(len(plan.pattern), {0} | always)
         self._declared = {str(pattern): pattern for pattern in plan.graph_patterns}
-        self.patterns_in_batch = 1
-        """How many the batch had for which a graph was last selected."""
+        self.rows_in_batch: Mapping[Pattern, int] = {}
+        """Of the batch for which a graph was last selected, by pattern."""
         self._masks: torch.Tensor | None = None
         labels = [DSA_DENSE] if SHORT in plan.graphs else []
         labels += [*self._declared, MIXED] if self._is_live else [DSA_SPARSE]
@@ -76,7 +77,7 @@ class GraphVariants:
             StaleIndexError: live mode, and the batch's requests came without their patterns.
         """
         patterns = patterns_of_requests(forward_batch) if self._is_live else []
-        self.patterns_in_batch = len(set(patterns)) or 1
+        self.rows_in_batch = Counter(patterns) or {self._active.pattern: 0}
         label = self._label(forward_batch, patterns)
         if label == MIXED:
             self._write_masks(patterns)
@@ -88,7 +89,7 @@ class GraphVariants:
             return DSA_DENSE
         if not self._is_live:
             return DSA_SPARSE
-        if self.patterns_in_batch == 1 and patterns and str(patterns[0]) in self._declared:
+        if len(self.rows_in_batch) == 1 and patterns and str(patterns[0]) in self._declared:
             return str(patterns[0])
         return MIXED
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +30,8 @@ from sglang_indexcache.kernels.contract import (
     Select,
     SparseMLA,
 )
-from sglang_indexcache.kernels.indexer import cuda as indexer_cuda
-from sglang_indexcache.kernels.indexer.page_order import HotPages
-from sglang_indexcache.serving.cuda.choice import Phase, Route
+from sglang_indexcache.kernels.dispatch import Phase
+from sglang_indexcache.serving.cuda.choice import Route
 from sglang_indexcache.serving.hooks import around
 
 if TYPE_CHECKING:
@@ -123,9 +122,7 @@ def _ragged(
             metadata,
             topk_result,
         )
-    backend, pages = current_backend(), _pages(indexer, layer_id)
-    goes_on = backend.index_buffer.selects_after(layer_id)
-    kernel = backend.page_orders.following(kernel, layer_id, goes_on)
+    pages = _pages(indexer, layer_id)
     return select_prefill(kernel, q_fp8, weights, pages, metadata, indexer.index_topk, topk_result)
 
 
@@ -188,73 +185,6 @@ def select_prefill(
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
     return result
-
-
-@dataclass(frozen=True)
-class _Left:
-    """What an F layer leaves for the next one."""
-
-    layer: int
-    rows: int
-    hot_pages: HotPages
-    order: torch.Tensor
-
-
-class PageOrders:
-    """Within a forward, an F layer visits first the pages that the one before it selected from.
-
-    Holds what one layer left, until the next one of its forward takes it: some words for each page
-    of each request.
-    """
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a forward: no layer has selected yet."""
-        self._left: _Left | None = None
-
-    def following(self, kernel: Select, layer: int, goes_on: bool) -> Select:
-        """``kernel`` for ``layer``; as it is where it would not follow an order.
-
-        Args:
-            kernel: of a prefill.
-            layer: the model's layer number.
-            goes_on: whether a later layer selects, for which to leave an order.
-        """
-        if kernel is not indexer_cuda.select:
-            return kernel
-
-        def select(
-            batch: IndexerBatch,
-            topk: int,
-            *,
-            as_slots: bool = False,
-            out: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            if not indexer_cuda.is_fused(batch):
-                return kernel(batch, topk, as_slots=as_slots, out=out)
-            left = self._take(layer, batch, as_slots)
-            batch = replace(batch, page_order=left.order if left else None)
-            chosen = kernel(batch, topk, as_slots=as_slots, out=out)
-            if goes_on:
-                hot_pages = left.hot_pages if left else HotPages.of(batch, as_slots=as_slots)
-                self._left = _Left(layer, len(batch.q), hot_pages, hot_pages.order(chosen))
-            return chosen
-
-        return select
-
-    def _take(self, layer: int, batch: IndexerBatch, as_slots: bool) -> _Left | None:
-        """What a lower layer left.
-
-        A capture runs its layers several times from one begin: what a first layer finds there is
-        of the pass before, in memory that a replay may use otherwise.
-        """
-        left, self._left = self._left, None
-        if left is None or left.layer >= layer:
-            return None
-        ours = left.rows, left.order.shape, left.hot_pages.as_slots  # or it would read beyond them
-        return left if ours == (len(batch.q), batch.block_table.shape, as_slots) else None
 
 
 def select_decode(

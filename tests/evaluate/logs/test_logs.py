@@ -18,7 +18,7 @@ from sglang_indexcache.evaluate.verdict import Kind
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import PLAN, evaluate
 from tests.evaluate.evaluations import evaluation
-from tests.evaluate.fake_server import Fake, serving
+from tests.evaluate.fake_server import Fake
 from tests.evaluate.logs.made import (
     COUNT,
     DATA,
@@ -28,6 +28,7 @@ from tests.evaluate.logs.made import (
     plain,
     ruler,
 )
+from tests.fakes.server import serving
 
 
 def same(number: int) -> float:
@@ -206,6 +207,13 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
     path = lm_eval(tmp_path, same)
     path.write_text(path.read_text()[:-20])
     with pytest.raises(QualityError, match="line 40"):
+        read_log("a", str(path))
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = lm_eval(tmp_path, same)
+    path.write_bytes(path.read_bytes().rstrip() + b'\n{"doc_id": "\xff"}\n')
+    with pytest.raises(QualityError, match="line 41 is not UTF-8"):
         read_log("a", str(path))
 
 

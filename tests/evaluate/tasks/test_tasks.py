@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from scipy.stats import binom, chisquare, spearmanr
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks import TASKS, Context, make_context
+from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, _shortened, fitted
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
 from sglang_indexcache.support.text import machine_text, make_tokenizer
 from tests.evaluate.tasks.solvers import SOLVERS
@@ -229,3 +232,54 @@ def test_a_haystack_that_repeats_itself_is_refused(task: str) -> None:
 def test_an_unknown_task_is_named() -> None:
     with pytest.raises(QualityError, match="there are needles, "):
         make_context("needle", tokenizer("words"), 4096, 0)
+
+
+def stubborn(draw: random.Random, room: Room, haystack: str) -> Draft:
+    """As many lines whatever room there is; every third must stay, and an answer is in the last."""
+    del draw, haystack
+    lines = [f"line {number} says something" for number in range(60)]
+    asked = [Asked(f"What says line {number}?", " something", (number,)) for number in (0, 59)]
+    return Draft("Read.", lines, asked[: room.questions], frozenset(range(0, 60, 3)))
+
+
+def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
+    """Such a draft ended whole runs: a graph is drawn anew for every room, and fits by luck."""
+    length = 200
+    words = Words()
+    made = fitted("stubborn", stubborn, words, length, 3, "", 2)
+    assert len(made.ids) + max(len(q.ids) + len(q.answer) for q in made.questions) == length
+    context = words.decode(made.ids)
+    left = [int(number) for number in re.findall(r"line (\d+) says", context)]
+    assert left == sorted(left)
+    assert {*range(0, 60, 3), 59} <= set(left) < set(range(60))
+    for question in made.questions:
+        number = int(re.findall(r"\d+", question.text)[0])
+        assert question.depth is not None
+        at = len(words.decode(made.ids[: round(question.depth * len(made.ids))]))
+        assert context[at:].lstrip("\n").startswith(f"line {number} ")
+    with pytest.raises(QualityError, match="does not fit 100 tokens"):
+        fitted("stubborn", stubborn, Words(), 100, 3, "", 2)
+
+
+@pytest.mark.parametrize("task", ["rounds", "lookup"])
+def test_lines_that_an_answer_rests_on_are_kept(task: str) -> None:
+    """The i-th of look-alike turns is another one without those before it."""
+    words = Words()
+
+    def encode(pieces: Sequence[str]) -> list[list[int]]:
+        return list(words(list(pieces), add_special_tokens=False)["input_ids"])
+
+    room = Room(2048, 8, encode, list)
+    draft = TASKS[task](random.Random(1), room, haystack())
+    sizes = [len(ids) for ids in encode([f"\n{line}" for line in draft.lines])]
+    shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))
+    assert over <= 0
+    assert len(shorter.lines) < len(draft.lines)
+    for before, after in zip(draft.asked, shorter.asked, strict=True):
+        [old], [new] = before.evidence, after.evidence
+        assert shorter.lines[new] == draft.lines[old]
+    if task == "rounds":
+        for one in draft.asked:
+            kind = draft.lines[one.evidence[0]].partition("\n")[0]
+            alike = [line for line in draft.lines if line.startswith(kind)]
+            assert alike == [line for line in shorter.lines if line.startswith(kind)]

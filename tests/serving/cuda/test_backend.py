@@ -73,7 +73,7 @@ def overlapped(
 
 
 def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
-    extend = {"forward_mode": ForwardMode.EXTEND, "rids": None}
+    extend = {"forward_mode": ForwardMode.EXTEND, "rids": None, "batch_size": 1}
     return SimpleNamespace(tbo_parent_token_range=rows, tbo_padded_len=None, **extend | fields)
 
 

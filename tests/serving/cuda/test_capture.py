@@ -31,8 +31,6 @@ from sglang.srt.model_executor.runner_utils.forward_batch import (
 )
 from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
-from benchmarks.card.device import CPU, sglang_on
-from benchmarks.card.stage import runner_backend
 from sglang_indexcache.errors import PatternError, StaleIndexError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -40,6 +38,7 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts
+from tests.serving.cuda.graphs import runner_backend, sglang_graphs
 from tests.serving.cuda.test_backend import runner
 from tests.serving.plans import plan
 
@@ -125,12 +124,16 @@ def batch(rows: slice, of_whole: tuple[int, int] | None) -> Any:
 @pytest.fixture(autouse=True)
 def recorded_graphs() -> Iterator[None]:
     """SGLang captures and replays; a recording stands for the device's graphs."""
-    with sglang_on(dry=True):
+    with sglang_graphs():
         yield
 
 
 @pytest.fixture(autouse=True)
 def attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_attention(monkeypatch)
+
+
+def replace_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's attention, replaced by a kernel that notes the indices it reads."""
 
     def note(self: Any, q: Any, k: Any, v: Any, layer: Any, part: Any, **call: Any) -> None:
@@ -169,11 +172,9 @@ def replay_stage(
     model = Model(pattern, start, end, first_overlapped or 0)
     overlap = first_overlapped is not None
     parts = (batch(slice(0, 1), (0, 1)), batch(slice(1, ROWS), (1, ROWS))) if overlap else ()
-    whole = SimpleNamespace(tbo_children=parts or None)
+    whole = SimpleNamespace(**vars(batch(slice(0, ROWS), None)), tbo_children=parts or None)
     model.backend.init_forward_metadata_out_graph(whole, in_capture=True)
-    graphs = runner_backend(
-        FullCudaGraphBackend, CPU, None, _reuse_output_buffer=False, _output_buffer=None
-    )
+    graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     graphs.capture_one(KEY, lambda: model.forward(parts))
     for number in (1, 2):
         model.batch.copy_(torch.arange(ROWS).view(-1, 1) + 10 * number)
@@ -249,6 +250,7 @@ def select_into(layer: int, result: torch.Tensor) -> None:
 def prefill_batch(rows: int, mark: int) -> Any:
     return SimpleNamespace(
         global_num_token_non_padded_cpu=rows,
+        batch_size=1,
         mark=mark,
         mha_return_lse=False,
         out_cache_loc=torch.arange(ROWS),
@@ -264,6 +266,12 @@ def prefill_batch(rows: int, mark: int) -> Any:
 def test_breakable_prefill_graph_of_every_stage(
     monkeypatch: pytest.MonkeyPatch, text: str, count: int
 ) -> None:
+    pattern = Pattern(text)
+    for start, end in stages(pattern, count):
+        replay_prefill(monkeypatch, pattern, start, end)
+
+
+def replay_prefill(monkeypatch: pytest.MonkeyPatch, pattern: Pattern, start: int, end: int) -> None:
     """Replays with a full batch, a padded one, an idle rank's empty one, and a full one again."""
 
     def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, live: Any, **call: Any) -> Any:
@@ -272,31 +280,27 @@ def test_breakable_prefill_graph_of_every_stage(
         return indices.view_as(q).float()
 
     monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_extend", attend)
-    pattern = Pattern(text)
-    for start, end in stages(pattern, count):
-        model = PrefillModel(pattern, start, end)
-        graphs = runner_backend(
-            BreakableCudaGraphBackend,
-            CPU,
-            None,
-            _capture_inputs={},
-            _shared_output_buffer=None,
-            _debug_eager=False,
-        )
-        with prefill(model, prefill_batch(ROWS, mark=0)), graphs.replay_session():
-            model.backend.init_forward_metadata(get_forward_batch())
-            graphs.capture_one(KEY, model.forward)
-        for mark, rows in enumerate((ROWS, ROWS - 1, 0, ROWS), start=1):
-            model.carried[:rows] = selection(pattern.source_of(start), rows, mark)
-            with prefill(model, prefill_batch(rows, mark)), graphs.replay_session():
-                if rows:  # SGLang prepares nothing for an idle rank
-                    model.backend.init_forward_metadata(get_forward_batch())
-                model.attended.fill_(-1)
-                graphs.replay(KEY, None)
-            for layer in range(start, end):
-                wanted = torch.zeros(ROWS)
-                wanted[:rows] = selection(pattern.source_of(layer), rows, mark).flatten()
-                assert torch.equal(model.attended[layer], wanted), (layer, mark)
+    model = PrefillModel(pattern, start, end)
+    graphs = runner_backend(
+        BreakableCudaGraphBackend,
+        _capture_inputs={},
+        _shared_output_buffer=None,
+        _debug_eager=False,
+    )
+    with prefill(model, prefill_batch(ROWS, mark=0)), graphs.replay_session():
+        model.backend.init_forward_metadata(get_forward_batch())
+        graphs.capture_one(KEY, model.forward)
+    for mark, rows in enumerate((ROWS, ROWS - 1, 0, ROWS), start=1):
+        model.carried[:rows] = selection(pattern.source_of(start), rows, mark)
+        with prefill(model, prefill_batch(rows, mark)), graphs.replay_session():
+            if rows:  # SGLang prepares nothing for an idle rank
+                model.backend.init_forward_metadata(get_forward_batch())
+            model.attended.fill_(-1)
+            graphs.replay(KEY, None)
+        for layer in range(start, end):
+            wanted = torch.zeros(ROWS)
+            wanted[:rows] = selection(pattern.source_of(layer), rows, mark).flatten()
+            assert torch.equal(model.attended[layer], wanted), (layer, mark)
 
 
 @contextmanager

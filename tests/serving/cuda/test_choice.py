@@ -15,6 +15,7 @@ from sglang_indexcache.serving.cuda.choice import (
     ROUTED,
     check_reference,
     choose,
+    describe,
 )
 
 CPU = Machine("CPU", None)
@@ -99,78 +100,84 @@ def test_engine_is_the_engine_everywhere(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("cfg", [server(), server(**FP8)], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("heads", [8, 20, 64])
+@pytest.mark.parametrize("machine", [HOPPER, AMPERE, BLACKWELL, VOLTA, CPU], ids=lambda m: m.name)
+def test_auto_takes_nothing_that_nobody_measured(cfg: Any, heads: int, machine: Machine) -> None:
+    """Not Triton, not what a model of the chip expects to be faster: it must never be slower."""
+    routes = choose("auto", cfg, glm5(num_attention_heads=heads), machine)
+    assert [route.implementation for route in routes] == [None] * len(ROUTED)
+    (sentence,) = describe(routes)
+    assert sentence.startswith("SGLang's everywhere: no card has measured ours")
+
+
+def measured(
+    op: Any, phase: Any, heads: int, engine: str, tokens: int = 0
+) -> dispatch.KernelMeasurement:
+    return dispatch.KernelMeasurement(
+        op, phase, (9, 0), heads, engine, tokens, "cuda", "gpu/h100.json"
+    )
+
+
+def test_auto_takes_what_was_measured_and_nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its operation, phase, heads on a GPU, engine's kernel, length and card."""
+    rows = (
+        measured("select", "prefill", 32, "", tokens=65_536),
+        measured("sparse_mla", "prefill", 8, "flashmla_sparse"),
+    )
+    monkeypatch.setattr(dispatch, "MEASURED", rows)
+    select, attend = ("select", "prefill"), ("sparse_mla", "prefill")
+    eight = glm5(num_attention_heads=64)
+    cfg = server(tp_size=8)
+    assert names("auto", cfg, eight, HOPPER) == every(None) | {select: "cuda", attend: "cuda"}
+    assert names("auto", cfg, eight, AMPERE) == names("auto", cfg, eight, BLACKWELL) == every(None)
+    assert names("auto", server(), eight, HOPPER) == every(None) | {select: "cuda"}
+    other = glm5(num_attention_heads=64, index_n_heads=64)
+    assert names("auto", cfg, other, HOPPER) == every(None) | {attend: "cuda"}
+    fp8 = server(tp_size=8, **FP8)
+    assert names("auto", fp8, eight, HOPPER) == every(None) | {select: "cuda"}
+    routes = choose("auto", cfg, eight, HOPPER)
+    assert describe(routes) == [str(route) for route in routes]
+    assert str(routes[0]) == (
+        "select in prefill: cuda (measured: benchmarks/results/gpu/h100.json; the engine's below "
+        "65536 tokens)"
+    )
+    assert routes[2].tokens == 0
+
+
 @pytest.mark.parametrize(
-    ("machine", "expected"),
-    [(HOPPER, "cuda"), (AMPERE, "triton"), (BLACKWELL, "triton"), (VOLTA, None), (CPU, None)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_auto_takes_the_best_that_is_meant_to_serve(
-    cfg: Any, machine: Machine, expected: str | None
-) -> None:
-    """The reference is never chosen unasked."""
-    assert names("auto", cfg, glm5(), machine) == every(expected)
-
-
-def test_auto_leaves_short_prefills_to_the_engine() -> None:
-    """By name they are ours, and so is every decode."""
-
-    def tokens(asked: str, machine: Machine) -> dict[str, int]:
-        routes = choose(asked, server(), glm5(), machine)
-        return {f"{one.op} in {one.phase}": one.tokens for one in routes if one.tokens}
-
-    assert tokens("auto", HOPPER) == {"select in prefill": dispatch.FASTER_FROM[32]}
-    assert tokens("auto", AMPERE) == tokens("cuda", HOPPER) == {}
-    (route, *_) = choose("auto", server(), glm5(), HOPPER)
-    assert str(route) == "select in prefill: cuda (opted in; the engine's below 32768 tokens)"
-
-
-def test_auto_takes_no_prefill_selection_that_nothing_forecasts() -> None:
-    """With few indexer heads the gate, which does not depend on them, takes most of the time."""
-    model = glm5(index_n_heads=16)
-    expected = every("cuda") | {("select", "prefill"): None}
-    assert names("auto", server(), model, HOPPER) == expected
-    assert names("cuda", server(), model, HOPPER) == every("cuda")
-
-
-def test_auto_prefers_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.MEASURED, ("select", (9, 0)), ("triton", "kernels/h100.json"))
-    expected = every("cuda") | dict.fromkeys(SELECTIONS, "triton")
-    assert names("auto", server(), glm5(), HOPPER) == expected
-
-
-@pytest.mark.parametrize(
-    ("heads", "flags", "left"),
+    ("heads", "flags", "on_a_gpu"),
     [
-        (32, {}, False),
-        (33, {}, True),
-        (64, {}, True),
-        (128, {"tp_size": 8}, False),
-        (64, {"tp_size": 8, "attn_dp_size": 8}, True),
-        (64, {"tp_size": 8, "attn_dp_size": 4}, False),
+        (32, {}, 32),
+        (128, {"tp_size": 8}, 16),
+        (64, {"tp_size": 8, "attn_dp_size": 8}, 64),
+        (64, {"tp_size": 8, "attn_dp_size": 4}, 32),
     ],
 )
-def test_auto_leaves_what_is_forecast_to_be_slower(
-    heads: int, flags: dict[str, int], left: bool, monkeypatch: pytest.MonkeyPatch
+def test_heads_are_those_on_one_gpu(
+    heads: int, flags: dict[str, int], on_a_gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FlashMLA's own shape; by name ours are still to be had, and a measurement overrules."""
-    cfg, model = server(**flags), glm5(num_attention_heads=heads)
-    expected = every("cuda") | ({("sparse_mla", "prefill"): None} if left else {})
-    assert names("auto", cfg, model, HOPPER) == expected
-    assert names("auto", cfg, model, AMPERE) == every("triton")
-    assert names("cuda", cfg, model, HOPPER) == every("cuda")
-    monkeypatch.setitem(dispatch.MEASURED, ("sparse_mla", (9, 0)), ("cuda", "kernels/h200.json"))
-    assert names("auto", cfg, model, HOPPER) == every("cuda")
+    row = measured("sparse_mla", "decode", on_a_gpu, "fa3")
+    monkeypatch.setattr(dispatch, "MEASURED", (row,))
+    found = names("auto", server(**flags), glm5(num_attention_heads=heads), HOPPER)
+    assert found == every(None) | {("sparse_mla", "decode"): "cuda"}
 
 
-def test_auto_leaves_what_a_bad_compiler_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name it is still to be had."""
+@pytest.mark.parametrize("field", ["missing", "distrust"])
+def test_auto_leaves_what_cannot_be_built_or_trusted(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name what is not trusted is still to be had."""
+    monkeypatch.setattr(dispatch, "MEASURED", (measured("select", "decode", 32, ""),))
+    assert names("auto", server(), glm5(), HOPPER)["select", "decode"] == "cuda"
     bad = tuple(
-        replace(one, distrust=lambda: "it miscompiles") if one.name == "cuda" else one
+        replace(one, **{field: lambda: "nvcc miscompiles"}) if one.name == "cuda" else one
         for one in dispatch.IMPLEMENTATIONS
     )
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", bad)
-    assert names("auto", server(), glm5(), HOPPER) == every("triton")
-    assert names("cuda", server(), glm5(), HOPPER) == every("cuda")
+    route = choose("auto", server(), glm5(), HOPPER)[1]
+    assert (route.implementation, route.why) == (None, "cuda: nvcc miscompiles")
+    if field == "distrust":
+        assert names("cuda", server(), glm5(), HOPPER) == every("cuda")
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton", "reference"])
@@ -238,10 +245,9 @@ def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> N
     assert [routes[op] for op in ATTENTIONS] == [None, None]
 
 
-def test_auto_leaves_only_the_phase_that_it_must() -> None:
+def test_another_backend_of_sglang_is_not_replaced() -> None:
     cfg = server(dsa_decode_backend="trtllm")
-    expected = every("triton") | {("sparse_mla", "decode"): None}
-    assert names("auto", cfg, glm5(), BLACKWELL) == expected
+    assert "stands in for" in choose("auto", cfg, glm5(), BLACKWELL)[3].why
     with pytest.raises(SettingsError, match=r"stands in for .*, not for trtllm"):
         choose("triton", cfg, glm5(), BLACKWELL)
 

@@ -26,8 +26,6 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_executor.runner_utils import capture_mode
 
-from benchmarks.card.device import CPU, sglang_on
-from benchmarks.card.stage import runner_backend
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
@@ -35,6 +33,7 @@ from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.graph_variants import MIXED, GraphVariants
 from sglang_indexcache.serving.rows import RequestIds
+from tests.serving.cuda.graphs import runner_backend, sglang_graphs
 from tests.serving.cuda.test_backend import runner
 from tests.serving.plans import plan
 
@@ -182,6 +181,14 @@ class Model:
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """SGLang's kernels, and a recording for the device's graphs."""
+    replace_kernels(monkeypatch)
+    with sglang_graphs():
+        yield
+    capture_mode._set_capture_attention_variant(None)
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that notes the indices it reads."""
 
     def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, *_: Any, **call: Any) -> None:
         layer.attended[layer.layer_id].copy_(call["topk_indices"].flatten())
@@ -194,17 +201,12 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         DeepseekSparseAttnBackend, "get_indexer_metadata", lambda self, *_: None, raising=False
     )
     monkeypatch.setattr(backend_cuda, "maybe_capture_indexer_topk", lambda _layer, used: used)
-    with sglang_on(dry=True):
-        yield
-    capture_mode._set_capture_attention_variant(None)
 
 
 def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> FullCudaGraphBackend:
     """One graph under each label, in SGLang's order and with its begin and warm-ups."""
     monkeypatch.setattr(backend_cuda.kernels_cuda, "current_backend", lambda: model.backend)
-    graphs = runner_backend(
-        FullCudaGraphBackend, CPU, None, _reuse_output_buffer=False, _output_buffer=None
-    )
+    graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     assert model.backend.graphs is not None
     for label in model.backend.graphs.capture_labels:
         capture_mode._set_capture_attention_variant(label)
@@ -218,11 +220,16 @@ def replay(model: Model, graphs: FullCudaGraphBackend, now: Any, number: int) ->
     """As ``DecodeCudaGraphRunner.load_batch`` does; returns the label."""
     assert model.backend.graphs is not None
     label = model.backend.graphs.select(now)
-    model.backend.init_forward_metadata_out_graph(SimpleNamespace())  # a view with few fields
+    model.backend.init_forward_metadata_out_graph(view())
     model.batch.copy_(torch.arange(ROWS).view(-1, 1) + 10 * number)
     model.attended.fill_(-1)
     graphs.replay(ShapeKey(ROWS, attention_variant=label), None)
     return label
+
+
+def view() -> Any:
+    """What SGLang hands to the backend at a replay: few fields, and no requests."""
+    return SimpleNamespace(batch_size=ROWS, forward_mode=ForwardMode.DECODE)
 
 
 def patterns(layers: int) -> st.SearchStrategy[str]:
@@ -261,12 +268,16 @@ def test_a_graph_runs_the_indexers_of_its_pattern_and_stores_every_key(
 ) -> None:
     live = variants("FSFS", "live", "short", "FSSF")
     model = Model(live, [True] * 4)
+    counters = model.active.counters
     monkeypatch.setattr(backend_cuda.kernels_cuda, "current_backend", lambda: model.backend)
     for label, scored in {"dense": [], "FSSF": [0, 3], MIXED: [0, 1, 2, 3]}.items():
         capture_mode._set_capture_attention_variant(label)
         model.backend.init_forward_metadata_out_graph(batch(), in_capture=True)
         model.forward()
         assert (model.scored, model.stored) == (scored, [0, 1, 2, 3]), label
+    # No request had them, and `server show` compares the counters with what requests had.
+    assert counters.forwards == sum(counters.selections + counters.reuses) == 0
+    assert sum(counters.key_writes) == 0
 
 
 @pytest.mark.parametrize("text", ["FFFF", "FSFS", "FSSS"])

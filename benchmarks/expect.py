@@ -1,0 +1,347 @@
+"""What sharing should gain, by model, card and context, and how far that can be trusted.
+
+Composes whole forwards from NVIDIA's measured layers (``indexcache bench plan``) at the contexts of
+the paper's Table 1, predicts every row from its neighbours, holds the sums against NVIDIA's own
+estimator and what an indexer costs against the paper, and writes it all, with a figure. Only what
+was composed is written, no row of the wheel.
+
+python -m benchmarks.expect --output benchmarks/results/expect.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sglang_indexcache.bench.environment import environment
+from sglang_indexcache.bench.forward import Deployment, Forwards
+from sglang_indexcache.bench.plan import Composed, choose_patterns
+from sglang_indexcache.bench.results import METRICS, paper_speedup
+from sglang_indexcache.bench.roofline import find_gpu
+from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
+from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench.tables import NAMES, Grid
+from sglang_indexcache.errors import BenchError
+from sglang_indexcache.library import Library
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.lengths import format_length
+
+CONTEXTS = (10_000, 60_000, 120_000, 200_000)
+"""Those of the paper's Table 1."""
+RATIOS = ("1/2", "1/4")
+DEPLOYMENTS = (
+    Deployment("GLM-5-FP8", "h200"),
+    Deployment("GLM-5-FP8", "b200"),
+    Deployment("GLM-5-FP8", "h200", dp=8),
+    Deployment("GLM-5-FP8", "b200", dp=8),
+    Deployment("DeepSeek-V3.2", "h200"),
+    Deployment("DeepSeek-V3.2", "b200"),
+    Deployment("GLM-5-FP8", "h100"),
+    Deployment("GLM-5-FP8", "h100", dp=8),
+    Deployment("DeepSeek-V3.2", "h100"),
+)
+SHORTEST = 1024
+"""Tokens of the shortest chunk whose rows are checked: no server makes shorter ones by default."""
+SHOWN = ("prefill", "decode")
+PAPERS = {
+    "prefill": {"full": (0.57, 3.38, 8.57, 19.5), "1/4": (0.45, 2.59, 5.66, 10.7)},
+    "decode": {"full": (73.5, 67.0, 63.0, 58.0), "1/4": (91.0, 89.5, 88.0, 86.0)},
+}
+"""Table 1: seconds of prefill, and tokens a second of one request, at :data:`CONTEXTS`."""
+PAPERS_SKIPPED = 47 - 12
+"""Layers of the paper's 30B model that skip their indexer at 1/4."""
+
+
+def gains(deployment: Deployment) -> dict[str, Any]:
+    """Gains of one deployment, and what they rest on."""
+    source = Composed(deployment)
+    patterns, said = choose_patterns(RATIOS, deployment.shape)
+    found: dict[str, Any] = {}
+    for metric in METRICS:
+        found[metric] = {}
+        for name, pattern in patterns:
+            cells = {n: source.cell(metric, pattern, n) for n in CONTEXTS}
+            found[metric][name] = {
+                str(n): None
+                if cell is None or cell.milliseconds is None or cell.off is None
+                else {
+                    "every_indexer_ms": round(cell.milliseconds, 3),
+                    "gain": round(cell.gain, 4),
+                    "off": round(cell.off, 4),
+                    "requests": cell.requests,
+                }
+                for n, cell in cells.items()
+            }
+    return {
+        "deployment": str(deployment),
+        "model": deployment.model,
+        "gpu": deployment.gpu,
+        "dp": deployment.dp,
+        "weights_fit": deployment.cache_tokens > 0,
+        "full_layers": {name: len(pattern.full_layers) for name, pattern in patterns},
+        "sources": [*source.sources, *said],
+        "gains": found,
+    }
+
+
+def held_out(card: str) -> Iterator[dict[str, Any]]:
+    """How far each row of a card was from what its neighbours say, by phase and kind."""
+    every = [Forwards(one) for one in DEPLOYMENTS if one.gpu == card]
+    for phase in SHOWN:
+        for kind in ("F", "S"):
+            errors = [
+                abs(error)
+                for forwards in every
+                for (k, size), one in getattr(forwards.layers, phase).items()
+                if k == kind and (phase == "decode" or size >= SHORTEST)
+                for x, error in one.errors()
+                if x >= forwards.deployment.shape.topk
+            ]
+            yield {
+                "card": card,
+                "phase": phase,
+                "kind": kind,
+                "rows": len(errors),
+                "median": round(median(errors), 4),
+                "worst": round(max(errors), 4),
+                "over_a_tenth": sum(error > 0.1 for error in errors),
+            }
+
+
+def table_1() -> list[dict[str, Any]]:
+    """What a skipped indexer saves: by the paper's Table 1, and by the rows of the same indexer.
+
+    GLM-5's indexer has the heads and the width of the paper's 30B model's. With dp_attention each
+    H100 has prompts of its own, cut in eighths of the engine's chunk, unless it is raised: the
+    paper does not say, so both are compared.
+    """
+    layers = Forwards(Deployment("GLM-5-FP8", "h100", dp=8)).layers
+    rows = []
+    for place, context in enumerate(CONTEXTS):
+        seconds, rates = (
+            [PAPERS[metric][name][place] for name in ("full", "1/4")] for metric in SHOWN
+        )
+        prefill, decode = seconds[0] - seconds[1], 1 / rates[0] - 1 / rates[1]
+        for phase, saved, row in (
+            ("prefill, chunks of 1,024", prefill, saved_by_chunks(layers, 1024, context)),
+            ("prefill, chunks of 8,192", prefill, saved_by_chunks(layers, 8192, context)),
+            ("decode", decode, apart(layers.step("F", 1, context), layers.step("S", 1, context))),
+        ):
+            paper = 1e3 * saved / PAPERS_SKIPPED
+            rows.append(
+                {
+                    "phase": phase,
+                    "context": context,
+                    "paper_ms": round(paper, 4),
+                    "rows_ms": round(row, 4),
+                    "difference": round(row / paper - 1, 3),
+                }
+            )
+    return rows
+
+
+def apart(full: LatencyEstimate | None, shared: LatencyEstimate | None) -> float:
+    """Milliseconds between a layer with its indexer and one without."""
+    if full is None or shared is None:
+        raise BenchError("the rows end before the paper's contexts")
+    return full.value - shared.value
+
+
+def saved_by_chunks(layers: Layers, chunk: int, context: int) -> float:
+    """Milliseconds that one layer's indexer takes for a prompt."""
+    cut = [(min(chunk, context - prefix), prefix) for prefix in range(0, context, chunk)]
+    return sum(apart(layers.chunk("F", *one), layers.chunk("S", *one)) for one in cut)
+
+
+def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
+    """Our sums with every indexer beside those of the wheel's own estimator."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    from aiconfigurator_core.sdk import common, models, perf_database
+    from aiconfigurator_core.sdk.backends.factory import get_backend
+    from aiconfigurator_core.sdk.config import ModelConfig, RuntimeConfig
+
+    forwards, names = Forwards(deployment), deployment.measured
+    data = perf_database.get_database(f"{deployment.gpu}_sxm", "sglang", "0.5.14")
+    backend = get_backend("sglang")
+    cache = {"bf16": "bfloat16", "fp8": "fp8"}[deployment.cache]
+    config = ModelConfig(
+        tp_size=8, moe_tp_size=8, moe_ep_size=1,
+        kvcache_quant_mode=common.KVCacheQuantMode[cache],
+    )  # fmt: skip
+    model = models.get_model(names.full, config, "sglang")
+
+    def theirs(phase: str, **about: int) -> float:
+        return float(
+            backend.run_static_latency_only(
+                model, data, RuntimeConfig(batch_size=1, **about), phase
+            )
+        )
+
+    rows = []
+    for context in CONTEXTS:
+        chunks = [
+            (prefix, min(deployment.chunk, context - prefix))
+            for prefix in range(0, context, deployment.chunk)
+        ]
+        total = sum(theirs("static_ctx", isl=p + n, osl=1, prefix=p) for p, n in chunks)
+        step = theirs("static_gen", isl=context, osl=2)
+        full = deployment.shape.layers
+        for phase, their, our in (
+            ("prefill", total, forwards.prefill(full, context)),
+            ("decode", step, forwards.decode(full, 1, context)),
+        ):
+            if our is not None:
+                rows.append(
+                    {
+                        "deployment": str(deployment),
+                        "phase": phase,
+                        "context": context,
+                        "difference": round(our.value / their - 1, 4),
+                    }
+                )
+    return rows
+
+
+def measure() -> dict[str, Any]:
+    """Everything."""
+    return {
+        "environment": environment().model_dump(),
+        "wheel": f"{WHEEL} {version(WHEEL)}",
+        "engine": "SGLang 0.5.14",
+        "contexts": CONTEXTS,
+        "deployments": [gains(one) for one in DEPLOYMENTS],
+        "held_out": [row for card in CARDS for row in held_out(card)],
+        "table_1": table_1(),
+        "nvidias_estimate": [
+            row for one in DEPLOYMENTS if one.dp == 1 for row in nvidias_estimate(one)
+        ],
+    }
+
+
+def papers_gain(metric: str, ratio: str, context: int) -> float:
+    """The paper's own, of its 30B model on eight H100 with dp_attention."""
+    checkpoint = checkpoint_of(PRESETS["30b"])
+    pattern = Library.default().resolve(ratio, checkpoint).pattern
+    return paper_speedup(dict(checkpoint.shape), pattern, metric)[format_length(context)]  # type: ignore[arg-type]
+
+
+def label(one: dict[str, Any]) -> str:
+    """A deployment, in few words."""
+    ranks = f"dp {one['dp']}" if one["dp"] > 1 else "tp 8"
+    return f"{one['model']}, 8 x {find_gpu(one['gpu']).name.removesuffix(' SXM')}, {ranks}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """What to expect at 1/4 by context, in Markdown: a column a deployment, the paper's last."""
+    shown = [one for one in found["deployments"] if one["weights_fit"]]
+    rows = []
+    for context in found["contexts"]:
+        cells = [_cell([one["gains"][m]["1/4"][str(context)] for m in SHOWN]) for one in shown]
+        paper = " / ".join(f"{papers_gain(metric, '1/4', context):.2f}x" for metric in SHOWN)
+        rows.append((format_length(context), *cells, paper))
+    header = ("", *map(label, shown), "paper, measured: 30B, 8 x H100, dp 8")
+    return Grid("", header, tuple(rows)).to_markdown()
+
+
+def _cell(both: list[dict[str, Any] | None]) -> str:
+    known = [one for one in both if one is not None]
+    return " / ".join(f"{one['gain']:.2f}x" for one in known) if len(known) == 2 else "no rate"
+
+
+def checks(found: dict[str, Any]) -> str:
+    """How far held-out rows, NVIDIA's estimator and the paper are from ours, in Markdown."""
+    held = tuple(
+        (
+            f"{find_gpu(row['card']).name}, {row['phase']}, {row['kind']} layers",
+            str(row["rows"]),
+            f"{row['median']:.1%}",
+            f"{row['worst']:.0%}",
+            str(row["over_a_tenth"]),
+        )
+        for row in found["held_out"]
+    )
+    first = Grid(
+        "each row predicted from its neighbours, from top-k on",
+        ("", "rows", "median error", "worst", "over 10 %"),
+        held,
+    )
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in found["table_1"]:
+        lines.setdefault(row["phase"], []).append(row)
+    second = Grid(
+        "what a skipped indexer saves at 1/4, ms a layer: by the paper's Table 1, and by the rows "
+        "of an indexer of the same size",
+        ("", *map(format_length, found["contexts"])),
+        tuple(
+            (
+                phase,
+                *(
+                    f"{row['paper_ms']:.3g} and {row['rows_ms']:.3g} ({row['difference']:+.0%})"
+                    for row in rows
+                ),
+            )
+            for phase, rows in lines.items()
+        ),
+    )
+    away = [abs(row["difference"]) for row in found["nvidias_estimate"]]
+    said = (
+        f"With every indexer our sums are {median(away):.1%} (at worst {max(away):.0%}) from those "
+        f"of NVIDIA's own estimator in the same wheel, over {len(away)} sums."
+    )
+    return f"{first.to_markdown()}\n{second.to_markdown()}\n{said}\n"
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Gains at 1/4 against the context, prefill and decode, with the paper's as diamonds."""
+    figure, axes = make_figure(11.5, 3.6, columns=2)
+    for axis, metric in zip(axes, SHOWN, strict=True):
+        colors = cycle(("#1f5fa8", "#c0392b", "#2e8b57", "#8e6bb0", "#d98c21", "#555555"))
+        for one in found["deployments"]:
+            if not one["weights_fit"]:
+                continue
+            cells = one["gains"][metric]["1/4"]
+            points = {int(n): cell["gain"] for n, cell in cells.items() if cell}
+            style = "--" if one["dp"] > 1 else "-"
+            axis.plot(
+                [n / 1e3 for n in points], list(points.values()),
+                ls=style, marker="o", ms=3.5, color=next(colors), label=label(one),
+            )  # fmt: skip
+        paper = [papers_gain(metric, "1/4", n) for n in CONTEXTS]
+        axis.plot(
+            [n / 1e3 for n in CONTEXTS], paper,
+            ls="none", marker="D", ms=5, color="black", label="the paper: 30B, 8 x H100, dp 8",
+        )  # fmt: skip
+        axis.set_title(NAMES[metric], fontsize=10, loc="left")  # type: ignore[index]
+        axis.set_xlabel("context, thousands of tokens")
+        axis.set_ylim(bottom=1.0)
+        axis.grid(lw=0.3, alpha=0.5)
+    axes[0].set_ylabel("speed-up at 1/4 over every indexer")
+    axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    save_figure(figure, path)
+
+
+def main() -> None:
+    """Compose, check, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="a .json file")
+    output = parser.parse_args().output
+    write_json(output, measure())
+    found = json.loads(output.read_text())
+    draw(found, output.with_suffix(".png"))
+    print(table(found))
+    print(checks(found))
+
+
+if __name__ == "__main__":
+    main()

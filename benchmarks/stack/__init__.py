@@ -1,1 +1,0 @@
-"""The layer stack with every set of kernels on one card; start with ``../device_check.sh``."""

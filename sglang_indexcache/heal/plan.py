@@ -1,0 +1,364 @@
+"""What a healing takes, before it begins: the same code on tensors without values.
+
+Layers are placed, dequantised and run on torch's meta device, where a tensor has a shape and no
+memory. What they would hold at a time and multiply is counted, layers of the same kind once.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.frozen import FrozenBody
+from sglang_indexcache.heal.heal import DTYPES, HealOptions, Target
+from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.passing import Passing, pipelined
+from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.heal.weights import META
+from sglang_indexcache.pattern import Pattern
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """GPUs to plan for.
+
+    Attributes:
+        gpus: of one machine.
+        name: of the GPU.
+        memory: of one GPU, bytes.
+        bf16: peak rate of bfloat16 products, FLOP/s.
+        float32: the same of float32, in which the loss is computed.
+        bandwidth: of a GPU's memory, bytes/s.
+        reached: share of the peak rates that is taken to be reached.
+        disk: rate at which weights are taken to be read from disk, bytes/s.
+    """
+
+    gpus: int
+    name: str
+    memory: float
+    bf16: float
+    float32: float
+    bandwidth: float
+    reached: float = 0.3
+    disk: float = 5e9
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is healed, as far as it costs.
+
+    Attributes:
+        length: tokens of a row.
+        rows: of a step.
+        micro_rows: that run through a layer at a time.
+        steps: of each stage.
+        judged_rows: rows of all evaluations together.
+    """
+
+    length: int
+    rows: int
+    micro_rows: int
+    steps: dict[Stage, int]
+    judged_rows: int
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Of one layer and some rows.
+
+    Attributes:
+        peak: most bytes that are alive at a time, weights that stay and state apart.
+        waiting: bytes that rows keep between two layers.
+        weights: seconds in which the layer's weights are read and dequantised.
+        rows: seconds in which the rows run.
+    """
+
+    peak: int
+    waiting: int
+    weights: float
+    rows: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one GPU has to do.
+
+    Attributes:
+        layers: that lie on it.
+        held: bytes of their weights, indexers and optimiser state.
+        working: most bytes beside them, at any moment of a step.
+    """
+
+    layers: range
+    held: int
+    working: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment."""
+        return self.held + self.working
+
+
+@dataclass(frozen=True)
+class HealPlan:
+    """The bill.
+
+    Attributes:
+        shares: of each GPU.
+        hours: in which everything is done.
+        busy: how many of the GPUs work at a time, on average.
+        quantised: whether the checkpoint's weights are.
+    """
+
+    shares: tuple[Share, ...]
+    hours: float
+    busy: float
+    quantised: bool
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest GPU."""
+        return max(share.peak for share in self.shares)
+
+
+def dry_run(options: HealOptions, machine: GpuMachine) -> list[tuple[str, str]]:
+    """What a healing would take; nothing is read but ``config.json`` and the heads of the files.
+
+    Returns:
+        Rows to print.
+
+    Raises:
+        CheckpointError, PatternError, LibraryError, TrainingError: as :func:`heal` would.
+    """
+    found = plan_of(options, machine)
+    rows = describe(found, machine)
+    if found.peak <= machine.memory:
+        return [*rows, ("verdict", "it fits")]
+    if options.from_disk:
+        return [*rows, ("verdict", "it does not fit: give a shorter --context, or fewer --rows")]
+    alone = replace(machine, gpus=1)
+    disk = plan_of(replace(options, from_disk=True), alone)
+    fits = "fits" if disk.peak <= machine.memory else "does not fit either"
+    advice = (
+        f"it does not fit. With --from-disk it {fits}: one GPU then needs "
+        f"{disk.peak / GB:,.0f} GB, and it takes {disk.hours:,.2g} hours, where "
+        f"{machine.disk / GB:g} GB are read a second"
+    )
+    if not found.quantised:
+        advice += ". A block-FP8 checkpoint of the model takes half the memory"
+    return [*rows, ("verdict", advice)]
+
+
+def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
+    """The bill of a healing; see :func:`dry_run`."""
+    target = Target.of(options)
+    sharing = LocalSharing(target.pattern, target.topk, block=options.block)
+    places = [META] * (1 if options.from_disk else machine.gpus)
+    dtype = DTYPES[options.dtype]
+    body = FrozenBody(options.checkpoint, target.pattern, sharing, dtype, places, options.from_disk)
+    steps = {stage.kind: stage.steps for stage in options.stages}
+    judged = sum(1 + -(-count // options.evaluate_every) for count in steps.values())
+    micro_rows = min(options.micro_rows, options.rows)
+    job = Job(target.length, options.rows, micro_rows, steps, judged * options.held_out)
+    return plan(body, sharing, job, machine)
+
+
+def machine_of(text: str, sheet: Callable[[str], Any]) -> GpuMachine:
+    """``8xh200``.
+
+    Args:
+        text: how many GPUs, and which.
+        sheet: gives a data sheet's memory (bytes), bf16 and float32 rates and bandwidth.
+
+    Raises:
+        TrainingError: written in another way.
+    """
+    count, times, name = text.partition("x")
+    if not times or not count.isdigit() or not int(count):
+        raise TrainingError(f"GPUs are written as 8xh200, got {text!r}")
+    rates = sheet(name)
+    return GpuMachine(int(count), name, rates.memory, rates.bf16, rates.float32, rates.bandwidth)
+
+
+def plan(body: FrozenBody, sharing: LocalSharing, job: Job, machine: GpuMachine) -> HealPlan:
+    """Count what healing takes.
+
+    Args:
+        body: on the meta device.
+        sharing: of the body.
+        job: what is done.
+        machine: its GPUs; as many as the body has shares.
+    """
+    batches = math.ceil(job.rows / job.micro_rows)
+    at_once = pipelined(body, batches)
+    total, working, busy = 0.0, [0] * len(body.shares), 0.0
+    for stage, steps in job.steps.items():
+        costs = layer_costs(body, sharing, stage, job, machine)
+        apart = [[costs[number] for number in share] for share in body.shares]
+        for place, share in enumerate(apart):
+            # The other rows of the step wait: between two layers, or for their turn.
+            others = (batches - 1) * max((c.waiting for c in share), default=0)
+            peaks = max((c.peak for c in share), default=0)
+            working[place] = max(working[place], others + peaks)
+        seconds, work = _step(apart, batches, at_once)
+        passes = steps + job.judged_rows / job.rows * steps / sum(job.steps.values())
+        total += passes * seconds
+        busy += passes * work
+    held = [sum(body.bytes_held(number) for number in share) for share in body.shares]
+    shares = tuple(Share(*one) for one in zip(body.shares, held, working, strict=True))
+    return HealPlan(shares, total / 3600, busy / total, body.is_quantised(0))
+
+
+def _step(shares: list[list[LayerCost]], batches: int, at_once: bool) -> tuple[float, float]:
+    """Seconds of a step, and of work on all GPUs in it."""
+    if not at_once:
+        seconds = sum(c.weights + batches * c.rows for share in shares for c in share)
+        return seconds, seconds
+    each = [sum(c.weights + c.rows for c in share) for share in shares]
+    return sum(each) + (batches - 1) * max(each), batches * sum(each)
+
+
+def layer_costs(
+    body: FrozenBody, sharing: LocalSharing, stage: Stage, job: Job, machine: GpuMachine
+) -> list[LayerCost]:
+    """Of every layer; groups of the same layers are run once."""
+    kinds = [body.kind_of(number) for number in range(len(sharing.pattern))]
+    known: dict[tuple[str, ...], list[LayerCost]] = {}
+    found: list[LayerCost] = []
+    for group in _groups(sharing.pattern):
+        kind = tuple(kinds[number] for number in group)
+        if kind not in known:
+            known[kind] = list(_group_costs(body, sharing, group, stage, job, machine))
+        found += known[kind]
+    return found
+
+
+def _groups(pattern: Pattern) -> Iterator[range]:
+    """An F layer with those that it serves."""
+    starts = [*pattern.full_layers, len(pattern)]
+    yield from (range(start, stop) for start, stop in pairwise(starts))
+
+
+def _group_costs(
+    body: FrozenBody,
+    sharing: LocalSharing,
+    group: range,
+    stage: Stage,
+    job: Job,
+    machine: GpuMachine,
+) -> Iterator[LayerCost]:
+    shape = (job.micro_rows, job.length)
+    for number in group:
+        body.layer(number)  # what stays in memory is counted as held
+    with Meter() as meter:
+        ids = torch.zeros(shape, dtype=torch.int64, device=META)
+        one = Passing(sharing.begin(stage, Layout(ids), 1.0), *body.start(ids, ids))
+        for number in group:
+            meter.restart()
+            layer = body.layer(number)
+            stored = body.stored_bytes(number) / machine.disk if body.from_disk else 0.0
+            weights = stored + meter.moved / machine.bandwidth
+            meter.restart()
+            one.through(layer, META, sharing)
+            del layer
+            rates = {torch.float32: machine.float32}
+            seconds = sum(
+                flops / (machine.reached * rates.get(dtype, machine.bf16))
+                for dtype, flops in meter.flops.items()
+            )
+            yield LayerCost(meter.peak, meter.alive, weights, seconds)
+
+
+@dataclass
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what happens meanwhile.
+
+    Attributes:
+        alive: bytes of all tensors that were made and are still there.
+        peak: the most of them.
+        moved: bytes that operations read and wrote.
+        flops: of products, by dtype.
+    """
+
+    alive: int = 0
+    peak: int = 0
+    moved: int = 0
+    flops: dict[torch.dtype, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: set[int] = set()
+
+    def restart(self) -> None:
+        """Count anew what is moved and multiplied; the peak begins at what is alive."""
+        self.peak, self.moved = self.alive, 0
+        self.flops.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and take note of it."""
+        found = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.moved += sum(t.numel() * t.itemsize for t in (*given, *tensors))
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            counted = flop_registry[packet](*args, **(kwargs or {}), out_val=found)
+            self.flops[tensors[0].dtype] += counted
+        elif "grouped_mm" in str(packet):  # each row meets the matrix of one expert
+            self.flops[tensors[0].dtype] += 2 * given[0].numel() * tensors[0].shape[-1]
+        theirs = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in tensors:
+            if tensor.untyped_storage()._cdata not in theirs:  # else a view, or written in place
+                self._see(tensor.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or not size:
+            return
+        self._known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._drop, key, size).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.alive -= size
+
+
+def describe(found: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
+    """Rows to print: each GPU, the verdict's numbers, the hours and what they rest on."""
+    rows = []
+    for number, share in enumerate(found.shares):
+        layers = f"layers {share.layers.start} to {share.layers.stop - 1}" if share.layers else "-"
+        rows.append(
+            (
+                f"GPU {number}",
+                f"{share.peak / GB:,.1f} of {machine.memory / GB:,.0f} GB: {layers}, "
+                f"{share.held / GB:,.1f} GB of weights and training state, "
+                f"{share.working / GB:,.1f} GB of one layer at work and of rows",
+            )
+        )
+    rows.append(
+        (
+            "hours",
+            f"{found.hours:,.2g}, arithmetic and not measured: {found.busy:.1f} of {machine.gpus} "
+            f"GPUs at work, at {100 * machine.reached:.0f} % of the rates in {machine.name}'s data "
+            f"sheet; without copies between GPUs, the optimiser's steps and reading data",
+        )
+    )
+    return rows

@@ -1,0 +1,30 @@
+"""What servers and the package say to each other is written down once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PLACES = {
+    "custom_params": {"ask/protocol.py", "serving/requests.py"},
+    "input_token_logprobs": {"ask/score.py"},
+    "logprob_start_len": {"ask/score.py"},
+    "top_logprobs_num": {"ask/score.py"},
+    "cached_tokens": {"ask/score.py", "ask/stream.py", "evaluate/scoring.py"},
+    "indexcache_pattern": {"ask/protocol.py", "serving/settings.py"},
+}
+"""Words of the protocol, and the only modules that may spell them."""
+
+
+@pytest.mark.parametrize("word", PLACES)
+def test_a_word_of_the_protocol_is_spelt_where_its_rule_is(word: str) -> None:
+    found = set()
+    for path in (ROOT / "sglang_indexcache").rglob("*.py"):
+        strings = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        if any(node.value == word for node in strings):
+            found.add(path.relative_to(ROOT / "sglang_indexcache").as_posix())
+    assert found == PLACES[word]

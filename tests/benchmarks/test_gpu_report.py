@@ -1,0 +1,294 @@
+"""Without a GPU: the report of the GPU tests, and that their checks can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+
+from benchmarks.card.pack import ROOT
+from benchmarks.kernels import speed
+from benchmarks.kernels.machine import preflight
+from benchmarks.kernels.workloads import Workload, workloads
+from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST, RankState
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.kernels.grid import cases
+from tests.conftest import wants_card
+from tests.gpu import test_kernels as kernels
+from tests.gpu import test_served as served
+from tests.gpu.__main__ import is_cut_off
+
+# -- the report ----------------------------------------------------------------------------------
+
+TESTS = """
+import os, time
+from pathlib import Path
+import pytest
+
+def again(name):
+    with Path("ran").open("a") as file: file.write(name + " ")
+
+def test_passes(request): again("passes"); request.node.gpu_evidence = {"us": 7}
+def test_fails(): again("fails"); assert 1 == 2, "one is not two"
+def test_skips(): again("skips"); pytest.skip("needs a card")
+def test_ends_the_process(): again("ends"); os._exit(9)
+@pytest.mark.limit(1)
+def test_hangs(): again("hangs"); time.sleep(60)
+def test_loses_the_context(): again("loses"); raise RuntimeError("CUDA error: unspecified")
+def test_last(): again("last")
+"""
+
+
+def run(folder: Path, *options: str) -> tuple[int, dict[str, Any], list[str]]:
+    """One pytest with the report: its exit code, the JSON, and which tests have run so far."""
+    (folder / "test_made.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = limit(seconds): ends the process\n")
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.report", *options]
+    command += ["-p", "no:cacheprovider", "--gpu-report", str(report), "test_made.py"]
+    done = subprocess.run(
+        command, cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, check=False
+    )
+    ran = (folder / "ran").read_text().split() if (folder / "ran").exists() else []
+    return done.returncode, json.loads(report.read_text()), ran
+
+
+def test_every_way_to_end_is_reported_and_the_rest_still_runs(tmp_path: Path) -> None:
+    codes = []
+    while True:
+        code, report, ran = run(tmp_path)
+        codes.append(code)
+        if not is_cut_off(code, tmp_path / "report.json"):
+            break
+    found = {name.partition("::test_")[2]: each for name, each in report["tests"].items()}
+    outcomes = {name: each["outcome"] for name, each in found.items()}
+    assert outcomes == {
+        "passes": "passed",
+        "fails": "failed",
+        "skips": "skipped",
+        "ends_the_process": "failed",
+        "hangs": "failed",
+        "loses_the_context": "failed",
+        "last": "passed",
+    }
+    assert len(codes) == 4, "it was begun again after each of the three that end the process"
+    assert found["passes"]["evidence"] == {"us": 7}
+    assert "one is not two" in found["fails"]["why"]
+    assert "needs a card" in found["skips"]["why"]
+    assert "the process ended in it" in found["ends_the_process"]["why"]
+    assert [name for name in ran if name != "skips"] == [
+        *("passes", "fails", "ends", "hangs", "loses", "last")
+    ], "what is decided is not run again"
+
+
+def test_no_time_left_is_no_outcome(tmp_path: Path) -> None:
+    _, report, ran = run(tmp_path, "--gpu-seconds", "0")
+    assert not ran
+    assert {each["outcome"] for each in report["tests"].values()} == {"not reached"}
+
+
+def test_another_commit_s_report_is_not_added_to(tmp_path: Path) -> None:
+    _, report, _ = run(tmp_path, "--gpu-seconds", "0")
+    report["machine"]["commit"] = "another"
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    code, after, ran = run(tmp_path)
+    assert code == 4
+    assert not ran
+    assert after["machine"]["commit"] == "another"
+
+
+def test_without_a_gpu_the_missing_hardware_is_named() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "needs an NVIDIA GPU (H100 or H200): torch sees none" in done.stdout
+    assert "passed" not in done.stdout
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("marks", ["gpu", "gpu and not slow", "e2e or gpu"])
+def test_gpu_tests_see_the_card(marks: str) -> None:
+    assert wants_card(marks)
+    assert not wants_card(marks.replace("gpu", "not gpu"))
+
+
+def test_all_other_tests_do_not_see_a_card() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not wants_card("")
+    assert not torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize(
+    ("here", "says"),
+    [
+        ({"python": "3.12.4", "torch": "2.11.0+cu130"}, "is the machine that the archive was"),
+        ({"python": "3.11.9", "torch": "2.11.0"}, "is for python 3.12, here is python 3.11"),
+        ({"python": "3.12.4", "torch": "2.13.0"}, "is for torch 2.11.0, here is"),
+    ],
+)
+def test_preflight(here: dict[str, str], says: str) -> None:
+    assert says in preflight(here, {"python": "3.12", "torch": "2.11.0"})
+    assert "no archive" in preflight(here)
+
+
+# -- the checks of a server ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class FakeServer:
+    """Answers by a rule instead of a model, with at most one fault."""
+
+    fault: str = ""
+    asked: int = 0
+
+    def generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+        self.asked += 1
+        named = sampling_params.get("custom_params", {}).get(PATTERN_OF_REQUEST)
+        under = "FFFFFF" if self.fault == "ignores patterns" else named or str(served.PATTERN)
+        if self.fault == "mixes patterns" and self.asked > 18:
+            under = "FSSSSS"
+        tokens = [crc32(f"{input_ids} {under} {n}".encode()) % 500 for n in range(served.TOKENS)]
+        if self.fault == "one other token":
+            tokens[-1] += 1
+        if self.fault == "never the same":
+            tokens[0] += self.asked
+        said = [str(served.FULL)] if self.fault == "says another pattern" else [named]
+        return {"output_ids": tokens, "meta_info": {PATTERN_OF_REQUEST: said} if named else {}}
+
+    def states(self) -> list[RankState]:
+        pattern = "FFFFFF" if self.fault == "serves another pattern" else str(served.PATTERN)
+        full = range(6) if self.fault == "runs every indexer" else served.PATTERN.full_layers
+        state = RankState(
+            version="0",
+            pattern=pattern,
+            policy=pattern,
+            source="a test",
+            mode="live",
+            architecture="GlmMoeDsaForCausalLM",
+            checkpoint_pattern="FFFFFF",
+            indexer_selections=[int(layer in full) for layer in range(6)],
+            index_reuses=[0] * 6,
+            index_key_writes=[0] * 6,
+            index_k_bytes_per_token=132 * (6 if "bytes" in self.fault else 2),
+        )
+        return [state]
+
+
+PROMPTS = [(1, 2, 3), (4, 5), (6,)]
+
+
+def test_a_right_server_passes() -> None:
+    assert served.compare_with_stock(FakeServer(), FakeServer(), PROMPTS)["prompts compared"] == 3
+    assert served.compare_mixed(FakeServer(), PROMPTS) == {"answers compared": 9, "left out": 0}
+    served.ran_where_full(FakeServer().states()[0], served.PATTERN)
+
+
+@pytest.mark.parametrize("fault", ["one other token", "serves another pattern", "keeps all bytes"])
+def test_a_server_that_differs_from_stock(fault: str) -> None:
+    with pytest.raises(AssertionError):
+        served.compare_with_stock(FakeServer(fault), FakeServer(), PROMPTS)
+
+
+def test_a_server_that_runs_every_indexer() -> None:
+    with pytest.raises(AssertionError):
+        served.ran_where_full(FakeServer("runs every indexer").states()[0], served.PATTERN)
+
+
+@pytest.mark.parametrize("fault", ["ignores patterns", "mixes patterns", "says another pattern"])
+def test_a_live_server_that_mixes_up_patterns(fault: str) -> None:
+    with pytest.raises((AssertionError, IndexCacheError)):
+        served.compare_mixed(FakeServer(fault), PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda server: served.compare_with_stock(FakeServer(), server, PROMPTS),
+        lambda server: served.compare_mixed(server, PROMPTS),
+    ],
+)
+def test_what_cannot_be_compared_is_not_called_right(check: Callable[[Any], Any]) -> None:
+    with pytest.raises(pytest.skip.Exception):
+        check(FakeServer("never the same"))
+
+
+# -- the checks of kernels, and what is concluded from times -------------------------------------
+
+CPU = torch.device("cpu")
+SMALL = {
+    "INDEXER": (
+        cases.IndexerCase("ragged", 8, ((1, 200), (1, 0), (1, 65)), topk=64, decode=True),
+        cases.IndexerCase("prefill", 8, ((3, 90), (2, 70)), topk=64, padding=1),
+    ),
+    "ATTENTION": ((cases.AttentionCase((64, 0), 64, 4), cases.AttentionCase((5, 64), 64, 4)),),
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Job]:
+    for name, few in SMALL.items():
+        monkeypatch.setattr(kernels, name, few)
+    return list(kernels.jobs(dispatch.named("reference").load, CPU))
+
+
+def test_a_kernel_that_reads_its_inputs_anew_passes(small: list[kernels.Job]) -> None:
+    assert {job.name.split()[0] for job in small} == {"select", "topk", "sparse_mla"}
+    for job in small:
+        kernels.check_replays(job, capture=lambda body: body)
+
+
+def test_a_kernel_that_keeps_what_it_saw_at_capture_fails(small: list[kernels.Job]) -> None:
+    """As one that read lengths on the host, or copied its inputs, would."""
+    for job in small:
+
+        def frozen(body: Callable[[], Any], job: kernels.Job = job) -> Callable[[], Any]:
+            body()
+            kept = [one.clone() for one in job.outputs]
+            return lambda: [out.copy_(old) for out, old in zip(job.outputs, kept, strict=True)]
+
+        with pytest.raises(AssertionError, match="a replay differs"):
+            kernels.check_replays(job, capture=frozen)
+
+
+def times(**us: float) -> dict[str, dict[str, float]]:
+    return {name: {"median_us": value} for name, value in us.items()}
+
+
+def test_only_who_raced_the_engine_s_default_can_be_faster() -> None:
+    decode = Workload("mla_decode", 8, 122_880, 8)
+    assert speed.beats(decode, times(cuda=1, flash_mla=8), "cuda") is None, "FA3 did not run"
+    assert speed.beats(decode, times(cuda=1, flash_mla=8, fa3=2), "cuda") is True
+    assert speed.beats(decode, times(cuda=3, flash_mla=8, fa3=2), "cuda") is False
+    prefill = Workload("select_prefill", 8192, 122_880, 32)
+    both = {"deep_gemm + sgl_kernel.fast_topk_v2": 9.0, "deep_gemm + sglang v2": 4.0}
+    made = {name: {"median_us": us} for name, us in both.items()}
+    assert speed.beats(prefill, made | times(cuda=5), "cuda") is False, "the better one is beaten"
+    assert speed.beats(prefill, made | times(cuda=3), "cuda") is True
+
+
+def test_a_row_needs_every_shape_that_was_to_be_timed() -> None:
+    def found(work: Workload) -> dict[str, Any]:
+        names = (*speed.anchors.engine_anchors(work), speed.anchors.engine_default(work))
+        slow = work.family == "select_prefill" and work.context < 100_000
+        rivals = {name: {"median_us": 5.0} for name in names}
+        return {"times": rivals | times(cuda=9 if slow else 4)}
+
+    timed = {str(work): found(work) for work in workloads()}
+    rows = {
+        (r["op"], r["phase"], r["heads"], r["engine"]): r for r in speed.conclude(timed, [9, 0])
+    }
+    assert rows["select", "prefill", 32, ""]["tokens"] == 122_880
+    assert rows["sparse_mla", "decode", 8, "fa3"]["tokens"] == 0
+    assert {dispatch.KernelMeasurement(**row, record="x.json").op for row in rows.values()}
+    del timed[str(Workload("mla_decode", 16, 122_880, 8))]
+    fewer = {(r["op"], r["phase"], r["heads"], r["engine"]) for r in speed.conclude(timed, [9, 0])}
+    assert set(rows) - fewer == {("sparse_mla", "decode", 8, "fa3")}

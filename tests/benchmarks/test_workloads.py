@@ -1,0 +1,93 @@
+"""What the speed tests time: shapes, inputs, and the least that any kernel would need."""
+
+import pytest
+import torch
+
+from benchmarks.engine_kernels import engine_anchors, engine_default
+from benchmarks.kernels import speed, workloads
+from sglang_indexcache.bench.roofline import gpu_of_driver
+from sglang_indexcache.kernels import dispatch
+
+CPU = torch.device("cpu")
+
+
+def test_the_engine_s_default_is_an_anchor() -> None:
+    for work in workloads.workloads():
+        assert engine_default(work) in engine_anchors(work)
+    for work in workloads.tiny_workloads():
+        names = speed.contenders(work, dispatch.Machine("CPU", None), CPU)
+        assert engine_default(work) in names
+
+
+def test_a_workload_is_measured() -> None:
+    """On a CPU the reference runs, and every other contender says why it does not."""
+    for work in workloads.tiny_workloads():
+        found = speed.measure(work, dispatch.Machine("CPU", None))
+        assert found["times"]["reference"]["median_us"] > 0
+        assert "needs" in found["missing"]["cuda"]
+        assert speed.beats(work, found["times"], "cuda") is None
+
+
+def test_roofline() -> None:
+    """The reference document's figures: 120K, 8192 rows, 32 heads on an H100."""
+    card = gpu_of_driver("NVIDIA H100 80GB HBM3")
+    assert card is not None
+    work = workloads.Workload("select_prefill", 8192, 122_880, 32)
+    assert work.pairs == sum(range(122_880 - 8191, 122_881))
+    seconds, by = card.bound(work.flops, work.memory_bytes, fp8=True)
+    assert by == "matrix unit"
+    assert seconds == pytest.approx(4.03e-3, rel=0.01)  # 3.93 ms with K = 1000
+    decode = workloads.Workload("select_decode", 64, 120_000, 32)
+    seconds, by = card.bound(decode.flops, decode.memory_bytes, fp8=True)
+    assert by == "memory"
+    assert seconds == pytest.approx(302.6e-6, rel=0.01)
+    assert gpu_of_driver("NVIDIA H100 PCIe") is None
+    assert gpu_of_driver("NVIDIA A100-SXM4-80GB") is None
+
+
+def test_every_workload_is_one_of_its_family() -> None:
+    todo = list(workloads.workloads())
+    assert len({str(work) for work in todo}) == len(todo)
+    assert {work.family for work in todo} == set(speed.OPS)
+    assert {w.context for w in todo if w.family == "select_prefill"} == set(workloads.CONTEXTS)
+    for family in ("mla_prefill", "mla_decode"):
+        assert {8, 16, 64, 128} <= {w.heads for w in todo if w.family == family}
+    for family in ("select_decode", "mla_decode"):
+        assert {w.rows for w in todo if w.family == family} == set(workloads.BATCHES)
+
+
+@pytest.mark.parametrize("work", workloads.tiny_workloads(), ids=str)
+def test_workloads_are_valid_input(work: workloads.Workload) -> None:
+    """Lists without repeats, pages and slots within the pool."""
+    if work.family.startswith("mla"):
+        tensors = workloads.attention_tensors(work, CPU)
+        assert int(tensors.slots.min()) >= 0
+        assert int(tensors.slots.max()) < len(tensors.cache)
+        for row in tensors.slots:
+            assert len(row.unique()) == work.topk
+    elif work.family.startswith("select"):
+        indexer = workloads.indexer_tensors(work, CPU)
+        assert sorted(indexer.block_table.flatten().tolist()) == list(range(len(indexer.pages)))
+        assert int(indexer.visible.max()) == work.context
+        if work.is_prefill:
+            assert int(indexer.visible.sum()) == work.pairs
+            assert indexer.keys.shape == (work.context, 128)
+
+
+def test_gathered_keys_are_the_pages_keys() -> None:
+    from sglang_indexcache.kernels.indexer.reference import request_keys
+
+    work = workloads.Workload("select_prefill", 3, 130, 8)
+    tensors = workloads.indexer_tensors(work, CPU)
+    keys, scales = request_keys(tensors.pages, tensors.block_table[0], 130)
+    assert torch.equal(keys.view(torch.uint8), tensors.keys.view(torch.uint8))
+    assert torch.equal(scales, tensors.scales)
+
+
+def test_contenders_name_ours() -> None:
+    machine = dispatch.Machine("NVIDIA H100", (9, 0))
+    for work in workloads.tiny_workloads():
+        names = speed.contenders(work, machine, CPU)
+        assert {"cuda", "triton"} <= set(names)
+        assert "reference" not in names
+        assert len(names) > 2

@@ -1,0 +1,225 @@
+"""Our kernels, which run only where they are asked for: built, right, in graphs, in a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.kernels.build import FOLDERS, build
+from sglang_indexcache.kernels.contract import VALUE_DIM, IndexerBatch
+from sglang_indexcache.kernels.dispatch import Machine, named
+from sglang_indexcache.kernels.grid import cases
+from sglang_indexcache.kernels.grid.runner import GROUPS, Runner
+from tests.gpu.test_served import TOKENS, Prompts, Request, answer, serving
+
+GRID = "sglang_indexcache.kernels.grid.runner"
+SANITIZER = ("memcheck", "racecheck", "synccheck")
+INDEXER = (
+    cases.IndexerCase("ragged", 32, ((1, 3000), (1, 0), (1, 700), (1, 65)), topk=512, decode=True),
+    cases.IndexerCase("MTP", 64, ((4, 1500), (4, 66)), topk=512, decode=True),
+    cases.IndexerCase("prefill", 32, ((40, 900), (7, 300), (1100, 4100)), topk=512, padding=3),
+)
+ATTENTION = tuple(
+    (
+        cases.AttentionCase((1024, 100, 0, 7), 1024, heads, fp8),
+        cases.AttentionCase((3, 1024, 64, 0), 1024, heads, fp8),
+    )
+    for heads in (8, 20, 64)
+    for fp8 in (False, True)
+)
+ours = pytest.mark.parametrize("name", [pytest.param("cuda", marks=pytest.mark.hopper), "triton"])
+Tensors = tuple[torch.Tensor, ...]
+
+
+@pytest.mark.hopper
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_cuda_kernels_compile(folder: str, evidence: dict[str, Any]) -> None:
+    evidence["nvcc"] = build(folder).compiler
+
+
+@ours
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_grid(group: str, name: str, reported: dict[str, Any]) -> None:
+    """Every case, up to a million tokens."""
+    machine = Machine.here()
+    outcomes = list(Runner(named(name), machine, machine.device, "large", seed=0).run(group))
+    wrong = {one.case: one.complaints for one in outcomes if one.complaints}
+    skipped = {one.case: one.skipped for one in outcomes if one.skipped}
+    correct = reported.setdefault("correct", {}).setdefault(name, {})
+    for op in GROUPS[group].ops:
+        correct[op] = not wrong and not skipped and correct.get(op, True)
+    assert not wrong
+    assert not skipped
+
+
+# -- in a graph ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One kernel with two sets of inputs of the same shapes.
+
+    Attributes:
+        call: runs it: the inputs, then the outputs.
+    """
+
+    name: str
+    first: Tensors
+    second: Tensors
+    outputs: Tensors
+    call: Callable[[Tensors, Tensors], Any]
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the CPU, so that every device draws the same."""
+    return torch.Generator().manual_seed(seed)
+
+
+def jobs(load: Callable[[Any], Callable[..., Any]], device: torch.device) -> Iterator[Job]:
+    """The operations in the forms that serving uses; the second inputs see less, and elsewhere."""
+    select, topk, attend = load("select"), load("topk"), load("sparse_mla")
+    for case in INDEXER:
+        first, second = (cases.indexer_inputs(case, seeded(seed), device) for seed in (1, 2))
+        second = dataclasses.replace(second, visible=second.visible // 2)
+        out = torch.empty(len(first.visible), case.topk, dtype=torch.int32, device=device)
+        for slots in (False, True):
+
+            def run(inputs: Tensors, out: Tensors, k: int = case.topk, s: bool = slots) -> None:
+                select(IndexerBatch(*inputs), k, as_slots=s, out=out[0])
+
+            yield Job(f"select {case}", fields(first), fields(second), (out,), run)
+    drawn = cases.TopKCase(5000, 2048)
+    one, other = (cases.topk_inputs(drawn, seeded(seed), device) for seed in (1, 2))
+    out = torch.empty(len(one[1]), drawn.topk, dtype=torch.int32, device=device)
+    yield Job("topk", one, (other[0], other[1] // 2), (out,), lambda i, o: topk(*i, 2048, out=o[0]))
+    for pair in ATTENTION:
+        a, b = (
+            cases.attention_inputs(case, seeded(n), device) for n, case in enumerate(pair, start=1)
+        )
+        rows, heads, _ = a.q.shape
+        made = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=device)
+        lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
+
+        def run(inputs: Tensors, out: Tensors, scale: float = a.scale) -> None:
+            attend(*inputs, scale, out=out[0], lse=out[1])
+
+        given = [(inputs.q, inputs.cache, inputs.slots) for inputs in (a, b)]
+        yield Job(f"sparse_mla {pair[0]}", *given, (made, lse), run)
+
+
+def fields(batch: IndexerBatch) -> Tensors:
+    """Without those that are left out."""
+    found = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    return tuple(field for field in found if field is not None)
+
+
+def captured(body: Callable[[], Any]) -> Callable[[], None]:
+    """Run once to warm up, capture, and return what replays it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        body()
+    return graph.replay
+
+
+def check_replays(
+    job: Job, capture: Callable[[Callable[[], Any]], Callable[[], Any]] = captured
+) -> None:
+    """A replay takes nothing from the time of the capture but addresses and shapes.
+
+    Before each, all inputs are overwritten in place (lengths, page tables, lists and values), and
+    the outputs with rubbish; it must give the bits of a call outside of the graph.
+    """
+    wanted = []
+    for inputs in (job.first, job.second):
+        job.call(inputs, job.outputs)
+        wanted.append([bits(output) for output in job.outputs])
+    assert any(not torch.equal(a, b) for a, b in zip(*wanted, strict=True)), "nothing can be seen"
+    static = tuple(tensor.clone() for tensor in job.first)
+    replay = capture(lambda: job.call(static, job.outputs))
+    for number in (1, 0):
+        for tensor, given in zip(static, (job.first, job.second)[number], strict=True):
+            tensor.copy_(given)
+        for output in job.outputs:
+            output.fill_(77)
+        replay()
+        for output, right in zip(job.outputs, wanted[number], strict=True):
+            assert torch.equal(bits(output), right), f"{job.name}: a replay differs"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in which NaNs equal themselves."""
+    return tensor.contiguous().view(torch.uint8).clone()
+
+
+@ours
+def test_replays_give_what_calls_give(name: str) -> None:
+    implementation, machine = named(name), Machine.here()
+    for job in jobs(lambda op: implementation.check(op, machine).load(op), machine.device):
+        check_replays(job)
+
+
+# -- under a sanitizer, and in a server ----------------------------------------------------------
+
+
+@pytest.mark.hopper
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("tool", SANITIZER)
+def test_compute_sanitizer_finds_nothing(tool: str, group: str, evidence: dict[str, Any]) -> None:
+    """Small cases and many short rows; only our kernels are instrumented."""
+    sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or "compute-sanitizer"
+    if shutil.which(sanitizer) is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = [sanitizer, "--tool", tool, "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
+    grid = ["-m", GRID, "--implementation", "cuda", "--group", group, "--sizes", "wide"]
+    done = subprocess.run(
+        [*command, sys.executable, *grid], capture_output=True, text=True, timeout=170, check=False
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    evidence["cases"] = sum(not line["skipped"] for line in lines)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert evidence["cases"]
+
+
+@ours
+@pytest.mark.sglang
+@pytest.mark.limit(420)
+def test_a_server_with_them_answers_like_stock(
+    name: str,
+    model: Path,
+    prompts: Prompts,
+    tmp_path: Path,
+    reported: dict[str, Any],
+    evidence: dict[str, Any],
+) -> None:
+    """A prompt that fits into k has stock's first token; of longer ones the share is written.
+
+    There our scores differ from the engine's in rounding, so that a near tie may be selected
+    otherwise.
+    """
+    flags = ("--indexcache-kernels", name)
+    with serving(model, tmp_path, reported, {"static": flags, "stock": ()}) as clients:
+        wanted, found = (
+            [answer(clients[kind], Request(prompt)) for prompt in prompts]
+            for kind in ("stock", "static")
+        )
+        evidence["share of stock's tokens"] = [
+            sum(a == b for a, b in zip(one, other, strict=True)) / TOKENS
+            for one, other in zip(wanted, found, strict=True)
+        ]
+        assert found[-1][0] == wanted[-1][0]

@@ -1,0 +1,215 @@
+"""A small model served on the card: its greedy tokens are those of stock SGLang.
+
+Eager first, which is the least that must work, then CUDA graphs, then live mode with requests of
+several patterns in a batch. A model of random weights is made in the shape that DSA's kernels are
+compiled for. What SGLang's start needs may be missing on a bare machine, so there are several ways
+to serve; the first that works is kept. None uses FlashAttention 3, which cannot be carried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import pytest
+
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
+from sglang_indexcache.ask.protocol import RankState, check_answered_under, named
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
+
+pytestmark = [pytest.mark.sglang, pytest.mark.limit(420)]
+PATTERN, FULL = Pattern("FSSFSS"), Pattern("FFFFFF")
+TOKENS, START_SECONDS, INDEX_K_BYTES = 24, 190, 132
+COMMON = (
+    *("--max-total-tokens", "32768", "--context-length", "8192", "--max-running-requests", "8"),
+    *("--chunked-prefill-size", "2048", "--grammar-backend", "none", "--skip-server-warmup"),
+    *("--disable-radix-cache", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.4"),
+)
+ENVIRONMENT = {
+    # The carried sgl_kernel is older than SGLang asks for; benchmarks/card/pack.py says why.
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    # Dense attention of short prompts is FlashAttention 3's.
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+}
+BFLOAT16 = ("--kv-cache-dtype", "bfloat16", "--dsa-decode-backend", "flashmla_sparse")
+WAYS: dict[str, tuple[str, ...]] = {
+    "FP8 cache, flashmla_kv": ("--kv-cache-dtype", "fp8_e4m3"),
+    "bfloat16 cache, flashmla_sparse": BFLOAT16,
+    "bfloat16 cache, top-k in torch": (*BFLOAT16, "--dsa-topk-backend", "torch"),
+}
+
+
+Prompts: TypeAlias = Sequence[tuple[int, ...]]
+
+
+class Asked(Protocol):
+    """What is used of a client."""
+
+    def generate(self, **body: Any) -> Any: ...
+
+    def states(self) -> list[RankState]: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and the pattern that it names."""
+
+    ids: tuple[int, ...]
+    pattern: Pattern | None = None
+
+
+def answer(client: Asked, request: Request) -> list[int]:
+    """Greedy tokens; an answer must say the pattern that was asked for."""
+    sampling: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+    if request.pattern is not None:
+        sampling |= named(str(request.pattern))
+    reply = client.generate(input_ids=list(request.ids), sampling_params=sampling)
+    if request.pattern is not None:
+        check_answered_under(reply["meta_info"], str(request.pattern), "the server")
+    assert len(reply["output_ids"]) == TOKENS
+    return list(reply["output_ids"])
+
+
+def together(client: Asked, requests: Sequence[Request]) -> list[list[int]]:
+    """All at once, so that they share batches."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda request: answer(client, request), requests))
+
+
+def compare_with_stock(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
+    """The same tokens as stock SGLang's wherever that agrees with itself."""
+    wanted, again, found = ([answer(c, Request(p)) for p in prompts] for c in (stock, stock, ours))
+    stable = [n for n, (one, other) in enumerate(zip(wanted, again, strict=True)) if one == other]
+    if not stable:
+        pytest.skip("stock SGLang answers every prompt otherwise when it is asked again")
+    for number in stable:
+        same = sum(a == b for a, b in zip(wanted[number], found[number], strict=True))
+        assert same == TOKENS, f"prompt {number}: {same} of {TOKENS} tokens are stock's"
+    (state, *_) = ours.states()
+    assert state.pattern == str(PATTERN)
+    assert state.index_k_bytes_per_token == INDEX_K_BYTES * len(PATTERN.full_layers)
+    return {"prompts compared": len(stable), "left out": len(wanted) - len(stable)}
+
+
+def ran_where_full(state: RankState, pattern: Pattern) -> None:
+    """Indexers ran on F layers, and nowhere else; replays of graphs are not counted."""
+    ran = [position for position, count in enumerate(state.indexer_selections) if count]
+    assert ran == list(pattern.full_layers)
+
+
+def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
+    """Answers do not change when requests of other patterns share the batch.
+
+    Other rows in a batch change a kernel's rounding, so only what is the same alone and among
+    requests of its own pattern is compared.
+    """
+    kinds = (PATTERN, FULL, Pattern("FSFSFS"))
+    asked = [[Request(prompt, kind) for prompt in prompts] for kind in kinds]
+    alone = [[answer(live, request) for request in requests] for requests in asked]
+    uniform = [together(live, requests) for requests in asked]
+    assert alone[0] != alone[1], "all F answers the same, so nothing could be seen"
+    every = [request for requests in zip(*asked, strict=True) for request in requests]
+    mixed = iter(together(live, every))
+    compared = 0
+    for number in range(len(prompts)):
+        for kind in range(len(kinds)):
+            found = next(mixed)
+            if alone[kind][number] == uniform[kind][number]:
+                compared += 1
+                assert found == alone[kind][number], f"prompt {number} under {kinds[kind]}"
+    if not compared:
+        pytest.skip("every answer depends on the batch's size, so nothing can be compared")
+    return {"answers compared": compared, "left out": len(every) - compared}
+
+
+# -- on the card ---------------------------------------------------------------------------------
+
+
+def arguments(model: Path, kind: str) -> list[str]:
+    """The command line of stock SGLang, or of ours in a mode."""
+    types = json.dumps({"indexer_types": PATTERN.to_indexer_types()})
+    backend = "dsa" if kind == "stock" else "indexcache"
+    ours = ("--indexcache-pattern", str(PATTERN), "--indexcache-mode", kind)
+    return [
+        *("--model-path", str(model), "--attention-backend", backend, *COMMON),
+        *(("--json-model-override-args", types) if kind == "stock" else ours),
+    ]
+
+
+@contextmanager
+def serving(
+    model: Path, folder: Path, reported: dict[str, Any], kinds: dict[str, tuple[str, ...]]
+) -> Iterator[dict[str, Client]]:
+    """Servers side by side, by kind and with its flags, in the first way in which all start.
+
+    That stock starts and ours does not is a failure; that neither does, the machine's.
+    """
+    known = reported["remembered"].get("way")
+    problems = {}
+    for way in [known] if known else WAYS:
+        with ExitStack() as stack:
+            servers = {}
+            for kind, flags in kinds.items():
+                line = [*arguments(model, kind.partition(" ")[0]), *WAYS[way], *flags]
+                log = folder / f"{kind}.log".replace(" ", "-")
+                servers[kind] = stack.enter_context(Server(line, log, env=ENVIRONMENT))
+            clients, failed = {}, {}
+            for kind, server in servers.items():
+                try:
+                    clients[kind] = server.wait_until_ready(START_SECONDS)
+                except ServerError as error:
+                    failed[kind] = str(error)[-1500:]
+            if not failed:
+                reported["remembered"]["way"] = way
+                yield clients
+                return
+            problems[way] = failed
+            ours = [kind for kind in failed if kind != "stock"]
+            assert "stock" in failed or "stock" not in kinds or not ours, failed
+    pytest.skip(f"no server of any kind starts here: {problems}")
+
+
+def test_eager_tokens_are_stocks(
+    model: Path,
+    prompts: Prompts,
+    tmp_path: Path,
+    reported: dict[str, Any],
+    evidence: dict[str, Any],
+) -> None:
+    eager = ("--disable-cuda-graph",)
+    with serving(model, tmp_path, reported, {"static": eager, "stock": eager}) as clients:
+        evidence |= compare_with_stock(clients["static"], clients["stock"], prompts)
+        ran_where_full(clients["static"].states()[0], PATTERN)
+
+
+def test_tokens_in_graphs_are_stocks(
+    model: Path,
+    prompts: Prompts,
+    tmp_path: Path,
+    reported: dict[str, Any],
+    evidence: dict[str, Any],
+) -> None:
+    with serving(model, tmp_path, reported, {"static": (), "stock": ()}) as clients:
+        evidence |= compare_with_stock(clients["static"], clients["stock"], prompts)
+
+
+@pytest.mark.parametrize("graphs", ["", f"short,{PATTERN},{FULL}"], ids=["eager", "graphs"])
+def test_live_requests_of_several_patterns_share_batches(
+    model: Path,
+    prompts: Prompts,
+    tmp_path: Path,
+    reported: dict[str, Any],
+    evidence: dict[str, Any],
+    graphs: str,
+) -> None:
+    flags = ("--indexcache-graphs", graphs) if graphs else ()
+    with serving(model, tmp_path, reported, {"live": flags}) as clients:
+        evidence |= compare_mixed(clients["live"], prompts)

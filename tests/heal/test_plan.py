@@ -1,0 +1,111 @@
+"""What is planned on tensors without values, against what a run holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.heal.frozen import FrozenBody
+from sglang_indexcache.heal.heal import HealOptions
+from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.passing import Passing
+from sglang_indexcache.heal.plan import GpuMachine, Job, dry_run, machine_of, plan
+from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.heal.weights import META
+from sglang_indexcache.pattern import Pattern
+from tests.heal.checkpoints import checkpoint, quantise
+from tests.heal.models import LAYERS, TOPK, tokens
+from tests.heal.test_frozen import Memory
+
+LENGTH = 40
+MACHINE = GpuMachine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=1e12)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("pattern", ["FSFS", "FSSS"])
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+def test_the_peak_of_each_device_is_as_planned(
+    tmp_path: Path, devices: int, pattern: str, stage: Stage
+) -> None:
+    """Every tensor that a step makes is counted, and what is held is what loading added."""
+    checkpoint(tmp_path, dtype=torch.bfloat16)
+    quantise(tmp_path)
+
+    def body_on(places: list[torch.device]) -> tuple[FrozenBody, LocalSharing]:
+        sharing = LocalSharing(Pattern(pattern), TOPK, block=16)
+        body = FrozenBody(tmp_path, Pattern(pattern), sharing, torch.bfloat16, places)
+        return body, sharing
+
+    job = Job(LENGTH, rows=1, micro_rows=1, steps={stage: 1}, judged_rows=0)
+    planned = plan(*body_on([META] * devices), job, MACHINE)
+
+    ids, positions = tokens(1, LENGTH), torch.arange(LENGTH)[None]
+    with Memory() as seen:
+        body, sharing = body_on([torch.device("cpu")] * devices)
+        held = []
+        for number in range(LAYERS):
+            before = seen._alive
+            body.layer(number)
+            held.append(seen._alive - before)
+        one = Passing(
+            sharing.begin(stage, Layout(torch.zeros_like(ids)), LENGTH),
+            *body.start(ids, positions),
+        )
+        start = seen._alive
+        for share, found in zip(body.shares, planned.shares, strict=True):
+            assert share == found.layers
+            if not share:
+                assert found.peak == 0
+                continue
+            seen.peak = seen._alive
+            for number in share:
+                one.through(body.layer(number), body.devices[number], sharing)
+            trained = [body.indexers[n] for n in share if n in body.indexers]
+            state = sum(4 * p.nbytes for indexer in trained for p in indexer.parameters())
+            embedding = body._embedding.nbytes if 0 in share else 0
+            measured = sum(held[n] for n in share) + state + embedding + seen.peak - start
+            assert found.peak == pytest.approx(measured, rel=0.1)
+
+
+def options(folder: Path, **changes: object) -> HealOptions:
+    given = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
+    return HealOptions(**{**given, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
+
+
+def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    whole = dict(dry_run(options(tmp_path), MACHINE))
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == whole["GPU 0"]
+    assert whole["verdict"] == "it fits"
+    assert "2 GPUs at work" in whole["hours"]
+    small = GpuMachine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
+    advice = dict(dry_run(options(tmp_path), small))["verdict"]
+    assert advice.startswith("it does not fit. With --from-disk it does not fit either: one GPU")
+    assert "A block-FP8 checkpoint of the model takes half the memory" in advice
+    alone = dict(dry_run(options(tmp_path, from_disk=True), small))
+    assert "give a shorter --context, or fewer --rows" in alone["verdict"]
+    assert "GPU 1" not in alone
+
+
+def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    sharing = LocalSharing(Pattern("FSFS"), TOPK)
+    body = FrozenBody(tmp_path, Pattern("FSFS"), sharing, torch.bfloat16, [META] * 2)
+    found = [
+        plan(body, sharing, Job(LENGTH, rows, 1, {Stage.WARMUP: 8 // rows}, 0), MACHINE)
+        for rows in (1, 8)
+    ]
+    assert found[0].busy == pytest.approx(1)
+    assert 1.2 < found[1].busy < 2
+    assert found[1].hours == pytest.approx(found[0].hours / found[1].busy)
+
+
+def test_gpus_are_written_as_a_count_and_a_name() -> None:
+    with pytest.raises(TrainingError, match="8xh200, got 'h200'"):
+        machine_of("h200", lambda _: MACHINE)

@@ -1,0 +1,79 @@
+"""What is kept free of a GPU for the graphs of --indexcache-graphs."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.serving.graph_memory import graph_reserve_mb, keep_free
+from sglang_indexcache.serving.settings import CONFIG_KEY
+from tests.serving.plans import plan
+
+H100 = 81_559
+"""MB, as SGLang asks the driver."""
+
+
+def arguments(*graphs: str, mode: str = "live", fraction: float | None = None) -> Any:
+    """A server's, which SGLang would give 0.8 of an H100; graphs of up to 512 requests."""
+    made = plan("FSFS", mode=mode, graphs=graphs)
+    return SimpleNamespace(
+        json_model_override_args=json.dumps({CONFIG_KEY: made.hf_overrides()[CONFIG_KEY]}),
+        mem_fraction_static=fraction,
+        disaggregation_mode="null",
+        device="cuda",
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(max_bs=512)),
+    )
+
+
+def previous(server_args: Any) -> None:
+    server_args.mem_fraction_static = server_args.mem_fraction_static or 0.8
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = "sglang.srt.arg_groups.overrides"
+    monkeypatch.setattr(f"{overrides}.resolving_view", lambda server_args: server_args)
+    monkeypatch.setattr(
+        f"{overrides}.declare_resolution",
+        lambda server_args, _source, **fields: vars(server_args).update(fields),
+    )
+    memory = lambda device: H100 if device == "cuda" else None  # noqa: E731
+    monkeypatch.setattr("sglang.srt.utils.common.get_device_memory_capacity", memory)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "mode", "megabytes"),
+    [((), "static", 0), (("short",), "static", 1024), (("short", "FFFF", "FSFS"), "live", 3072)],
+)
+def test_each_graph_of_a_size_has_what_sglang_keeps_for_one(
+    graphs: tuple[str, ...], mode: str, megabytes: int
+) -> None:
+    given = arguments(*graphs, mode=mode)
+    keep_free(given, previous)
+    assert given.mem_fraction_static == round(0.8 - megabytes / H100, 3)
+    assert graph_reserve_mb(given, plan("FSFS", mode=mode, graphs=graphs)) == megabytes
+
+
+def test_a_fraction_that_the_user_fixed_stays(caplog: pytest.LogCaptureFixture) -> None:
+    given = arguments("short", fraction=0.9)
+    keep_free(given, previous)
+    assert given.mem_fraction_static == 0.9
+    assert "about 1024 MB" in caplog.text
+
+
+@pytest.mark.parametrize("fields", [{"disaggregation_mode": "prefill"}, {"device": "cpu"}])
+def test_nothing_is_kept_where_no_graph_is_captured(fields: dict[str, Any]) -> None:
+    given = arguments("short")
+    vars(given).update(fields)
+    keep_free(given, previous)
+    assert given.mem_fraction_static == 0.8
+
+
+def test_a_server_that_did_not_ask_for_us_is_left_alone() -> None:
+    given = arguments("short")
+    given.json_model_override_args = "{}"
+    keep_free(given, previous)
+    assert given.mem_fraction_static == 0.8
