@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 FULL := $(VENV)/.sglang-indexcache
 SMALL := $(VENV)/.sglang-indexcache-small
 
-.PHONY: help demo test test-fast soak check full clean
+.PHONY: help demo test test-fast soak rehearse check full clean
 
 help:
 	@echo "make demo       serve a small model with all and with a quarter of its indexers"
 	@echo "make test       run the tests; those that need a GPU say so where there is none"
 	@echo "make test-fast  run the tests that need no SGLang, without installing it"
 	@echo "make soak       run the tests that draw again and again with fresh seeds (ROUNDS=5)"
+	@echo "make rehearse   run SGLang's CUDA code here, with references for its kernels"
 	@echo "make check      ruff and mypy, without installing SGLang"
 	@echo "make full       install everything, SGLang included"
 	@echo "make clean      remove what the above made, but the virtual environment"
@@ -37,6 +38,9 @@ soak: $(FULL)
 		INDEXCACHE_TEST_SEED=$$seed $(BIN)/python -m pytest -m 'draws and not e2e' --hypothesis-seed=$$seed \
 			-n 2 --dist loadfile || { echo "again: INDEXCACHE_TEST_SEED=$$seed python -m pytest --hypothesis-seed=$$seed TEST"; exit 1; }; \
 	done
+
+rehearse: $(FULL)
+	$(BIN)/python -m pytest tests/rehearsal --durations 5
 
 check: $(SMALL)
 	$(BIN)/ruff check .

@@ -202,7 +202,7 @@ def _family(architecture: str, text: Any, where: str) -> Family:
     if _get(text, "index_topk") is not None:
         return family
     fields = text if isinstance(text, Mapping) else vars(text)
-    if any(str(name).startswith("index_") for name in fields):
+    if any(str(name).startswith("index_") and value for name, value in fields.items()):
         raise CheckpointError(
             f"{where} is a {architecture}, whose config has no index_topk: its indexer is of "
             "another kind than DeepSeek Sparse Attention's, and its selections cannot be shared."

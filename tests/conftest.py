@@ -23,6 +23,7 @@ TESTS = Path(__file__).parent
 NEEDS = {
     "sglang": (
         "e2e",
+        "rehearsal/test_server.py",
         "kernels/test_references.py",
         "serving/cpu",
         "serving/cuda/test_backend.py",

@@ -96,12 +96,12 @@ def test_a_cached_prompt_is_refused(full: Client) -> None:
     full.flush_cache()
     [answer] = stream(full, [ids], 3)
     assert answer.meta["cached_tokens"] == 0
-    with pytest.raises(BenchError, match="took 128 of 150 prompt tokens from its cache"):
+    with pytest.raises(ServerError, match="took 128 of 150 prompt tokens from its cache"):
         stream(full, [ids], 3)
 
 
 def test_a_prompt_longer_than_the_pool_is_refused(full: Client) -> None:
-    with pytest.raises(BenchError, match=r"refused a request: .*2000 tokens"):
+    with pytest.raises(ServerError, match=r"refused a request: .*2000 tokens"):
         stream(full, [prompt(2000, 1)], 3)
 
 

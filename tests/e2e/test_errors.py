@@ -117,7 +117,8 @@ def test_llama(folder: Path, tmp_path: Path) -> None:
 def test_mla_without_an_indexer(config_only: Path, folder: Path, tmp_path: Path) -> None:
     """A DeepSeek-V3 that was never turned into a DSA model."""
     fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    model = edited(config_only, tmp_path / "model", **fields, index_topk=None)
+    indexer = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"))
+    model = edited(config_only, tmp_path / "model", **fields, **indexer)
     assert_one_error(launch(model, cwd=folder), "without a lightning indexer")
 
 

@@ -1,0 +1,76 @@
+"""Servers on the stage: SGLang's CUDA path, run on this machine with references for its kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.ask.launch import Server
+from tests.rehearsal import checkpoint
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and "server" in item.path.name:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ``libcuda.so.1`` that does nothing, for wheels that will not load without."""
+    folder = tmp_path_factory.mktemp("driver")
+    source = HERE / "stage" / "driver.c"
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.make(tmp_path_factory.mktemp("checkpoint"))
+
+
+Rehearse = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def rehearse(driver: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
+    """``with rehearse("--flag", ...) as client``: a server on the stage for that block."""
+    logs = tmp_path_factory.mktemp("logs")
+    environment = {
+        "INDEXCACHE_REHEARSAL": "1",
+        "LD_LIBRARY_PATH": f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "PYTHONPATH": f"{HERE / 'stage' / 'site'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    @contextmanager
+    def start(*arguments: str, backend: str = "indexcache", cards: int = 1) -> Iterator[Any]:
+        command = [
+            *("--model-path", str(model)),
+            *("--attention-backend", backend),
+            *("--mem-fraction-static", "0.5"),
+            *("--max-total-tokens", "8192"),
+            *arguments,
+        ]
+        log = logs / f"{len(list(logs.iterdir()))}.log"
+        cards_there = {"INDEXCACHE_REHEARSAL_CARDS": str(cards)}
+        with Server(command, log, env={**environment, **cards_there}) as server:
+            try:
+                yield server.wait_until_ready()
+            except BaseException:
+                print(server.log_tail(60))
+                raise
+            finally:
+                server.stop(grace=0)
+
+    return start

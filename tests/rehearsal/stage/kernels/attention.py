@@ -1,0 +1,122 @@
+"""Sparse and dense MLA: FlashMLA's and FlashAttention 3's forms, and the latent KV pool."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from tests.rehearsal.stage.registry import poison, reference
+
+_FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
+_FLASH_ATTENTION = "sglang.kernels.ops.attention.flash_attention"
+_ROWS_AT_ONCE = 16
+
+
+@reference(_FLASH_MLA + ":flash_mla_sparse_fwd")
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):  # type: ignore[no-untyped-def]
+    """Attention of ``q`` ``[T, H, 576]`` over listed latents, bfloat16; -1 lists nothing.
+
+    The kernel takes heads by 64 and lists by 128.
+    """
+    latents = kv.view(-1, kv.shape[-1])
+    assert q.dtype == latents.dtype == torch.bfloat16
+    assert indices.dtype == torch.int32
+    assert q.shape[1] % 64 == 0, f"the kernel takes heads by 64, not {q.shape[1]}"
+    assert indices.shape[-1] % 128 == 0, f"the kernel takes lists by 128, not {indices.shape[-1]}"
+    if indices.numel():
+        assert -1 <= int(indices.amin()) <= int(indices.amax()) < len(latents), "a wild index"
+    out = q.new_zeros(*q.shape[:2], d_v)
+    heads = _heads_in_use(q)
+    for rows in torch.arange(len(q)).split(_ROWS_AT_ONCE):
+        listed = indices[rows, 0].long()
+        gathered = latents[listed.clamp_min(0)].double()
+        logits = torch.einsum("thd,tkd->thk", q[rows, :heads].double(), gathered) * sm_scale
+        logits = logits.masked_fill((listed < 0)[:, None], float("-inf"))
+        value = torch.einsum("thk,tkd->thd", logits.softmax(-1).nan_to_num(), gathered[..., :d_v])
+        if attn_sink is not None:
+            sink = attn_sink[:heads].double()
+            value = value * torch.sigmoid(logits.logsumexp(-1) - sink)[..., None]
+        out[rows, :heads] = value.to(out.dtype)
+    # What the kernel also returns (maxima and sums of its softmax) nobody reads.
+    return out, poison(torch.empty(1)), poison(torch.empty(1))
+
+
+def _heads_in_use(q: torch.Tensor) -> int:
+    """The number of heads without the padding behind them, whose queries are zero."""
+    used = (q != 0).any(-1).any(0).nonzero()
+    return int(used.max()) + 1 if len(used) else 0
+
+
+def _attend(q: torch.Tensor, latents: torch.Tensor, scale: float, d_v: int) -> torch.Tensor:
+    """``[H, D]`` queries over ``[n, D]`` latents, in float64."""
+    logits = q.double() @ latents.double().T * scale
+    return logits.softmax(-1) @ latents[:, :d_v].double()
+
+
+@reference(_FLASH_ATTENTION + ":flash_attn_with_kvcache")
+def flash_attn_with_kvcache(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, qv=None, page_table=None, cache_seqlens=None, cu_seqlens_q=None,
+    softmax_scale=None, causal=False, **rest,
+):  # fmt: skip
+    """MLA over a page table: ``q`` is the rotary part, ``qv`` the latent part, one slot a page.
+
+    For DSA the table is the list of selected slots, and ``cache_seqlens`` says how many count.
+    """
+    assert qv is not None
+    assert page_table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32
+    rotary, latent = k_cache.view(-1, k_cache.shape[-1]), v_cache.view(-1, v_cache.shape[-1])
+    page = k_cache.shape[1]
+    out = poison(torch.empty_like(qv))
+    starts = cu_seqlens_q.tolist()
+    for b, (start, stop) in enumerate(pairwise(starts)):
+        for t in range(start, stop):
+            length = int(cache_seqlens[b]) - (stop - 1 - t if causal else 0)
+            at = torch.arange(length)
+            pages = page_table[b].long()[at // page]
+            assert (pages >= 0).all(), "a hole before the end of a list"
+            slots = pages * page + at % page
+            listed = torch.cat((latent[slots], rotary[slots]), -1)
+            query = torch.cat((qv[t], q[t]), -1)
+            out[t] = _attend(query, listed, softmax_scale, latent.shape[-1]) if length else 0
+    return out
+
+
+@reference(_FLASH_ATTENTION + ":flash_attn_varlen_func")
+def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, softmax_scale=None, causal=False, **rest
+):
+    """Multi-head attention of sequences one after the other: prefill without absorption."""
+    out = poison(q.new_empty(*q.shape[:2], v.shape[-1]))
+    scale = softmax_scale or q.shape[-1] ** -0.5
+    queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(queries) - 1):
+        of = slice(queries[b], queries[b + 1])
+        over = slice(keys[b], keys[b + 1])
+        logits = torch.einsum("thd,shd->hts", q[of].double(), k[over].double()) * scale
+        if causal:
+            rows, columns = logits.shape[1:]
+            after = torch.arange(columns) > torch.arange(rows)[:, None] + (columns - rows)
+            logits = logits.masked_fill(after, float("-inf"))
+        out[of] = torch.einsum("hts,shd->thd", logits.softmax(-1), v[over].double()).to(out.dtype)
+    return out
+
+
+@reference("jit:set_mla_kv_buffer.set_mla_kv_buffer")
+def set_mla_kv_buffer(buf: Any, loc: Any, nope: Any, rope: Any, num_warps: Any, skip: Any) -> None:
+    """Write latents and rotary keys to their slots, but those whose slot is ``skip``."""
+    kept = loc != skip
+    buf[loc[kept].long()] = torch.cat((nope, rope), -1)[kept].to(buf.dtype)
+
+
+@reference("jit:concat_mla_absorb_q.concat_mla_absorb_q")
+def concat_mla_absorb_q(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Latent and rotary part of a query side by side."""
+    out.copy_(torch.cat((a, b), -1))
+
+
+@reference("jit:concat_mla_k.concat_mla_k")
+def concat_mla_k(k: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
+    """A key's own part and the rotary part that all heads share."""
+    k.copy_(torch.cat((nope, rope.expand(*nope.shape[:2], -1)), -1))

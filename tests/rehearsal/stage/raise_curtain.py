@@ -1,0 +1,9 @@
+"""Sets the stage when imported: ``torch.cuda``, the ways into compiled code, the references."""
+
+from tests.rehearsal.stage import launches
+
+launches.install()  # before any module of SGLang imports one of them by name
+
+from tests.rehearsal.stage.kernels import attention, dense, experts, indexer, rotary  # noqa: E402, F401
+
+launches.stand_in()

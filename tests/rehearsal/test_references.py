@@ -1,0 +1,225 @@
+"""What stands for kernels on the stage, each against a slow form of its own in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.rehearsal.stage.kernels import attention, dense, experts, indexer, rotary
+from tests.rehearsal.stage.registry import REFERENCES
+
+PAGE, WIDTH = indexer.PAGE, indexer.WIDTH
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-2) -> None:
+    """Equal but for one rounding to bfloat16, of values of a few units."""
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def test_norms() -> None:
+    x, residual, weight = bf16(3, 8), bf16(3, 8), bf16(8)
+    total = x.double() + residual.double()
+    expected = (
+        torch.stack([row / math.sqrt(sum(v * v for v in row.tolist()) / 8) for row in total])
+        * weight.double()
+    )
+    close(
+        dense.rmsnorm(x, weight, 0.0),
+        torch.nn.functional.rms_norm(x.double(), (8,), weight.double(), 0.0),
+    )
+    dense.fused_add_rmsnorm(x, residual, weight, 0.0)
+    close(x, expected)
+    close(residual, total)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotation_is_a_product_of_complex_numbers(neox: bool) -> None:
+    x, angles = torch.randn(5, 2, 10), torch.rand(7, 4)
+    positions = torch.tensor([6, 0, 3, 3, 1])
+    got = rotary.rotate(x, torch.cat((angles.cos(), angles.sin()), -1), positions, neox=neox)
+    pairs = (x[..., :4], x[..., 4:8]) if neox else (x[..., 0:8:2], x[..., 1:8:2])
+    turned = torch.complex(*pairs) * torch.polar(torch.ones(5, 1, 4), angles[positions][:, None])
+    expected = torch.stack((turned.real, turned.imag), -2 if neox else -1).flatten(-2)
+    torch.testing.assert_close(got[..., :8].float(), expected)
+    torch.testing.assert_close(got[..., 8:].float(), x[..., 8:])
+
+
+def test_the_hadamard_transform_is_its_matrix() -> None:
+    x, out = bf16(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(4):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    dense.hadamard(x, out, 0.25)
+    close(out, x.double() @ matrix * 0.25)
+
+
+def test_an_index_key_is_stored_and_read_again() -> None:
+    pages = torch.zeros(3, PAGE * (WIDTH + 4), dtype=torch.uint8)
+    key, slots = torch.randn(4, WIDTH), torch.tensor([64, 3, 191, 70])
+    indexer.store(pages, slots, key)
+    for row, slot in zip(key, slots.tolist(), strict=True):
+        page, place = divmod(slot, PAGE)
+        stored = pages[page, place * WIDTH : (place + 1) * WIDTH].view(indexer.E4M3).double()
+        at = PAGE * WIDTH + 4 * place
+        scale = pages[page, at : at + 4].view(torch.float32).double()
+        # e4m3 has three bits behind the leading one.
+        assert ((stored * scale - row.double()).abs() <= row.abs() / 16 + scale / 512).all()
+
+
+def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """``(pages, table, keys)``: keys as stored, in pages that do not lie in order."""
+    each = max(-(-n // PAGE) for n in lengths)
+    pages = torch.zeros(len(lengths) * each, PAGE * (WIDTH + 4), dtype=torch.uint8)
+    table = torch.randperm(len(pages)).view(len(lengths), each).int()
+    keys = []
+    for row, length in zip(table, lengths, strict=True):
+        key = torch.randn(length, WIDTH)
+        at = torch.arange(length)
+        indexer.store(pages, row[at // PAGE].long() * PAGE + at % PAGE, key)
+        values, scales = indexer.quantize(key)
+        keys.append(values.double() * scales.double()[:, None])
+    return pages, table, keys
+
+
+def test_paged_logits_are_a_loop_over_heads_and_poison_what_is_behind_the_end() -> None:
+    lengths = [70, 5]
+    pages, table, keys = paged(lengths)
+    q = torch.randn(2, 1, 3, WIDTH).to(indexer.E4M3)
+    weights = torch.randn(2, 3)
+    got = indexer.fp8_paged_mqa_logits(
+        q, pages.view(len(pages), PAGE, 1, WIDTH + 4), weights,
+        torch.tensor(lengths, dtype=torch.int32)[:, None], table, None, 128,
+    )  # fmt: skip
+    for b, length in enumerate(lengths):
+        expected = sum(
+            weights[b, h].double() * (keys[b] @ q[b, 0, h].double()).relu() for h in range(3)
+        )
+        torch.testing.assert_close(got[b, :length].double(), expected, rtol=1e-5, atol=1e-4)
+        assert got[b, length:].isnan().all()
+
+
+def test_contiguous_logits_are_undefined_outside_a_request() -> None:
+    q = torch.randn(2, 3, WIDTH).to(indexer.E4M3)
+    values, scales = indexer.quantize(torch.randn(6, WIDTH))
+    start, end = (torch.tensor(v, dtype=torch.int32) for v in ([0, 2], [2, 6]))
+    got = indexer.fp8_mqa_logits(q, (values, scales), torch.rand(2, 3), start, end)
+    assert got.isnan().tolist() == [[False] * 2 + [True] * 4, [True] * 2 + [False] * 4]
+
+
+def test_lists_hold_the_largest_logits_as_slots_and_then_nothing() -> None:
+    logits = torch.randn(2, 200)
+    logits[0, 3:] = float("nan")
+    lengths = torch.tensor([3, 150])
+    table = torch.randperm(8).view(2, 4)
+    out = torch.empty(2, 16, dtype=torch.int32)
+    indexer.topk_paged(logits, lengths, table, out, PAGE, None)
+    assert sorted(out[0].tolist()) == sorted(
+        [*(int(table[0, 0]) * PAGE + i for i in range(3)), *[-1] * 13]
+    )
+    chosen = logits[1, :150].sort(descending=True).indices[:16]
+    assert set(out[1].tolist()) == {
+        int(table[1, i // PAGE]) * PAGE + i % PAGE for i in chosen.tolist()
+    }
+
+
+def test_an_undefined_logit_may_not_be_read() -> None:
+    logits = torch.full((1, 32), float("nan"))
+    with pytest.raises(AssertionError, match="undefined"):
+        indexer.fast_topk(logits, torch.tensor([32]), 16)
+
+
+def attended(q: torch.Tensor, rows: torch.Tensor, scale: float, d_v: int) -> torch.Tensor:
+    """One head's attention, number by number."""
+    weights = [math.exp(float(q.double() @ row.double()) * scale) for row in rows]
+    return sum(
+        (w * row[:d_v].double() for w, row in zip(weights, rows, strict=True)),
+        torch.zeros(d_v, dtype=torch.float64),
+    ) / max(sum(weights), 1e-30)
+
+
+def test_sparse_attention_skips_holes_and_padded_heads() -> None:
+    q, kv = torch.zeros(2, 64, 576, dtype=torch.bfloat16), bf16(90, 1, 576)
+    q[:, :3] = bf16(2, 3, 576)
+    indices = torch.full((2, 1, 128), -1, dtype=torch.int32)
+    indices[0, 0, [0, 5, 100]] = torch.tensor([7, 89, 3], dtype=torch.int32)
+    out, *_ = attention.flash_mla_sparse_fwd(q, kv, indices, 0.02)
+    for head in range(3):
+        close(out[0, head], attended(q[0, head], kv[[7, 89, 3], 0], 0.02, 512))
+    assert not out[1].any()
+    assert not out[:, 3:].any()
+
+
+@pytest.mark.parametrize(("heads", "width"), [(16, 128), (64, 100)])
+def test_sparse_attention_refuses_what_the_kernel_does(heads: int, width: int) -> None:
+    indices = torch.zeros(1, 1, width, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="kernel takes"):
+        attention.flash_mla_sparse_fwd(bf16(1, heads, 576), bf16(4, 1, 576), indices, 1.0)
+
+
+def test_decode_attention_reads_the_listed_slots() -> None:
+    q, qv, pool = bf16(2, 3, 64), bf16(2, 3, 512), bf16(40, 1, 1, 576)
+    table = torch.full((2, 8), -1, dtype=torch.int32)
+    table[0, :3] = torch.tensor([9, 2, 33])
+    table[1, :1] = 4
+    out = attention.flash_attn_with_kvcache(
+        q=q, k_cache=pool[..., 512:], v_cache=pool[..., :512], qv=qv, page_table=table,
+        cache_seqlens=torch.tensor([3, 1], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        softmax_scale=0.05, causal=False,
+    )  # fmt: skip
+    full = torch.cat((qv, q), -1)
+    for head in range(3):
+        close(out[0, head], attended(full[0, head], pool[[9, 2, 33], 0, 0], 0.05, 512))
+        close(out[1, head], pool[4, 0, 0, :512])
+
+
+def test_prefill_without_absorption_is_causal_and_keeps_sequences_apart() -> None:
+    q, k, v = bf16(3, 2, 8), bf16(7, 2, 8), bf16(7, 2, 4)
+    bounds = [torch.tensor(b, dtype=torch.int32) for b in ([0, 1, 3], [0, 3, 7])]
+    out = attention.flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=0.3, causal=True)
+    seen = [slice(0, 3), slice(3, 6), slice(3, 7)]
+    for row, keys in enumerate(seen):
+        for head in range(2):
+            weights = (k[keys, head].double() @ q[row, head].double() * 0.3).softmax(0)
+            close(out[row, head], weights @ v[keys, head].double())
+
+
+def test_experts_are_a_loop_over_tokens() -> None:
+    x, w1, w2 = bf16(4, 8), bf16(3, 12, 8), bf16(3, 8, 6)
+    ids, weights = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]]), torch.rand(4, 2)
+    got = experts.fused_experts_impl(x, w1, w2, weights, ids, routed_scaling_factor=2.0)
+    for token in range(4):
+        expected = torch.zeros(8, dtype=torch.float64)
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            gate, up = (w1[expert].double() @ x[token].double()).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            expected += 2.0 * weight.double() * (w2[expert].double() @ hidden)
+        close(got[token], expected, 5e-2)
+
+
+def test_routing_is_that_of_transformers() -> None:
+    logits, bias = torch.randn(5, 8), torch.randn(8) * 0.1
+    weights, ids = torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32)
+    experts.fused_topk_deepseek(logits, bias, 4, 2, 2, 2.5, weights, ids)
+    scores = logits.sigmoid()
+    for row in range(5):
+        biased = scores[row] + bias
+        by_group = biased.view(4, 2)
+        groups = by_group.sum(-1).sort(descending=True).indices[:2].tolist()
+        allowed = [e for e in range(8) if e // 2 in groups]
+        best = sorted(allowed, key=lambda e: -float(biased[e]))[:2]
+        assert ids[row].tolist() == best
+        picked = scores[row, best]
+        torch.testing.assert_close(weights[row], picked / picked.sum() * 2.5)
+
+
+def test_every_reference_has_a_name_that_says_how_it_is_reached() -> None:
+    assert len(REFERENCES) > 25
+    for name in REFERENCES:
+        assert name.startswith(("jit:", "deep_gemm", "sgl_kernel", "sglang.", "flashinfer.")), name
