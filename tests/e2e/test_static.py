@@ -208,11 +208,13 @@ def test_static_and_live_agree_exactly(client: Client, glm: Path, serve: Serve) 
     arguments = ["--dtype", "float32", "--chunked-prefill-size", "128", "--page-size", "64"]
     with serve(glm, *arguments, "--indexcache-mode", "live") as live:
         live.switch_pattern(str(PATTERN))
+        [before] = live.states()  # its warm-up ran every indexer
         for mine, theirs in zip(static, answers(live), strict=True):
             assert torch.equal(mine, theirs)
         [state] = live.states()
-        assert state.indexer_selections[1] == 0
-        assert state.index_key_writes[1] > 0  # live mode keeps the keys for other patterns
+        assert state.indexer_selections[1] == before.indexer_selections[1]
+        # Live mode keeps the keys for other patterns.
+        assert state.index_key_writes[1] > before.index_key_writes[1]
         assert state.index_k_bytes_per_token == 6 * 128 * 4
         assert len(state.indexer_weight_bytes) == 6
 
