@@ -381,7 +381,7 @@ def test_openai_clients_name_a_pattern_too(client: Client) -> None:
         (["FFFFFF"], "must be a string, got list"),
         ("", "empty"),
         ("/etc/passwd", "is a file, and a server reads none"),
-        ("full < 100 <= FSFSFS", "no pattern is called"),
+        ("full < 100 <= FSFSFS", "one pattern is wanted here"),
     ],
 )
 def test_a_bad_name_is_one_clear_answer(client: Client, value: object, reason: str) -> None:
@@ -391,22 +391,22 @@ def test_a_bad_name_is_one_clear_answer(client: Client, value: object, reason: s
     assert len(str(refused.value)) < 700
     after = client.states()[0]
     for field in ("pattern", "switches", "requests", "forwards"):
-        assert after[field] == before[field]
+        assert getattr(after, field) == getattr(before, field)
 
 
-def test_too_many_patterns_at_once_are_refused_and_no_others(client: Client) -> None:
-    """As many as are taken run; one more is told why; then all goes on."""
+def test_as_many_patterns_as_there_are_run_at_once_whatever_they_are_called(
+    client: Client,
+) -> None:
+    """Six layers have 32 patterns, as many as are taken at once; another name of one is no other.
+
+    That one more is refused needs more layers: tests/serving/test_front.py.
+    """
     legal = [f"F{number:05b}".replace("0", "S").replace("1", "F") for number in range(32)]
     replies = client.generate(
-        input_ids=[prompt(70, 80)] * 32, sampling_params=[under(t, max_new_tokens=1) for t in legal]
+        input_ids=[prompt(70, 80)] * 33,
+        sampling_params=[under(t, max_new_tokens=1) for t in [*legal, "full"]],
     )
-    assert [served_under(reply) for reply in replies] == legal
-    with pytest.raises(ServerError, match=r"answered 400.*name 32 other patterns.*takes 32 at onc"):
-        client.generate(
-            input_ids=[prompt(70, 80)] * 33,
-            sampling_params=[under(t, max_new_tokens=1) for t in [*legal, "full"]],
-        )
-    client.generate(input_ids=prompt(70, 80), sampling_params=under("full", max_new_tokens=1))
+    assert [served_under(reply) for reply in replies] == [*legal, "FFFFFF"]
 
 
 def test_default_by_length_can_be_set_while_it_runs(client: Client) -> None:
