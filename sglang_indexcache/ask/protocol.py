@@ -237,6 +237,8 @@ def check_obeyed(
     """
     asked = sorted(set(patterns))
     kinds = [set(kinds) for kinds in zip(*asked, strict=True)]
+    # Ranks answer in the order in which they come. Counters never fall: sorted, each meets its own.
+    before, after = (sorted(ranks, key=lambda rank: rank.forwards) for ranks in (before, after))
     if len(before) != len(after) or any(
         new.forwards < old.forwards for old, new in zip(before, after, strict=True)
     ):
