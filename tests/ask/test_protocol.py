@@ -96,6 +96,19 @@ def test_ranks_that_had_requests_of_one_pattern_each() -> None:
         check_obeyed([START] * 2, [first, idle], ["FSS"], "it", alone=True)
 
 
+def test_ranks_may_answer_in_another_order() -> None:
+    """The busier rank came first before and last after: nothing was restarted."""
+    busy, idle = (
+        counted([8, 5, 5], [5, 8, 8], forwards=8),
+        counted([6, 5, 5], [5, 6, 6], forwards=3),
+    )
+    later = [
+        counted([7, 5, 5], [5, 7, 7], forwards=idle.forwards + 1),
+        counted([9, 5, 5], [5, 9, 9], forwards=9),
+    ]
+    check_obeyed([busy, idle], later, ["FSS"], "it", alone=True)
+
+
 def test_layers_of_other_pipeline_stages_are_not_judged() -> None:
     after = counted([6, 5, 5], [5, 6, 5]).model_copy(update={"stage": (0, 2)})
     check_obeyed([START], [after], ["FSF"], "it", alone=True)
