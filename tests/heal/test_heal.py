@@ -227,12 +227,13 @@ def test_what_is_refused_before_weights_are_read(
     Path("short.txt").write_text("a few words")
     Path("small.jsonl").write_text("".join(f'"{n} {n + 1}"\n' for n in range(99)))
     config = json.loads((base / "base" / "config.json").read_text())
+    dense = {field: value for field, value in config.items() if not field.startswith("index")}
     for name, told in (
-        ("dense", {"architectures": ["LlamaForCausalLM"]}),
-        ("shared", {"indexer_types": ["full", "shared", "shared", "shared"]}),
+        ("dense", dense | {"architectures": ["LlamaForCausalLM"]}),
+        ("shared", config | {"indexer_types": ["full", "shared", "shared", "shared"]}),
     ):
         Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(config | told))
+        Path(name, "config.json").write_text(json.dumps(told))
     Path("full").mkdir()
     Path("full", "thesis.txt").write_text("mine")
     with pytest.raises(error, match=says):
