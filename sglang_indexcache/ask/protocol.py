@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
 
+CUSTOM = "custom_params"
+"""The sampling parameter in which SGLang carries what a plugin is told."""
+
 PATTERN_OF_REQUEST = "indexcache_pattern"
 """Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
 and where an answer says under which it was made, in ``meta_info``, as a list of one."""
@@ -184,7 +187,7 @@ def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
 
 def named(pattern: str) -> dict[str, Any]:
     """The sampling parameters in which a request names its pattern."""
-    return {"custom_params": {PATTERN_OF_REQUEST: pattern}}
+    return {CUSTOM: {PATTERN_OF_REQUEST: pattern}}
 
 
 def check_answered_under(info: Mapping[str, Any], pattern: str, server: str) -> None:

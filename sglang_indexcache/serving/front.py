@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_indexcache.ask.protocol import CUSTOM
 from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
@@ -47,17 +48,17 @@ Send = Callable[[Message], Awaitable[None]]
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _APP = "sglang.srt.entrypoints.http_server"
 _CARRIERS = {
-    "/generate": ("sampling_params", "custom_params"),
-    "/invocations": ("custom_params",),
-    "/v1/chat/completions": ("custom_params",),
-    "/v1/completions": ("custom_params",),
+    "/generate": ("sampling_params", CUSTOM),
+    "/invocations": (CUSTOM,),
+    "/v1/chat/completions": (CUSTOM,),
+    "/v1/completions": (CUSTOM,),
 }
 """Where in a body a pattern is named, by route, and at Vertex AI's route, which its environment
 names. Every other route takes the header only."""
 
-_AT_VERTEX = ("parameters", "sampling_params", "custom_params")
+_AT_VERTEX = ("parameters", "sampling_params", CUSTOM)
 
-_LOOKED_INTO = {"sampling_params", "custom_params", "parameters", "extra_body", "options"}
+_LOOKED_INTO = {"sampling_params", CUSTOM, "parameters", "extra_body", "options"}
 """Keys under which people put a pattern; what they hold is looked at, not texts and messages."""
 
 
@@ -197,7 +198,7 @@ def _admit(plan: Plan, incoming: Any, told: Told) -> set[Pattern]:
 def _with(sampling: Any, name: str) -> dict[str, Any]:
     """Sampling parameters that name ``name``."""
     given = dict(sampling or {})
-    return given | {"custom_params": {**(given.get("custom_params") or {}), NAME: name}}
+    return given | {CUSTOM: {**(given.get(CUSTOM) or {}), NAME: name}}
 
 
 def _is_batch(incoming: Any) -> bool:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from sglang_indexcache.ask.protocol import CUSTOM
 from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.library import Library, names_a_file
@@ -63,9 +64,9 @@ def named_by(sampling_params: Any) -> Any:
         SettingsError: it says something, but not where or as it is read.
     """
     if isinstance(sampling_params, dict):
-        custom = sampling_params.get("custom_params")
+        custom = sampling_params.get(CUSTOM)
     else:
-        custom = getattr(sampling_params, "custom_params", None)
+        custom = getattr(sampling_params, CUSTOM, None)
     if custom is None:
         return None
     if not isinstance(custom, dict):

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PLACES = {
-    "custom_params": {"ask/protocol.py", "serving/requests.py"},
+    "custom_params": {"ask/protocol.py"},
     "input_token_logprobs": {"ask/score.py"},
     "logprob_start_len": {"ask/score.py"},
     "top_logprobs_num": {"ask/score.py"},
