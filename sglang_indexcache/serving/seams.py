@@ -311,6 +311,24 @@ WORKER_SEAMS = (
         by_signature=True,
     ),
     Seam(
+        "sglang.srt.managers.multi_tokenizer_mixin",
+        "TokenizerWorker",
+        "tell a tokenizer process from the launcher",
+        by_signature=True,
+    ),
+    Seam(
+        "sglang.srt.utils.common",
+        "get_device_memory_capacity",
+        "how much memory decode graphs are reserved from",
+        by_signature=True,
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "FINISH_ABORT",
+        "tell an aborted turn of a session",
+        by_signature=True,
+    ),
+    Seam(
         "sglang.srt.managers.schedule_batch",
         "Req.__init__",
         "decide a request's pattern, and keep its cached KV apart by it",
