@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SUPPORTED_VERSION = "0.5.23"
+from sglang_indexcache import __version__
+
+SUPPORTED_VERSION = __version__.partition(".post")[0]
 
 
 @dataclass(frozen=True)
