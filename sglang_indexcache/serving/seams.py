@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SUPPORTED_VERSION = "0.5.23"
+from sglang_indexcache import __version__
+
+SUPPORTED_VERSION = __version__.partition(".post")[0]
 
 
 @dataclass(frozen=True)
