@@ -6,8 +6,7 @@ Value and gradient, one row, one layer. ``naive`` and ``warmup`` are the dense f
 once and in blocks; ``masked`` and ``gathered`` the sparse form, scoring all keys and scoring the
 selected ones. Each measurement is a process of its own, as a process's peak memory never falls;
 the forms take turns (A B A B). Time is the process's CPU time, which other load on the machine
-disturbs less than wall time; still, only ratios mean anything. Writes
-results/distillation_loss.json.
+disturbs less than wall time; still, only ratios mean anything. Writes distillation_loss.json.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ import resource
 import statistics
 import time
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from benchmarks.records import read_arguments
 from sglang_indexcache.heal import losses
 from sglang_indexcache.heal.losses import AttentionInputs, IndexInputs, distillation_loss
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
-RESULT = Path(__file__).parent / "results" / "distillation_loss.json"
+QUICK = {"lengths": [1024], "repeats": 1}
 INDEX_HEADS, INDEX_WIDTH, HEADS, WIDTH, BLOCK, TOPK = 8, 128, 8, 64, 256, 128
 FORMS = ("naive", "warmup", "masked", "gathered")
 NAIVE_UP_TO = 4096
@@ -127,8 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, "distillation_loss.json", quick=QUICK)
     rows = []
     for length in arguments.lengths:
         rows.append(compare(length, arguments.repeats))
@@ -136,6 +134,7 @@ def main() -> None:
     length, several = BORDER
     border = [compare(length, arguments.repeats, topk, ("masked", "gathered")) for topk in several]
     result = {
+        "command": arguments.command,
         "what": "distillation loss with its gradient, one row, one layer, float32, CPU",
         "machine": machine() | {"threads": 1},
         "index_heads": INDEX_HEADS,

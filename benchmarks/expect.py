@@ -5,7 +5,7 @@ the paper's Table 1, predicts every row from its neighbours, holds the sums agai
 estimator and what an indexer costs against the paper, and writes it all, with a figure. Only what
 was composed is written, no row of the wheel.
 
-python -m benchmarks.expect --output benchmarks/results/expect.json
+python -m benchmarks.expect
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.records import read_arguments
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.forward import Deployment, Forwards
 from sglang_indexcache.bench.plan import Composed, choose_patterns
@@ -50,6 +50,14 @@ DEPLOYMENTS = (
 SHORTEST = 1024
 """Tokens of the shortest chunk whose rows are checked: no server makes shorter ones by default."""
 SHOWN = ("prefill", "decode")
+PAPER = "the paper: 30B, 8 x H100, dp 8"
+COLORS = {
+    ("GLM-5-FP8", "h200"): "#1f5fa8",
+    ("GLM-5-FP8", "b200"): "#c0392b",
+    ("DeepSeek-V3.2", "h200"): "#2e8b57",
+    ("DeepSeek-V3.2", "b200"): "#d98c21",
+}
+"""By model and card; a deployment with data-parallel attention has the same, dashed."""
 PAPERS = {
     "prefill": {"full": (0.57, 3.38, 8.57, 19.5), "1/4": (0.45, 2.59, 5.66, 10.7)},
     "decode": {"full": (73.5, 67.0, 63.0, 58.0), "1/4": (91.0, 89.5, 88.0, 86.0)},
@@ -243,15 +251,18 @@ def label(one: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What to expect at 1/4 by context, in Markdown: a column a deployment, the paper's last."""
-    shown = [one for one in found["deployments"] if one["weights_fit"]]
+    """What to expect at 1/4 by context, in Markdown: a row a deployment, the paper's last."""
+    contexts = found["contexts"]
     rows = []
-    for context in found["contexts"]:
-        cells = [_cell([one["gains"][m]["1/4"][str(context)] for m in SHOWN]) for one in shown]
-        paper = " / ".join(f"{papers_gain(metric, '1/4', context):.2f}x" for metric in SHOWN)
-        rows.append((format_length(context), *cells, paper))
-    header = ("", *map(label, shown), "paper, measured: 30B, 8 x H100, dp 8")
-    return Grid("", header, tuple(rows)).to_markdown()
+    for one in found["deployments"]:
+        if one["weights_fit"]:
+            gains = [one["gains"][metric]["1/4"] for metric in SHOWN]
+            rows.append((label(one), *(_cell([g[str(n)] for g in gains]) for n in contexts)))
+    paper = [
+        " / ".join(f"{papers_gain(metric, '1/4', n):.2f}x" for metric in SHOWN) for n in contexts
+    ]
+    rows.append((f"{PAPER}, measured", *paper))
+    return Grid("", ("", *map(format_length, contexts)), tuple(rows)).to_markdown()
 
 
 def _cell(both: list[dict[str, Any] | None]) -> str:
@@ -304,39 +315,40 @@ def checks(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Gains at 1/4 against the context, prefill and decode, with the paper's as diamonds."""
-    figure, axes = make_figure(11.5, 3.6, columns=2)
+    figure, axes = make_figure(11.5, 3.8, columns=2, sharey=True)
+    contexts = [n / 1e3 for n in found["contexts"]]
     for axis, metric in zip(axes, SHOWN, strict=True):
-        colors = cycle(("#1f5fa8", "#c0392b", "#2e8b57", "#8e6bb0", "#d98c21", "#555555"))
         for one in found["deployments"]:
             if not one["weights_fit"]:
                 continue
             cells = one["gains"][metric]["1/4"]
             points = {int(n): cell["gain"] for n, cell in cells.items() if cell}
-            style = "--" if one["dp"] > 1 else "-"
             axis.plot(
                 [n / 1e3 for n in points], list(points.values()),
-                ls=style, marker="o", ms=3.5, color=next(colors), label=label(one),
+                ls="--" if one["dp"] > 1 else "-", marker="o", ms=3.5,
+                color=COLORS[one["model"], one["gpu"]], label=label(one),
             )  # fmt: skip
-        paper = [papers_gain(metric, "1/4", n) for n in CONTEXTS]
         axis.plot(
-            [n / 1e3 for n in CONTEXTS], paper,
-            ls="none", marker="D", ms=5, color="black", label="the paper: 30B, 8 x H100, dp 8",
+            contexts, [papers_gain(metric, "1/4", n) for n in found["contexts"]],
+            ls="none", marker="D", ms=5, color="black", label=f"{PAPER} (measured)",
         )  # fmt: skip
         axis.set_title(NAMES[metric], fontsize=10, loc="left")  # type: ignore[index]
         axis.set_xlabel("context, thousands of tokens")
+        axis.set_xticks(contexts)
         axis.set_ylim(bottom=1.0)
         axis.grid(lw=0.3, alpha=0.5)
-    axes[0].set_ylabel("speed-up at 1/4 over every indexer")
+    axes[0].set_ylabel("speed-up at 1/4 (every indexer = 1)")
     axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure.suptitle("Composed from measured layers, not measured as a whole", fontsize=10)
     save_figure(figure, path)
 
 
 def main() -> None:
     """Compose, check, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="a .json file")
-    output = parser.parse_args().output
-    write_json(output, measure())
+    arguments = read_arguments(parser, "expect.json")
+    output = arguments.output
+    write_json(output, {"command": arguments.command, **measure()})
     found = json.loads(output.read_text())
     draw(found, output.with_suffix(".png"))
     print(table(found))

@@ -4,7 +4,7 @@
 
 As ``benchmarks.heal_study`` heals uniform 1/4 (320 steps of one row of 512 tokens), but on the
 Python standard library's sources alone, and scored on the same held-out documents. The study
-itself heals on documents of the kinds that it asks. Writes results/heal_data.json and .md.
+itself heals on documents of the kinds that it asks. Writes heal_data.json and .md.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.heal_study import (
     summarise,
     table,
 )
+from benchmarks.records import RUNS, read_arguments
 from sglang_indexcache.data.documents import MACHINE
 from sglang_indexcache.data.machine import TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
@@ -33,7 +34,7 @@ from sglang_indexcache.heal.heal import HealOptions, heal
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 
-RESULT = Path(__file__).parent / "results" / "heal_data"
+QUICK = {"seeds": [0], "rows": 2}
 NAME = "1/4 uniform"
 
 
@@ -58,10 +59,11 @@ def healed(run: Run, folder: Path) -> Served:
 def main() -> None:
     """Heal, score, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="a folder for the runs")
+    parser.add_argument("--work", type=Path, default=RUNS / "heal_data.work", help="of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.set_defaults(length=LENGTH, rows=24, text_characters=TEXT_CHARACTERS)
-    arguments = parser.parse_args()
+    parser.add_argument("--rows", type=int, default=24, help="held-out documents of each task")
+    parser.set_defaults(length=LENGTH, text_characters=TEXT_CHARACTERS)
+    arguments = read_arguments(parser, "heal_data", quick=QUICK)
     torch.set_num_threads(1)
     runs = [Run(ALL_F, FREE), Run(NAME, FREE)]
     runs += [Run(NAME, HEALED, STEPS, seed) for seed in arguments.seeds]
@@ -73,6 +75,7 @@ def main() -> None:
         reports.append({"run": run.told, "cpu_seconds": None, "documents": documents})
     lines = summarise(reports)
     result = {
+        "command": arguments.command,
         "what": "differences from the untouched checkpoint with all F, 95 % intervals",
         "data": "the Python standard library's sources, none of the asked tasks",
         "machine": machine() | {"threads": 1},
@@ -82,8 +85,8 @@ def main() -> None:
         "lines": lines,
         "reports": reports,
     }
-    write_json(RESULT.with_suffix(".json"), result)
-    write_whole(RESULT.with_suffix(".md"), table(lines))
+    write_json(arguments.output.with_suffix(".json"), result)
+    write_whole(arguments.output.with_suffix(".md"), table(lines))
     print(table(lines))
 
 

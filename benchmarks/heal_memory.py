@@ -6,7 +6,7 @@ One F layer of tiny width, made at random; one row of one document, in the dense
 sparse stage: forward, loss, gradients. Each measurement is a process of its own, as a process's
 peak memory never falls. MiB are above what the process had before the step, model included. libc
 keeps freed memory, as a GPU's allocator does, and does not map every large tensor anew: that would
-take most of the time. Writes results/heal_memory.json after each.
+take most of the time. Writes heal_memory.json after each.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
+from benchmarks.records import read_arguments
 from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
@@ -32,7 +33,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
-RESULT = Path(__file__).parent / "results" / "heal_memory.json"
+QUICK = {"lengths": [8192]}
 PATTERN, TOPK, BLOCK = Pattern("F"), 64, 256
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 """Of ``mallopt``, as ``malloc.h`` has them."""
@@ -96,8 +97,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--output", type=Path, default=RESULT)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, "heal_memory.json", quick=QUICK)
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as made:
         folder = Path(made)
@@ -109,6 +109,7 @@ def main() -> None:
                 rows[-1][f"{name}_mib"] = in_a_process(folder, length, stage)
                 print(json.dumps(rows[-1]), flush=True)
                 result = {
+                    "command": arguments.command,
                     "what": "peak memory of one step of healing, one row, float32, CPU",
                     "machine": machine() | {"threads": 1},
                     "pattern": str(PATTERN),

@@ -13,7 +13,7 @@ is what its defaults rest on.
 
 A run is a folder below ``--work``, done when it has a ``report.json``: an interrupted study goes
 on. Several processes may work on different ``--only``; ``--redraw`` then collects their reports.
-Writes results/heal.json and .png from the reports that there are.
+Writes heal.json and .png from the reports that there are.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.records import RUNS, read_arguments
 from benchmarks.training.batches import TEXT, Mixture
 from benchmarks.training.recipe import Recipe, load_recipe
 from benchmarks.training.scores import Scorer
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.adapter import Adapter
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.machine import TEXT_CHARACTERS, MachineText
 from sglang_indexcache.data.retrieval import TaskWords, chance
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal.heal import HealOptions, heal
+from sglang_indexcache.library import Library
 from sglang_indexcache.stats.student import crossed_half_width
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 
-RESULT = Path(__file__).parent / "results" / "heal"
+QUICK = {"seeds": [0], "heal_steps": [20], "only": ["training-free", "healed"], "rows": 2}
 PATTERNS = {
     "1/2 uniform": "uniform:1/2",
     "1/4 uniform": "uniform:1/4",
@@ -385,47 +388,54 @@ def _cell(found: dict[str, float | None], metric: Metric) -> str:
     return f"{metric.scale * mean:+.{digits}f}{margin}"
 
 
-def plot(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Quality against steps above, against time below where a heal step's is known."""
-    cost = cost_of_a_step(lines)
-    figure, axes = make_figure(13, 3.2 * (1 + bool(cost)), 1 + bool(cost), len(METRICS))
-    panels = list(METRICS.items())
-    for column, (name, metric) in enumerate(panels):
-        _panel(axes[column], lines, name, metric, dict.fromkeys(WAYS, 1.0))
-        axes[column].set_title(f"{metric.label}\n({metric.better} is better)", fontsize=9)
-        axes[column].set_xlabel("steps")
-        if cost:
-            _panel(axes[len(panels) + column], lines, name, metric, cost)
-            axes[len(panels) + column].set_xlabel("time, in heal steps")
-    axes[0].set_ylabel("over untouched all F")
-    axes[len(panels) - 1].legend(fontsize=7, loc="lower right")
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Each measure from no healing to the most steps, and beside it training everything."""
+    lines = found["lines"]
+    steps = sorted({line["steps"] for line in lines if line["way"] == HEALED})
+    places = {(FREE, 0): 0, **{(HEALED, count): 1 + at for at, count in enumerate(steps)}}
+    trained = {line["steps"] for line in lines if line["way"] == TRAINED}
+    places |= {(TRAINED, count): len(places) for count in trained}
+    ticks = ["not\nhealed", *(f"{count}\nsteps" for count in steps)]
+    ticks += [f"whole\nmodel,\n{count}" for count in trained]
+    figure, axes = make_figure(13, 3.9, columns=len(METRICS))
+    for axis, (name, metric) in zip(axes, METRICS.items(), strict=True):
+        axis.axhline(0, color="black", linewidth=0.8, ls=":")
+        for number, (pattern, color) in enumerate(_colors().items()):
+            some = [x for x in lines if x["name"] == pattern and (x["way"], x["steps"]) in places]
+            some = [x for x in some if pattern != ALL_F or x["way"] == TRAINED]
+            for way, style in (((FREE, HEALED), "o-"), ((TRAINED,), "D")):
+                shown = [line for line in some if line["way"] in way]
+                axis.errorbar(
+                    [places[x["way"], x["steps"]] + 0.1 * (number - 1.5) for x in shown],
+                    [metric.scale * line[name]["over_all_f"] for line in shown],
+                    yerr=[metric.scale * (line[name]["half_width"] or 0.0) for line in shown],
+                    fmt=style, color=color, ms=4.5, capsize=2, lw=1.2,
+                    label=pattern if way != (TRAINED,) or pattern == ALL_F else None,
+                )  # fmt: skip
+        axis.set_xticks(list(places.values()), ticks, fontsize=8)
+        axis.set_title(f"{metric.label} ({metric.better} is better)", fontsize=9, loc="left")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("over all F, untouched")
+    handles, names = axes[0].get_legend_handles_labels()
+    unique = dict(zip(names, handles, strict=True))
+    seeds = max(len(line["seeds"]) for line in lines)
+    figure.legend(
+        unique.values(), unique.keys(), loc="outside lower center", ncols=4, frameon=False,
+        title=f"{found['documents_per_task']} documents of each task, {seeds} seeds; "
+        "bars: 95 % intervals; diamonds: the whole model trained",
+        title_fontsize=8, fontsize=9,
+    )  # fmt: skip
     save_figure(figure, path)
 
 
-def _panel(
-    axis: Any, lines: Sequence[dict[str, Any]], name: str, metric: Metric, cost: dict[str, float]
-) -> None:
-    """A curve from training-free through healing; a star for full training."""
-    axis.axhline(0, color="grey", linewidth=0.8)
-    for number, pattern in enumerate((*PATTERNS, ALL_F)):
-        for way, style in ((HEALED, "o-"), (TRAINED, "*")):
-            start = [FREE] if way == HEALED and pattern != ALL_F else []
-            some = [x for x in lines if x["name"] == pattern and x["way"] in (way, *start)]
-            if not some:
-                continue
-            shown = way if any(x["way"] == way for x in some) else FREE
-            axis.errorbar(
-                [line["steps"] * cost.get(line["way"], 1.0) for line in some],
-                [metric.scale * line[name]["over_all_f"] for line in some],
-                yerr=[metric.scale * (line[name]["half_width"] or 0.0) for line in some],
-                fmt=style,
-                color=f"C{number}",
-                markersize=10 if way == TRAINED else 4,
-                capsize=2,
-                label=f"{pattern}, {shown}",
-            )
-    axis.set_xscale("symlog", linthresh=10)
-    axis.grid(alpha=0.3)
+def _colors() -> dict[str, str]:
+    """Those that the patterns have in every figure."""
+    checkpoint = Checkpoint.read(shipped_checkpoint())
+    resolve = Library.default().resolve
+    return {
+        name: pattern_color(resolve(value, checkpoint).pattern)
+        for name, value in {**PATTERNS, ALL_F: "full"}.items()
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -445,6 +455,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"{arguments.work} has no report of {ALL_F} yet: --only {FREE} makes it")
     lines = summarise(reports)
     result = {
+        "command": arguments.command,
         "what": "differences from the untouched checkpoint with all F, 95 % intervals",
         "machine": machine() | {"threads": 1},
         "checkpoint": checkpoint_digest(shipped_checkpoint()),
@@ -460,7 +471,7 @@ def main(argv: list[str] | None = None) -> None:
         "reports": reports,
     }
     write_json(arguments.output.with_suffix(".json"), result)
-    plot(lines, arguments.output.with_suffix(".png"))
+    draw(result, arguments.output.with_suffix(".png"))
     print(table(lines))
 
 
@@ -472,7 +483,7 @@ def reports_of(runs: Sequence[Run], arguments: argparse.Namespace) -> list[dict[
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="a folder for the runs")
+    parser.add_argument("--work", type=Path, default=RUNS / "heal.work", help="of the runs")
     parser.add_argument("--only", nargs="+", choices=(*WAYS, GRID), default=[*WAYS, GRID])
     parser.add_argument("--redraw", action="store_true", help="train and score nothing")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -482,8 +493,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=24, help="held-out documents of each task")
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--text-characters", type=int, default=TEXT_CHARACTERS)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    return parser.parse_args(argv)
+    return read_arguments(parser, "heal", argv, QUICK)
 
 
 if __name__ == "__main__":

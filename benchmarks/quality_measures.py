@@ -14,7 +14,7 @@ measures put the patterns into the same order, and how well each measure on few 
 the order of right answers on the others.
 
 Each document is on disk before it counts: a killed run goes on where it was, more ``--rounds``
-extend it, and ``--redraw`` asks nothing. Writes results/quality/measures.json and .png.
+extend it, and ``--redraw`` asks nothing. Writes quality/measures.json and .png.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from scipy.special import ndtri
 from scipy.stats import rankdata
 from transformers import AutoTokenizer
 
+from benchmarks.records import RUNS, read_arguments
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.score import Prompt, TokenScores, score
@@ -52,7 +53,8 @@ from sglang_indexcache.study.provenance import checkpoint_digest, machine, versi
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.text import machine_text
 
-RESULT = Path(__file__).parent / "results" / "quality" / "measures"
+NAME = "quality/measures"
+QUICK = {"rounds": 2}
 LAYERS = 12
 FULL = "all F"
 LENGTHS = (128, 256, 512)
@@ -341,24 +343,35 @@ def analysed(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # -- report -----------------------------------------------------------------------------------
 
 
+HARD = 2
+"""Documents; a loss that every measure sees with as many is no test of them."""
+
+
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """The documents that each measure needs, the two orders, and what few documents foretell."""
-    figure, (documents_axis, answers_axis, tokens_axis, few_axis) = make_figure(13, 3.9, columns=4)
+    """The documents that each measure needs where that is more than a few, and the two orders."""
+    figure, (documents_axis, answers_axis, tokens_axis) = make_figure(13, 4.2, columns=3)
     rows = sorted(result["patterns"], key=lambda row: row["answers"]["difference"])
+    hard = [row for row in rows if any((row[m]["needed"] or 1e9) > HARD for m in MEASURES)]
+    most = 2.5 * result["documents"]
     for shift, (measure, colour) in zip((-0.2, 0, 0.2), COLOURS.items(), strict=True):
-        points = [
-            (row[measure]["needed"], place + shift)
-            for place, row in enumerate(rows)
-            if row[measure]["needed"]
-        ]
+        needed = [row[measure]["needed"] for row in hard]
+        places = [place + shift for place in range(len(hard))]
         documents_axis.plot(
-            *zip(*points, strict=True), "o", ms=5, color=colour, label=MEASURES[measure]
-        )
+            [count or most for count in needed], places, "o", ms=5, color=colour,
+            label=MEASURES[measure],
+        )  # fmt: skip
     documents_axis.set_xscale("log")
-    documents_axis.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
-    documents_axis.set_xlabel("documents needed to see the loss")
-    documents_axis.axvline(result["documents"], color="grey", ls=":", lw=1)
-    for axis, measure in ((answers_axis, "answers"), (tokens_axis, "tokens")):
+    ticks = [1, 3, 10, 30, 100]
+    documents_axis.set_xticks([*ticks, most], [*map(str, ticks), "not seen"])
+    documents_axis.minorticks_off()
+    documents_axis.set_yticks(range(len(hard)), [row["name"] for row in hard])
+    documents_axis.set_xlabel(f"documents needed to see the loss, of {result['documents']}")
+    easy = f"{len(rows) - len(hard)} other patterns: {HARD} documents show it to all three"
+    documents_axis.set_title(easy, fontsize=9, loc="left")
+    for axis, measure, unit in (
+        (answers_axis, "answers", "nats an answer"),
+        (tokens_axis, "tokens", "nats a token"),
+    ):
         axis.errorbar(
             [row[measure]["difference"] for row in rows],
             [100 * row[RIGHT]["difference"] for row in rows],
@@ -368,30 +381,20 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         )  # fmt: skip
         found = result["agreement"][f"{RIGHT}-{measure}"]
         axis.set_title(
-            f"Spearman {found['rho']:.2f} ({found['low']:.2f} to {found['high']:.2f})", size=9
+            f"{len(rows)} patterns, rank correlation {found['rho']:.2f} "
+            f"({found['low']:.2f} to {found['high']:.2f})",
+            fontsize=9,
+            loc="left",
         )
-        axis.set_xlabel(f"{MEASURES[measure]}: added nats")
-        axis.set_ylabel("right answers lost, points")
+        axis.set_xlabel(f"added {MEASURES[measure]}, {unit}")
         axis.axhline(0, color="black", lw=0.6)
         axis.axvline(0, color="black", lw=0.6)
-    counts = list(map(int, result["foretold"]))
-    for measure, colour in COLOURS.items():
-        line = [result["foretold"][str(count)][measure] for count in counts]
-        few_axis.plot(counts, [one["rho"] for one in line], "o-", ms=4, color=colour)
-        few_axis.fill_between(
-            counts, [one["low"] for one in line], [one["high"] for one in line],
-            color=colour, alpha=0.12,
-        )  # fmt: skip
-    few_axis.set_xscale("log")
-    few_axis.set_xticks(counts, [str(count) for count in counts])
-    few_axis.minorticks_off()
-    few_axis.set_xlabel("documents measured")
-    few_axis.set_ylabel("Spearman with right answers on the others")
+    answers_axis.set_ylabel("right answers lost, points")
     figure.legend(
         *documents_axis.get_legend_handles_labels(), loc="outside lower center", ncols=3,
-        frameon=False, fontsize=9,
+        frameon=False, fontsize=9, title="measured by (bars: 95 % intervals)", title_fontsize=8,
     )  # fmt: skip
-    for axis in (documents_axis, answers_axis, tokens_axis, few_axis):
+    for axis in (documents_axis, answers_axis, tokens_axis):
         axis.grid(alpha=0.25)
     save_figure(figure, path)
 
@@ -443,12 +446,15 @@ def orders(result: Mapping[str, Any]) -> Grid:
 def main() -> None:
     """Ask what is missing and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="log and journal")
+    parser.add_argument(
+        "--work", type=Path, default=RUNS / "quality/measures.work", help="of the log and journal"
+    )
     parser.add_argument("--rounds", type=int, default=48, help="documents of each length")
     parser.add_argument("--redraw", action="store_true", help="from the journal alone")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, NAME, quick=QUICK)
     lines = collect(arguments.work, arguments.rounds, only_read=arguments.redraw)
     result = {
+        "command": arguments.command,
         "what": "what three measures see of a pattern's harm, and with how many documents",
         "checkpoint": checkpoint_digest(shipped_checkpoint()),
         "task": TASK,
@@ -457,8 +463,8 @@ def main() -> None:
         "versions": versions(),
         **analysed(lines),
     }
-    write_json(RESULT.with_suffix(".json"), result)
-    draw(result, RESULT.with_suffix(".png"))
+    write_json(arguments.output.with_suffix(".json"), result)
+    draw(result, arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ The worlds of :data:`HELD_BACK` have losses of another kind than the differences
 contexts, one cell, unequal clusters, fine scores that collapse. The first two broke an earlier
 version of the bounds (an audit found them); the others were invented before any result was seen.
 
-Writes results/quality/statistics.json: how often each thing happened in each world, and which
+Writes quality/statistics.json: how often each thing happened in each world, and which
 promises are broken beyond chance (one in ten thousand). With 10,000 evaluations that names an
 error of 5 % only where it was above 5.8 %: read the rates, not only the names.
 """
@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import binom
 
+from benchmarks.records import read_arguments
 from sglang_indexcache.evaluate.tasks import QUESTIONS
 from sglang_indexcache.evaluate.verdict import SAME, Judgement, Kind, read, repeats_itself, sees
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats
@@ -39,7 +39,8 @@ from sglang_indexcache.stats.power import Design, spread, spread_over_cells
 from sglang_indexcache.study.provenance import machine, versions
 from sglang_indexcache.support.files import write_json
 
-RESULT = Path(__file__).parent / "results" / "quality" / "statistics"
+NAME = "quality/statistics"
+QUICK = {"evaluations": 20}
 CELLS = 6
 EASE = 0.8
 """Mean share of right answers of the reference."""
@@ -411,7 +412,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--evaluations", type=int, default=10_000, help="per world")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, NAME, quick=QUICK)
     rows = []
     plan = [(world, "by context") for world in worlds() if not world.rows]
     # Each mistake where it does its harm: claims of no loss at the margin, and power.
@@ -429,8 +430,9 @@ def main() -> None:
         unseen.append(held_back(name, arguments.evaluations, arguments.seed + 1000 + number))
         print(unseen[-1], flush=True)
     write_json(
-        RESULT.with_suffix(".json"),
+        arguments.output.with_suffix(".json"),
         {
+            "command": arguments.command,
             "evaluations": arguments.evaluations,
             "seed": arguments.seed,
             "machine": machine(),

@@ -7,7 +7,7 @@ round. One arm is that default again: how far it strays from 1 is what this mach
 
 The row code is also timed alone, on a batch of one pattern, as a share of that batch's decode.
 
-python -m benchmarks.request_patterns --journal FILE --output FILE
+python -m benchmarks.request_patterns
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.records import RUNS, read_arguments
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import read_target
@@ -245,9 +246,14 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--journal", type=Path, required=True, help="rounds so far; goes on there")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    parser.add_argument(
+        *("--journal",),
+        type=Path,
+        default=RUNS / "request_patterns.jsonl",
+        help="rounds so far; goes on there",
+    )
+    arguments = read_arguments(parser, "request_patterns.json", quick={"rounds": 2})
+    arguments.journal.parent.mkdir(parents=True, exist_ok=True)
     where = environment()
     if (done := len(read(arguments.journal)[BASE])) < arguments.rounds:
         with tempfile.TemporaryDirectory() as logs:
@@ -256,6 +262,7 @@ def main() -> None:
     batch = median(turn.decode for turn in turns[BASE])
     share = STEPS * row_code_seconds(REQUESTS) / batch
     found = {
+        "command": arguments.command,
         "environment": where.model_dump(),
         "model": "tiny-dsa, as shipped, every layer F",
         "arms": ARMS,

@@ -4,7 +4,7 @@ python -m benchmarks.search_synthetic --layers 47 --seeds 8
 python -m benchmarks.search_synthetic --layers 78 --seeds 3
 python -m benchmarks.search_synthetic --races
 
-Each writes one file below ``runs/search-synthetic``; with ``--publish``, the committed one.
+Each writes one file into the folder ``search``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import argparse
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.records import read_arguments
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import BatchLosses, Floats
@@ -28,7 +28,7 @@ from sglang_indexcache.search.rules import Constraints, baselines, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.support.files import write_json
 
-RESULTS = Path(__file__).parent / "results" / "search"
+QUICK = {"layers": 12, "seeds": 1, "repeats": 20}
 MARKS = ("1/2", "1/4", "1/8")
 BATCHES = 32
 FRESH, FRESH_SEED = 3000, 10_001
@@ -244,12 +244,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--races", action="store_true", help="races alone, without a search")
-    parser.add_argument("--output", type=Path, default=Path("runs/search-synthetic"))
-    parser.add_argument("--publish", action="store_true", help="replace the committed results")
-    arguments = parser.parse_args()
-    output = RESULTS if arguments.publish else arguments.output
+    parser.add_argument("--repeats", type=int, default=600, help="of each race")
+    arguments = read_arguments(parser, "search", quick=QUICK)
+    output = arguments.output
+    told = {"command": arguments.command, "batches": BATCHES}
     if arguments.races:
-        write_json(output / "races.json", {"batches": BATCHES, "rows": races(600)})
+        write_json(output / "races.json", told | {"rows": races(arguments.repeats)})
         return
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     rows = []
@@ -257,7 +257,7 @@ def main() -> None:
         rows += [compare(kind, arguments.layers, seed) for seed in seeds]
         for title, values in _summarize(rows[-len(seeds) :])["searches"].items():
             print(kind, title, values, flush=True)
-    facts = {"layers": arguments.layers, "batches": BATCHES, "fresh_batches": FRESH}
+    facts = {**told, "layers": arguments.layers, "fresh_batches": FRESH}
     path = output / f"synthetic-{arguments.layers}.json"
     write_json(path, {**facts, "seeds": list(seeds), "summary": summarize(rows), "rows": rows})
 

@@ -5,7 +5,7 @@
 Held-out text loss and retrieval accuracy with everything attended, with the selection it was
 trained for, and with a starved selection: if sharing indices is to mean anything, accuracy must
 fall when too few tokens are selected. RUN_FOLDER is one of ``benchmarks.training``. Writes
-results/small_checkpoint/{result.json, table.md, curves.png, starved.png}.
+small_checkpoint/{result.json, table.md, curves.png, starved.png}.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import read_arguments
+from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.data.retrieval import TASKS, chance
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole
 
-RESULTS = Path(__file__).parent / "results" / "small_checkpoint"
+QUICK = {"lengths": [128], "topks": [64, 1], "rows": 4}
 RETRIEVAL = tuple(TASKS)
 TOPKS = (64, 16, 4, 2, 1)
 DENSE = "dense"
+COLORS = {"recall": "#1f5fa8", "needles": "#c0392b", "tracking": "#2e8b57"}
 
 Cell = dict[str, Any]
 
@@ -77,38 +80,55 @@ def _percent(score: dict[str, float | None]) -> str:
     return text if half is None else f"{text} ± {100 * half:.1f}"
 
 
-def draw_curves(log: list[dict[str, Any]], unigram: float, path: Path) -> None:
+def curves(found: dict[str, Any], path: Path) -> None:
     """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
-    figure, (loss_axis, accuracy_axis) = make_figure(10, 6, rows=2, sharex=True)
+    log, unigram = found["training"], found["cells"][0]["unigram_loss"]
+    figure, (loss_axis, accuracy_axis) = make_figure(10, 6.2, rows=2, sharex=True)
     steps = [e for e in log if "index" in e]
     with_lm = [e for e in steps if "lm" in e]  # the warm-up stage makes no logits
     tests = [e for e in log if "held_out_text" in e]
-    loss_axis.plot(
-        _get(with_lm, "total_step"), _get(with_lm, "lm"), lw=0.6, label="LM, training mix"
-    )
     distilled = [e for e in steps if e["index"] > 0]
     loss_axis.plot(
-        _get(distilled, "total_step"), _get(distilled, "index"), lw=0.8, label="distillation"
-    )
+        _get(with_lm, "total_step"), _get(with_lm, "lm"), lw=0.6, color="#8db8e0",
+        label="language model, training mix",
+    )  # fmt: skip
     loss_axis.plot(
-        _get(tests, "total_step"), _get(tests, "held_out_text"), ".-", label="held-out text"
-    )
-    loss_axis.axhline(unigram, color="grey", ls=":", label="unigram")
-    loss_axis.set_ylabel("nats")
+        _get(distilled, "total_step"), _get(distilled, "index"), lw=0.8, color="#d98c21",
+        label="distillation, all layers",
+    )  # fmt: skip
+    loss_axis.plot(
+        _get(tests, "total_step"), _get(tests, "held_out_text"), ".-", color="#1f5fa8",
+        label="language model, held-out text",
+    )  # fmt: skip
+    loss_axis.axhline(unigram, color="grey", ls=":", label="word frequencies alone")
+    loss_axis.set_ylabel("loss, nats a token")
     loss_axis.set_yscale("log")
-    for task in RETRIEVAL:
+    loss_axis.set_yticks(
+        [1.5, 2, 3, 4, 6, 10, 20, 40], ["1.5", "2", "3", "4", "6", "10", "20", "40"]
+    )
+    loss_axis.minorticks_off()
+    for task, color in COLORS.items():
         some = [e for e in tests if f"held_out_{task}" in e]
-        accuracy_axis.plot(_get(some, "total_step"), _get(some, f"held_out_{task}"), label=task)
-    accuracy_axis.set_ylabel("held-out accuracy")
-    accuracy_axis.set_ylim(-0.03, 1.03)
-    accuracy_axis.set_xlabel("step")
-    starts = {e["stage"]: (e["total_step"] - e["step"], e["kind"]) for e in reversed(steps)}
-    for start, kind in starts.values():
+        values = [100 * value for value in _get(some, f"held_out_{task}")]
+        accuracy_axis.plot(_get(some, "total_step"), values, color=color, label=task)
+    accuracy_axis.set_ylabel("held-out answers right, %")
+    accuracy_axis.set_ylim(-3, 103)
+    accuracy_axis.set_xlabel("step; each stage is tested on documents of its own length")
+    stages = load_recipe("tiny-dsa").stages
+    starts = {e["stage"]: e["total_step"] - e["step"] for e in reversed(steps)}
+    before = None
+    for number, start in sorted(starts.items()):
         for axis in (loss_axis, accuracy_axis):
             axis.axvline(start, color="black", lw=0.5)
-        accuracy_axis.text(start, 0.5, kind, fontsize=8, rotation=90, ha="right", va="center")
+        length = stages[number].length
+        under = "" if length == before else f"\n {length} tokens"
+        told = "\n" * (number % 2 == 0 and not under) + f" {stages[number].kind}{under}"
+        loss_axis.annotate(
+            told, (start, 1.12), fontsize=8, xycoords=("data", "axes fraction"), va="top"
+        )
+        before = length
     for axis in (loss_axis, accuracy_axis):
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center" if axis is loss_axis else "center left")
         axis.grid(alpha=0.3)
     save_figure(figure, path)
 
@@ -117,26 +137,34 @@ def _get(entries: list[dict[str, Any]], key: str) -> list[float]:
     return [entry[key] for entry in entries]
 
 
-def draw_starved(found: list[Cell], path: Path) -> None:
+def starved(result: dict[str, Any], path: Path) -> None:
     """Retrieval accuracy against the number of selected tokens, a panel for each task."""
-    figure, axes = make_figure(11, 3.4, columns=len(RETRIEVAL), sharey=True)
+    found, rows = result["cells"], result["documents_per_task"]
+    figure, axes = make_figure(11, 3.8, columns=len(RETRIEVAL), sharey=True)
+    lengths = sorted({cell["length"] for cell in found})
+    counts = sorted({cell["topk"] for cell in found if cell["topk"] != DENSE})
     for axis, task in zip(axes, RETRIEVAL, strict=True):
-        for length in sorted({cell["length"] for cell in found}):
+        for length, color in zip(lengths, ("#9ccfb2", "#2e8b57", "#123b6b"), strict=False):
             mine = [c for c in found if c["length"] == length and c["topk"] != DENSE]
             dense = next(c for c in found if c["length"] == length and c["topk"] == DENSE)
-            (line,) = axis.plot(
-                [c["topk"] for c in mine],
-                [c[task]["accuracy"] for c in mine],
-                "o-",
-                label=f"{length} tokens",
-            )
-            axis.axhline(dense[task]["accuracy"], color=line.get_color(), ls=":", lw=1)
+            axis.errorbar(
+                [c["topk"] for c in mine], [100 * c[task]["accuracy"] for c in mine],
+                yerr=[100 * (c[task]["half_width"] or 0.0) for c in mine],
+                fmt="o-", ms=4, capsize=2, color=color, label=f"{length} tokens",
+            )  # fmt: skip
+            axis.axhline(100 * dense[task]["accuracy"], color=color, ls=":", lw=1)
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("selected tokens (dotted: all)")
-        axis.set_title(task)
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens that each query selects")
+        axis.set_title(task, fontsize=10, loc="left")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("accuracy")
-    axes[0].legend(fontsize=8)
+    axes[0].set_ylabel("held-out answers right, %")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lengths),
+        frameon=False, title=f"documents of (dotted: every token selected; bars: 95 % intervals "
+        f"over {rows} documents)", title_fontsize=8, fontsize=9,
+    )  # fmt: skip
     save_figure(figure, path)
 
 
@@ -147,12 +175,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--topks", type=int, nargs="+", default=list(TOPKS))
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args(argv)
+    arguments = read_arguments(parser, "small_checkpoint", argv, QUICK)
     found = cells(arguments.run / "checkpoint", arguments.lengths, arguments.topks, arguments.rows)
     log = [json.loads(line) for line in (arguments.run / "metrics.jsonl").open()]
     output: Path = arguments.output
     result = {
+        "command": arguments.command,
         "what": "held-out text loss and retrieval accuracy of the small trained checkpoint",
         "documents_per_task": arguments.rows,
         "machine": machine(),
@@ -161,8 +189,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     write_json(output / "result.json", result)
     write_whole(output / "table.md", table(found))
-    draw_curves(log, found[0]["unigram_loss"], output / "curves.png")
-    draw_starved(found, output / "starved.png")
+    curves(result, output / "curves.png")
+    starved(result, output / "starved.png")
     print(table(found))
 
 

@@ -12,17 +12,35 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks.readme import PAGES as GENERATED
 from sglang_indexcache.cli import app
+from tests.launch_lines import indexcache_lines, shell_in
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_indexcache"
-PAGES = sorted([ROOT / "README.md", ROOT / "csrc" / "README.md", *(ROOT / "docs").glob("*.md")])
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted(
+    {
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in GENERATED),
+        *(ROOT / folder / "README.md" for folder in ("csrc", "examples", "benchmarks")),
+        ROOT / "benchmarks" / "training" / "README.md",
+        *GUIDES,
+    }
+)
+LONGER = {"heal.md": 280}
+"""Guides that are yet to be cut to 200 lines."""
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
-FILE = re.compile(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|sh|md|yaml|toml|h|cu|cuh))?|[\w.-]+\.py)`")
-GENERATED = re.compile(r"<!-- (\S+) -->.*?<!-- /\1 -->", re.DOTALL)
-"""Made from records, which name commands as they were then."""
-COMMAND = re.compile(r"\bindexcache ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)?)(?=[ `\n.,;:)])")
+FILE = re.compile(
+    r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|sh|md|yaml|toml|h|cu|cuh))?|[\w.-]+\.py)`"
+    r"(?! (?:of |\()commit)"
+)
+"""But what a page says an earlier commit had."""
+COMMAND = re.compile(r"(?<![\w-])indexcache ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)?)(?=[ `\n.,;:)])")
+
+
+MODULE = re.compile(r"python -m ((?:benchmarks|sglang_indexcache)(?:\.[a-z]\w*)+)")
 
 
 @cache
@@ -55,8 +73,23 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_the_commands_that_a_page_names_exist(page: Path) -> None:
     known = set(commands(typer.main.get_command(app)))
-    for named in COMMAND.findall(GENERATED.sub("", page.read_text()).replace("\n", " ")):
+    for named in COMMAND.findall(page.read_text().replace("\n", " ")):
         assert named in known, f"{page.name} names `indexcache {named}`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_the_options_that_a_page_shows_exist(page: Path) -> None:
+    for line in indexcache_lines(shell_in(page.read_text())):
+        assert line.unknown(typer.main.get_command(app)) == [], " ".join(line.words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
+    for name in re.findall(
+        r"python -m ((?:benchmarks|sglang_indexcache)(?:\.[a-z]\w*)+)", page.read_text()
+    ):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -66,12 +99,29 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_a_page_has_the_name_of_its_folder_or_of_its_readers() -> None:
-    names = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"architecture", "operating"}
-    folders = {path.name for path in (*PACKAGE.iterdir(), *ROOT.iterdir()) if path.is_dir()}
-    assert names <= folders
+def anchors(page: Path) -> set[str]:
+    """What a link into the page may name, as forges make it of a heading."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/architecture.md", 95)])
-def test_the_first_pages_stay_short(name: str, most: int) -> None:
-    assert len((ROOT / name).read_text().splitlines()) <= most
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
+        if "://" not in target:
+            there = page.parent / target if target else page
+            assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [(ROOT / "README.md", 150), *((guide, LONGER.get(guide.name, 200)) for guide in GUIDES)],
+    ids=lambda value: value.name if isinstance(value, Path) else None,
+)
+def test_pages_stay_short(page: Path, most: int) -> None:
+    assert len(page.read_text().splitlines()) <= most
+
+
+def test_every_guide_is_found_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert {guide.name for guide in GUIDES} == set(re.findall(r"docs/([\w-]+\.md)", text))

@@ -8,13 +8,12 @@ from typing import Any
 
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.support.lengths import format_length
 
-_COLORS = ("#9a9a9a", "#6fa8d6", "#1f5fa8", "#123b6b")
 _PANELS: dict[Metric, str] = {
     "prefill": "prefill",
-    "decode": "decode, per request",
+    "decode": "decode, one request",
     "full": "decode, full KV cache",
 }
 
@@ -26,50 +25,61 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
     the paper's own figure, where it has one for this shape and context.
     """
     metrics = result.metrics
-    figure, axes = _panels(len(metrics))
+    figure, axes = _panels(len(metrics), sharey=True)
     width = 0.8 / len(result.configurations)
     for axis, metric in zip(axes, metrics, strict=True):
         for number, configuration in enumerate(result.configurations):
             offset = (number - (len(result.configurations) - 1) / 2) * width
             for place, length in enumerate(result.lengths):
                 speed = result.speedup(configuration.name, metric, length)
-                middle, x = 100 * speed.median, place + offset
-                spread = [[middle - 100 * speed.low], [100 * speed.high - middle]]
+                middle, x = speed.median, place + offset
+                spread = [[middle - speed.low], [speed.high - middle]]
                 axis.bar(
                     x,
                     middle,
                     width * 0.92,
-                    color=_COLORS[number % len(_COLORS)],
+                    color=pattern_color(configuration.parsed),
                     yerr=spread if number else None,
                     error_kw={"lw": 0.8, "capsize": 2},
                     label=label(result, configuration) if place == 0 else None,
                 )
                 if number and speed.ideal is not None:
                     ends = (x - width / 2, x + width / 2)
-                    name = "Amdahl" if place == 0 and number == 1 else None
-                    axis.plot(ends, [100 * speed.ideal] * 2, color="black", lw=1.2, label=name)
+                    first = place == 0 and number == 1
+                    name = "allowed by Amdahl's law from the indexers' share" if first else None
+                    axis.plot(ends, [speed.ideal] * 2, color="black", lw=1.2, label=name)
                 cited = paper_speedup(result.model.shape, configuration.parsed, metric)
                 if format_length(length) in cited:
-                    paper = 100 * cited[format_length(length)]
+                    paper = cited[format_length(length)]
                     name = "paper (H100)" if number == 1 and place == 0 else None
-                    axis.plot(x, paper, color="#c0392b", marker="D", ms=4, ls="none", label=name)
-        axis.axhline(100, color="black", lw=0.6, ls=":")
+                    axis.plot(x, paper, color="black", marker="D", ms=4, ls="none", label=name)
+        axis.axhline(1, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
         axis.set_title(_PANELS[metric], fontsize=10, loc="left")
         axis.set_xlabel("context, tokens")
-    axes[0].set_ylabel("relative to DSA, %")
-    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+    axes[0].set_ylabel("speed (every indexer = 1)")
+    figure.suptitle(f"{describe(result)}; whiskers: lowest to highest", fontsize=9)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, frameon=False, loc="outside lower center", ncols=5)
     save_figure(figure, path)
 
 
-def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
+def describe(result: LatencyResult) -> str:
+    """What was measured where, in a line."""
+    where = result.environment.gpus[0] if result.environment.gpus else "CPU"
+    return f"{result.model.name} on {where}, medians of {result.rounds} rounds"
+
+
+def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path, title: str = "") -> None:
     """The indexers' share of the time by context length (paper, figure in the introduction).
 
     Args:
         curves: share by length, by name (prefill, decode, ...).
         path: a .png file.
+        title: what was measured where.
     """
     figure, [axis] = _panels(1)
+    axis.set_title(title, fontsize=9, loc="left")
     for name, curve in curves.items():
         lengths = sorted(curve)
         axis.plot(lengths, [100 * curve[n] for n in lengths], marker="o", ms=4, label=name)
@@ -97,6 +107,6 @@ def _context_axis(axis: Any, lengths: Sequence[int]) -> None:
     axis.set_xlabel("context, tokens")
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
-    width, height = (3.9 * count, 3.4) if count > 1 else (5.6, 3.6)
-    return make_figure(width, height, columns=count)
+def _panels(count: int, **shared: Any) -> tuple[Any, list[Any]]:
+    width, height = (3.9 * count, 3.8) if count > 1 else (5.6, 3.6)
+    return make_figure(width, height, columns=count, **shared)

@@ -367,5 +367,5 @@ def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
     shares = figures.share_curves(result)
     if shares:
         written.append(folder / "latency-share.png")
-        figures.draw_shares(shares, written[-1])
+        figures.draw_shares(shares, written[-1], figures.describe(result))
     return written

@@ -17,7 +17,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
 from sglang_indexcache.stats.student import half_width
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 
 CONFIDENCE = 0.95
 _LABEL_WIDTH = 46
@@ -225,20 +225,24 @@ def draw_comparison(
     comparisons: Sequence[tuple[str, Comparison]], path: Path, objective: str = ""
 ) -> None:
     """Loss difference along the context, one line a pattern with its 95 % band."""
-    figure, [axis] = make_figure(6.4, 3.6)
+    figure, [axis] = make_figure(7.6, 3.8)
     for name, found in comparisons:
         known = [
             (a, b, d) for (a, b), d in zip(pairwise(found.edges), found.curve, strict=True) if d
         ]
-        middles = [(a + b) / 2 for a, b, _ in known]
-        [line] = axis.plot(middles, [d.mean for *_, d in known], marker="o", ms=3, label=name)
+        middles, color = [(a + b) / 2 for a, b, _ in known], pattern_color(found.pattern)
+        axis.plot(
+            middles, [d.mean for *_, d in known],
+            marker="o", ms=3, color=color, label=f"{name}, {len(found.pattern.full_layers)} F",
+        )  # fmt: skip
         low, high = [d.low for *_, d in known], [d.high for *_, d in known]
-        axis.fill_between(middles, low, high, color=line.get_color(), alpha=0.15, lw=0)
+        axis.fill_between(middles, low, high, color=color, alpha=0.15, lw=0)
     axis.axhline(0, color="black", lw=0.8, ls=":")
     axis.set_xlabel("position in the context, tokens")
-    axis.set_ylabel(axis_label("loss difference", objective), fontsize=8)
-    axis.set_title(f"against {_short(comparisons[0][1].reference)}", fontsize=9, loc="left")
-    axis.legend(fontsize=8, frameon=False)
+    axis.set_ylabel(axis_label("added loss", objective), fontsize=8)
+    title = f"against {_short(comparisons[0][1].reference)}; bands: 95 % intervals"
+    axis.set_title(title, fontsize=9, loc="left")
+    figure.legend(fontsize=8, frameon=False, loc="outside right center")
     save_figure(figure, path)
 
 
@@ -249,4 +253,4 @@ def axis_label(quantity: str, objective: str) -> str:
 
 
 def _short(pattern: Pattern) -> str:
-    return pattern.summary() if pattern.shared_layers else "every layer F"
+    return pattern.summary() if pattern.shared_layers else f"all {len(pattern)} layers F"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from sglang_indexcache.library import Citation, Entry, MethodRecord, Quality
@@ -19,7 +18,7 @@ from sglang_indexcache.search.ledger import Step
 from sglang_indexcache.search.rules import Mark
 from sglang_indexcache.search.run import Found, HeldOut, Search
 from sglang_indexcache.search.sources import Setup
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import FULL, make_figure, pattern_color, save_figure
 from sglang_indexcache.study.provenance import versions
 from sglang_indexcache.support.files import write_json, write_whole
 
@@ -27,7 +26,7 @@ _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL = "partial"
 _LOSS = "calibration loss, nats per token (lower is better)"
 _HELD_OUT = "held-out loss, nats per token (lower is better)"
-_BLUE, _RED, _GREEN, _GREY = "#1f5fa8", "#c0392b", "#2c8a4b", "#8a8a8a"
+_GREY = FULL
 
 
 class OutputFolder:
@@ -68,7 +67,7 @@ class OutputFolder:
         self._draw()
 
     def _draw(self) -> None:
-        draw_losses(self._search, self._folder / "losses.png", self._origin.objective)
+        draw_losses(summary(self._search, self._origin), self._folder / "losses.png")
 
     def _write_entry(self, item: Entry) -> None:
         data = item.model_dump(mode="json", exclude_defaults=True)
@@ -214,67 +213,82 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def draw_losses(search: Search, path: Path, objective: str = "") -> None:
+def draw_losses(told: Mapping[str, Any], path: Path) -> None:
     """Loss after each flip with the retentions marked (paper, figure beside Algorithm 1).
 
     The band is two standard errors of the increase over the start. A racing search measures most
     steps on few batches and keeps the lowest, so its line runs a little low between the marks; the
     marks themselves are measured on all batches. What a mark's pattern adds on held-out batches is
     drawn over the same start. A second search, the way up from all S, has a dashed line.
-    ``objective`` says which tokens' loss it is.
+
+    Args:
+        told: what :func:`summary` gives, and search.json holds.
+        path: a .png file.
     """
-    figure, [axis] = make_figure(6.4, 3.8)
-    start = len(search.constraints.start.full_layers)
-    for way, style in zip(_ways(search.path), ("-", "--"), strict=False):
-        steps = [start - len(step.pattern.full_layers) for step in way]
-        losses = [step.loss for step in way]
-        axis.plot(steps, losses, color=_BLUE, ls=style, lw=1.4, marker="o", ms=2.5)
-        low = [step.loss - 2 * np.nan_to_num(step.standard_error) for step in way]
-        high = [step.loss + 2 * np.nan_to_num(step.standard_error) for step in way]
-        axis.fill_between(steps, low, high, color=_BLUE, alpha=0.13, lw=0)
-    axis.axhline(search.start_loss, color="black", lw=0.8, ls=":", label="no layer shared")
-    for number, found in enumerate(search.found.values()):
-        _draw_mark(axis, search, found, start - found.mark.full_layers, is_first=number == 0)
-    axis.set_xlabel("layers turned from F to S")
-    axis.set_ylabel(axis_label("loss", objective), fontsize=8)
-    axis.set_title(search.in_words(), fontsize=9, loc="left")
+    figure, [axis] = make_figure(6.8, 4.0)
+    layers, start = len(told["start"]["pattern"]), told["start"]["pattern"].count("F")
+    for number, way in enumerate(_ways(told["steps"])):
+        steps = [start - step["pattern"].count("F") for step in way]
+        line = "on the way" if number == 0 else "on the way up from all S"
+        style = "-" if number == 0 else "--"
+        axis.plot(
+            steps, [step["loss"] for step in way],
+            color=_GREY, ls=style, lw=1.4, marker="o", ms=2.5, label=line,
+        )  # fmt: skip
+        low = [step["loss"] - 2 * (step["standard_error"] or 0.0) for step in way]
+        high = [step["loss"] + 2 * (step["standard_error"] or 0.0) for step in way]
+        band = "two standard errors" if number == 0 else None
+        axis.fill_between(steps, low, high, color=_GREY, alpha=0.2, lw=0, label=band)
+    if told["start"]["loss"] is not None:
+        axis.axhline(told["start"]["loss"], color="black", lw=0.8, ls=":", label="no layer shared")
+    for number, mark in enumerate(told["marks"]):
+        _draw_mark(axis, told, mark, start - mark["full_layers"], is_first=number == 0)
+    axis.set_xlabel(f"indexers gone, of {layers} layers")
+    axis.set_ylabel(axis_label("loss", told["objective"]), fontsize=8)
+    axis.set_title(f"{told['name']}: {told['data']}", fontsize=9, loc="left")
     axis.legend(fontsize=8, frameon=False, loc="upper left")
     axis.ticklabel_format(axis="y", useOffset=False)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.margins(y=0.12)
     save_figure(figure, path)
 
 
-def _ways(path: Sequence[Step]) -> list[list[Step]]:
+def _ways(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The steps of each search that ``path`` holds, most F layers first; each begins anew."""
-    ways: list[list[Step]] = []
+    ways: list[list[Mapping[str, Any]]] = []
     for step in path:
-        if step.layer is None:
+        if step["flipped"] is None:
             ways.append([])
         ways[-1].append(step)
-    return [sorted(way, key=lambda step: -len(step.pattern.full_layers)) for way in ways]
+    return [sorted(way, key=lambda step: -step["pattern"].count("F")) for way in ways]
 
 
-def _draw_mark(axis: Any, search: Search, found: Found, step: int, *, is_first: bool) -> None:
-    axis.axvline(step, color=_RED, lw=0.6, alpha=0.35)
+def _draw_mark(
+    axis: Any, told: Mapping[str, Any], mark: Mapping[str, Any], step: int, *, is_first: bool
+) -> None:
+    color = pattern_color(Pattern(mark["pattern"]))
+    axis.axvline(step, color=color, lw=0.6, alpha=0.5)
     label = "pattern found" if is_first else None
-    axis.plot(step, found.loss, color=_RED, marker="D", ms=5, ls="none", label=label, zorder=4)
+    axis.plot(step, mark["loss"], color=color, marker="D", ms=5, ls="none", label=label, zorder=4)
     axis.annotate(
-        found.mark.label,
+        mark["retention"],
         (step, 0.0),
         xycoords=("data", "axes fraction"),
         xytext=(3, 4),
         textcoords="offset points",
-        color=_RED,
+        color=color,
         fontsize=9,
     )
-    if held_out := found.held_out:
-        label = "pattern found, held out (95 %)" if is_first else None
-        loss = search.start_loss + held_out.added
+    if held_out := mark["held_out"]:
+        label = "the same, held out (95 %)" if is_first else None
+        loss = told["start"]["loss"] + held_out["loss"] - held_out["start"]
         axis.errorbar(
-            step + 0.12, loss, held_out.half, color=_GREEN, marker="o", ms=4, capsize=3, lw=1,
-            label=label, zorder=5,
+            step + 0.12, loss, held_out["half"], color=color, marker="o", mfc="white", ms=4,
+            capsize=3, lw=1, ls="none", label=label, zorder=5,
         )  # fmt: skip
-    if "uniform" in found.baselines:
+    if uniform := mark["baselines"].get("uniform"):
         label = "uniform interleaving" if is_first else None
-        loss = found.baselines["uniform"][1]
-        axis.plot(step, loss, color=_GREY, marker="s", ms=4.5, ls="none", label=label, zorder=3)
+        pale = pattern_color(Pattern(uniform["pattern"]))
+        axis.plot(
+            step, uniform["loss"], color=pale, marker="s", ms=4.5, ls="none", label=label, zorder=3
+        )

@@ -6,7 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import replacing
+
+FULL = "#8a8a8a"
+_SEARCHED = ((0.4, "#1f5fa8"), (0.2, "#c0392b"), (0.0, "#2e8b57"))
+_UNIFORM = ((0.4, "#8db8e0"), (0.2, "#e8a79f"), (0.0, "#9ccfb2"))
+"""From which share of F layers on a pattern is about 1/2, 1/4 and 1/8; paler where interleaved."""
+
+
+def pattern_color(pattern: Pattern) -> str:
+    """The colour that a pattern has in every figure, by its retention and kind."""
+    if not pattern.shared_layers:
+        return FULL
+    first, second, *_ = (*pattern.full_layers, len(pattern))
+    is_uniform = pattern == Pattern.uniform(len(pattern), second - first)
+    share = len(pattern.full_layers) / len(pattern)
+    return next(color for least, color in (_UNIFORM if is_uniform else _SEARCHED) if share >= least)
 
 
 def make_figure(

@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
-from benchmarks import small_checkpoint, training_aware
+from benchmarks import small_checkpoint
+from benchmarks.paper import table_3
 from benchmarks.training.batches import IGNORED, Mixture
 from benchmarks.training.model import next_token_losses
 from benchmarks.training.recipe import RECIPES, Recipe, load_recipe
@@ -110,9 +111,9 @@ def test_table_3_trains_and_serves_every_line_as_it_says(finished: Path, tmp_pat
     given = ["--checkpoint", str(tmp_path / "dense" / "checkpoint"), "--searched", "FFSS", "FSSS"]
     given += ["--recipe", str(recipe), "--work", str(tmp_path / "work"), "--seeds", "0", "1"]
     given += ["--length", "48", "--rows", "2", "--text-characters", "400000"]
-    training_aware.main([*given, "--output", str(tmp_path / "out")])
+    table_3.main([*given, "--output", str(tmp_path / "out")])
     found = json.loads((tmp_path / "out.json").read_text())
-    rows = training_aware.rows("FFSS", "FSSS")
+    rows = table_3.rows("FFSS", "FSSS")
     assert [line["name"] for line in found["rows"]] == [row.name for row in rows]
     assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
     assert (tmp_path / "out.md").read_text().count("\n") == 2 + 9 + 1

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.plots import FULL, make_figure, pattern_color, save_figure
 
 
 def test_axes_come_in_reading_order(tmp_path: Path) -> None:
@@ -25,3 +26,13 @@ def test_another_format_is_refused_before_anything_is_written(tmp_path: Path) ->
     with pytest.raises(SettingsError, match="written as PNG"):
         save_figure(figure, tmp_path / "figure.svg")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pattern_has_one_colour_whatever_its_length() -> None:
+    assert pattern_color(Pattern.full(47)) == pattern_color(Pattern.full(12)) == FULL
+    for ratio in (2, 4, 8):
+        uniform = [pattern_color(Pattern.uniform(layers, ratio)) for layers in (12, 47, 78)]
+        assert len(set(uniform)) == 1
+    searched = ["FFFSFFSFSSSS", "FFFSSSSSSSSS", "FFSSSSSSSSSS"]
+    interleaved = ["FSFSFSFSFSFS", "FSSSFSSSFSSS", "FSSSSSFSSSSS"]
+    assert len({pattern_color(Pattern(text)) for text in (*searched, *interleaved)}) == 6

@@ -1,15 +1,17 @@
-r"""The paper's Table 3 in small: what training-aware sharing costs and gains.
+r"""Table 3 in small: what training-aware sharing costs and gains.
 
-    python -m benchmarks.training_aware --checkpoint DENSE_TRAINED --searched HALF QUARTER \\
-        --work runs/table-3 [--seeds 0 1 2]
+    python -m benchmarks.paper.table_3 --quick
+    python -m benchmarks.training tiny-dsa --output runs/dense --stages 3
+    python -m benchmarks.paper.table_3 --checkpoint runs/dense/checkpoint [--seeds 0 1 2]
 
 Every configuration starts from the same dense-trained checkpoint and goes through the same
 warm-up and sparse training; a seed decides the documents that are seen. The training-free rows
 serve the all-F run of the same seed with a pattern that it was not trained for. All are scored on
 the same held-out documents, so each is also compared with the all-F run of its seed. An
 interrupted run goes on; seeds may be run apart, even side by side, and are then collected by a
-run over all of them. Writes results/training_aware.json, .md and .png;
-``--redraw`` makes the last two again from the first.
+run over all of them. Without ``--checkpoint`` it starts from the small model as shipped, which has
+been trained to its end. Writes training_aware.json, .md and .png; ``--redraw`` makes the last two
+again from the first.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper import SMALL
+from benchmarks.records import RUNS, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
@@ -31,7 +35,8 @@ from sglang_indexcache.stats.student import half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import write_json, write_whole
 
-RESULT = Path(__file__).parent / "results" / "training_aware"
+NAME = "training_aware"
+QUICK = {"seeds": [0], "steps": 2, "rows": 2, "text_characters": 400_000}
 RETRIEVAL = ("recall", "needles")
 """The tasks, and what "retrieval" is the mean of. Tracking is left out: the dense model did not
 learn it (``results/small_checkpoint``), so all that it shows of sharing is noise at chance."""
@@ -95,6 +100,11 @@ def run_row(row: Row, seed: int, arguments: argparse.Namespace) -> Documents:
             "cross_layer": row.cross_layer,
             "seed": seed,
         }
+        if arguments.steps is not None:
+            stages = load_recipe(arguments.recipe).stages
+            changes["stages"] = [
+                stage.model_copy(update={"steps": arguments.steps}) for stage in stages
+            ]
         Trainer(load_recipe(arguments.recipe, changes), folder).run()
     found = evaluated(folder, row.served, arguments)["tasks"]
     return {task: found[task]["per_row"] for task in (TEXT, *RETRIEVAL)}
@@ -176,35 +186,49 @@ def _cell(value: dict[str, float | None], percent: bool, sign: str = "") -> str:
     return f"{scale * mean:{sign}.{digits}f}{margin}"
 
 
-def plot(lines: list[dict[str, Any]], path: Path) -> None:
+def draw(found: dict[str, Any], path: Path) -> None:
     """What every line costs over all F of the same seed, with intervals."""
-    figure, axes = make_figure(9, 0.4 * len(lines) + 1.2, columns=2, sharey=True)
+    lines = found["rows"]
+    figure, axes = make_figure(9.5, 0.4 * len(lines) + 1.6, columns=2, sharey=True)
     panels = (
-        ("text_loss", 1, "text loss over all F, nats per token"),
-        ("retrieval", 100, "recall and needles over all F, points"),
+        ("text_loss", 1, "text loss over all F, nats per token (lower is better)"),
+        ("retrieval", 100, "recall and needles over all F, points (higher is better)"),
     )
     for axis, (key, scale, label) in zip(axes, panels, strict=True):
         axis.axvline(0, color="grey", linewidth=0.8)
         for line in lines[1:]:
             value = line["over_dsa"][key]
             half = scale * (value["half_width"] or 0.0)
-            fill = "white" if "training-free" in line["name"] else "black"
+            is_free = "training-free" in line["name"]
             axis.errorbar(
                 scale * value["mean"], line["name"], xerr=half, fmt="o", color="black",
-                markerfacecolor=fill, capsize=3,
+                markerfacecolor="white" if is_free else "black", capsize=3,
+                label="training-free" if is_free else "trained for the pattern",
             )  # fmt: skip
-        axis.set_xlabel(label)
+        axis.set_xlabel(label, fontsize=8)
         axis.grid(axis="x", alpha=0.3)
     axes[0].invert_yaxis()
+    handles, names = axes[0].get_legend_handles_labels()
+    unique = dict(zip(names, handles, strict=True))
+    seeds = len(lines[0]["seeds"])
+    figure.legend(
+        unique.values(), unique.keys(), loc="outside lower center", ncols=2, frameon=False,
+        title=f"{found['documents_per_task']} documents of each task; bars: 95 % intervals of the "
+        f"mean over {seeds} seeds", title_fontsize=8, fontsize=8,
+    )  # fmt: skip
     save_figure(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--searched", nargs=2, metavar=("HALF", "QUARTER"))
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--checkpoint", type=Path, default=SMALL)
+    parser.add_argument(
+        "--searched", nargs=2, metavar=("HALF", "QUARTER"), default=["1/2", "1/4"],
+        help="in any form that the checkpoint's shape resolves",
+    )  # fmt: skip
+    parser.add_argument("--work", type=Path, default=RUNS / "training_aware.work")
+    parser.add_argument("--steps", type=int, help="of each stage, in place of the recipe's")
     parser.add_argument(
         "--redraw", action="store_true", help="only the table and the figure, from the JSON file"
     )
@@ -213,12 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--text-characters", type=int, default=TEXT_CHARACTERS)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    arguments = parser.parse_args(argv)
-    needed = (arguments.checkpoint, arguments.searched, arguments.work)
-    if not arguments.redraw and None in needed:
-        parser.error("--checkpoint, --searched and --work are needed, or --redraw")
-    return arguments
+    return read_arguments(parser, NAME, argv, QUICK)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -236,16 +255,18 @@ def main(argv: list[str] | None = None) -> None:
         }
         lines = summarise({name: list(map(scores_of, seeds)) for name, seeds in documents.items()})
         result = {
+            "command": arguments.command,
             "what": "the paper's Table 3 in small; 95 % intervals of the mean over seeds",
             "searched": arguments.searched,
             "length": arguments.length,
             "documents_per_task": arguments.rows,
             "documents": documents,
         }
-    write_json(output.with_suffix(".json"), {**result, "averaged": RETRIEVAL, "rows": lines})
+    result |= {"averaged": RETRIEVAL, "rows": lines}
+    write_json(output.with_suffix(".json"), result)
     text = table(lines, result["length"])
     write_whole(output.with_suffix(".md"), text)
-    plot(lines, output.with_suffix(".png"))
+    draw(result, output.with_suffix(".png"))
     print(text)
 
 

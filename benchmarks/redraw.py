@@ -1,0 +1,67 @@
+"""Draw every committed figure anew from the record beside it; nothing is measured.
+
+python -m benchmarks.redraw
+python -m benchmarks.redraw --publish
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import expect, heal_study, quality_measures, search_figures, small_checkpoint
+from benchmarks.paper import table_3
+from benchmarks.records import RESULTS, read_arguments
+from sglang_indexcache.bench import figures
+from sglang_indexcache.bench.results import LatencyResult, load
+
+
+def _latency(record: Path, picture: Path) -> None:
+    result = load(LatencyResult, record)
+    if picture.stem == "latency-share":
+        figures.draw_shares(figures.share_curves(result), picture, figures.describe(result))
+    else:
+        figures.draw_speedups(result, picture)
+
+
+def _of(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[Path, Path], None]:
+    return lambda record, picture: draw(json.loads(record.read_text()), picture)
+
+
+FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "expect.png": ("expect.json", _of(expect.draw)),
+    "heal.png": ("heal.json", _of(heal_study.draw)),
+    "training_aware.png": ("training_aware.json", _of(table_3.draw)),
+    "quality/measures.png": ("quality/measures.json", _of(quality_measures.draw)),
+    "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
+    "small_checkpoint/starved.png": ("small_checkpoint/result.json", _of(small_checkpoint.starved)),
+    "search/tiny-dsa/served.png": ("search/tiny-dsa/served.json", _of(search_figures.served)),
+    "search/tiny-dsa/compare.png": ("search/tiny-dsa/compare.json", _of(search_figures.compared)),
+    "search/tiny-dsa/answers/losses.png": (
+        "search/tiny-dsa/answers/search.json",
+        _of(search_figures.losses),
+    ),
+    **{
+        f"latency/{run}/latency-{kind}.png": (f"latency/{run}/latency.json", _latency)
+        for run in ("cpu", "cpu-dp-attention")
+        for kind in ("speedup", "share")
+    },
+}
+"""Every committed figure, and from which record it is drawn."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    output = read_arguments(parser, "", argv).output
+    for picture, (record, draw) in FIGURES.items():
+        (output / picture).parent.mkdir(parents=True, exist_ok=True)
+        draw(RESULTS / record, output / picture)
+        print(output / picture)
+
+
+if __name__ == "__main__":
+    main()
