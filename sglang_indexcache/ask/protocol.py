@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
+from sglang_indexcache.pattern import Pattern
 
 CUSTOM = "custom_params"
 """The sampling parameter in which SGLang carries what a plugin is told."""
@@ -133,7 +134,7 @@ class RankState(BaseModel):
     @property
     def counted_layers(self) -> range:
         """The pattern positions that the counters of layers speak of."""
-        return range(*(self.stage or (0, len(self.pattern))))
+        return range(*(self.stage or (0, len(Pattern(self.pattern)))))
 
     @property
     def checkpoint(self) -> tuple[str, str]:
@@ -239,7 +240,7 @@ def check_obeyed(
         ServerError: naming the layers.
     """
     asked = sorted(set(patterns))
-    kinds = [set(kinds) for kinds in zip(*asked, strict=True)]
+    kinds = [set(kinds) for kinds in zip(*(Pattern(one).layers for one in asked), strict=True)]
     # Ranks answer in the order in which they come. Counters never fall: sorted, each meets its own.
     before, after = (sorted(ranks, key=lambda rank: rank.forwards) for ranks in (before, after))
     if len(before) != len(after) or any(
