@@ -145,6 +145,7 @@ class ActivePattern:
     def report(
         self,
         *,
+        rank: int = 0,
         requests: Mapping[str, int] | None = None,
         stage: tuple[int, int] | None = None,
         index_k_bytes_per_token: int = 0,
@@ -153,6 +154,7 @@ class ActivePattern:
         """What ``/server_info`` says of this rank.
 
         Args:
+            rank: its number among the data-parallel ranks.
             requests: unfinished ones by pattern.
             stage: the pattern positions of this process, from and to below; by default all.
             index_k_bytes_per_token: as allocated.
@@ -161,6 +163,7 @@ class ActivePattern:
         counters = self.counters
         return RankState(
             version=__version__,
+            rank=rank,
             pattern=str(self.pattern),
             policy=str(self.policy),
             source=self.source,
