@@ -1,4 +1,4 @@
-"""A recent window on the CPU platform, held against transformers with a mask of the oracle's own."""
+"""A recent window on the CPU platform, against transformers with a mask of the oracle's own."""
 
 from __future__ import annotations
 
