@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MASKED = ("eager", "sdpa")
 """Attention of transformers that makes a mask of the selected positions."""
 
-_NO_WINDOW = "share() cannot give this model's layers a recent window, because {}. Name a pattern without one."
+_NO_WINDOW = "share() cannot give these layers a recent window, because {}. Name a pattern without."
 
 _MASK_ARGUMENT = 3
 """Where every indexer takes its ``[B, S, T]`` mask, if not by name."""
