@@ -21,7 +21,7 @@ from sglang_indexcache.bench.rows import LatencyEstimate
 from sglang_indexcache.bench.shapes import ModelShape, checkpoint_of, preset, shape_of
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.checkpoint import read_config
-from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.errors import BenchError, LibraryError, PatternError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.lengths import format_length
@@ -272,6 +272,11 @@ def choose_patterns(values: Sequence[str], shape: ModelShape) -> tuple[Patterns,
                 "They take as long; what they lose in quality is another question."
             )
         pattern.check_length(shape.layers)
+        if pattern.window:
+            raise PatternError(
+                f"what a recent window costs has not been measured, so no plan can be made for "
+                f"{value}. Plan the pattern without it."
+            )
         found.append((value, pattern))
     return found, tuple(said)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.settings import (
     ADAPTER,
@@ -34,6 +35,9 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     with found:
         _check_platform(plan)
     with found:
+        for pattern in (*plan.policy.patterns, *plan.graph_patterns):
+            check_window(pattern)
+    with found:
         _check_ray(cfg)
     if plan.mode == "live":
         with found:
@@ -48,6 +52,16 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     with found:
         _check_stages(cfg, plan, num_layers)
     found.report()
+
+
+def check_window(pattern: Pattern) -> None:
+    """Raise SettingsError where no attention of this platform takes lists with a window."""
+    if pattern.window and not platform_cpu.is_active():
+        raise SettingsError(
+            f"{pattern} has a recent window, and windows are served on the CPU platform only: the "
+            "attention kernels of GPUs have not been given the wider lists yet. Name the pattern "
+            "without it."
+        )
 
 
 def _check_ray(cfg: Any) -> None:
