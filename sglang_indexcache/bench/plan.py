@@ -11,7 +11,7 @@ from sglang_indexcache.bench.results import Metric
 from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of, shape_of
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.checkpoint import read_config
-from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.errors import BenchError, LibraryError, PatternError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.lengths import format_length
@@ -82,6 +82,11 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
             said.append(
                 f"No {value} pattern of {shape} is known: evenly spaced layers stand for it. "
                 "They take as long; what they lose in quality is another question."
+            )
+        if pattern.window:
+            raise PatternError(
+                f"what a recent window costs has not been measured, so no plan can be made for "
+                f"{value}. Plan the pattern without it."
             )
         found.append((value, pattern))
     return found, tuple(said)

@@ -118,7 +118,7 @@ class DemoFindings:
     def tell(self, console: Console) -> None:
         """Print an answer, the figures, and what they mean."""
         self._tell_answer(console)
-        counts = [self.right.count(kind) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
+        counts = [self.right.count((a, b)) for a in (True, False) for b in (True, False)]
         answers = (
             f"\nOf {len(self.asked)} such questions both answered {counts[0]} rightly, only "
             f"{self.base.name} {counts[1]}, only {self.other.name} {counts[2]}, neither "

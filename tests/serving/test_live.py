@@ -59,7 +59,7 @@ def disagg() -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def serving(monkeypatch: pytest.MonkeyPatch, disagg: SimpleNamespace) -> active.ActivePattern:
     monkeypatch.setattr(active, "_active", None)
-    bag = SimpleNamespace(pp_size=1)
+    bag = SimpleNamespace(pp_size=1, dp_rank=None, attn_dp_rank=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
     live._weighed.cache_clear()
