@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import expect, heal_study, quality_measures, search_figures, small_checkpoint
-from benchmarks.paper import table_3
+from benchmarks.paper import shares, table_3
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import figures
-from sglang_indexcache.bench.results import LatencyResult, load
+from sglang_indexcache.bench.results import load
 
 
 def _latency(record: Path, picture: Path) -> None:
-    result = load(LatencyResult, record)
-    if picture.stem == "latency-share":
-        figures.draw_shares(figures.share_curves(result), picture, figures.describe(result))
-    else:
-        figures.draw_speedups(result, picture)
+    result = load(record)
+    draw = shares.draw if picture.stem == "latency-share" else figures.draw_speedups
+    draw(result, picture)
 
 
 def _of(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[Path, Path], None]:

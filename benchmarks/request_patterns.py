@@ -25,9 +25,7 @@ from typing import Any
 
 from benchmarks.records import RUNS, read_arguments
 from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.latency import read_target
-from sglang_indexcache.bench.prompts import random_prompts
+from sglang_indexcache.bench.latency import random_prompts, read_target
 from sglang_indexcache.bench.results import Configuration, configurations
 from sglang_indexcache.bench.servers import StartedServers
 from sglang_indexcache.bench.tables import Grid
@@ -35,6 +33,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
 PROMPT, REQUESTS, STEPS = 512, 64, 16
@@ -254,7 +253,7 @@ def main() -> None:
     )
     arguments = read_arguments(parser, "request_patterns.json", quick={"rounds": 2})
     arguments.journal.parent.mkdir(parents=True, exist_ok=True)
-    where = environment()
+    where = machine()
     if (done := len(read(arguments.journal)[BASE])) < arguments.rounds:
         with tempfile.TemporaryDirectory() as logs:
             measure(done, arguments.rounds, arguments.journal, Path(logs))
@@ -263,7 +262,7 @@ def main() -> None:
     share = STEPS * row_code_seconds(REQUESTS) / batch
     found = {
         "command": arguments.command,
-        "environment": where.model_dump(),
+        "environment": where,
         "model": "tiny-dsa, as shipped, every layer F",
         "arms": ARMS,
         "rounds": len(turns[BASE]),

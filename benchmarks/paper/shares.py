@@ -14,6 +14,29 @@ from pathlib import Path
 
 from benchmarks.paper import table_1
 from benchmarks.records import read_arguments
+from sglang_indexcache.bench.figures import PANELS, describe
+from sglang_indexcache.bench.results import LatencyResult, load
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.support.lengths import format_length
+
+
+def draw(result: LatencyResult, path: Path) -> None:
+    """The baseline's shares by metric, where its server told them."""
+    figure, [axis] = make_figure(6.0, 3.6)
+    for metric in result.metrics:
+        shares = [result.indexer_share(metric, length) for length in result.lengths]
+        known = [(n, 100 * share) for n, share in zip(result.lengths, shares, strict=True) if share]
+        axis.plot(*zip(*known, strict=True), marker="o", ms=4, label=PANELS[metric])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(result.lengths, [format_length(n) for n in result.lengths])
+    axis.minorticks_off()
+    axis.set_xlabel("context, tokens")
+    axis.set_ylabel("indexers' share of the time, %")
+    axis.set_ylim(0, 100)
+    axis.set_title(describe(result), fontsize=9, loc="left")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
             *("--context", *arguments.context, "--", *arguments.server_flags),
         ]
     )
+    if (record := arguments.output / "latency.json").exists():
+        draw(load(record), arguments.output / "latency-share.png")
 
 
 if __name__ == "__main__":

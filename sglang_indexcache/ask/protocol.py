@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
+from sglang_indexcache.pattern import Pattern
 
 CUSTOM = "custom_params"
 """The sampling parameter in which SGLang carries what a plugin is told."""
@@ -135,7 +136,7 @@ class RankState(BaseModel):
     @property
     def counted_layers(self) -> range:
         """The pattern positions that the counters of layers speak of."""
-        return range(*(self.stage or (0, len(self.pattern))))
+        return range(*(self.stage or (0, len(Pattern(self.pattern)))))
 
     @property
     def checkpoint(self) -> tuple[str, str]:
@@ -242,7 +243,7 @@ def check_obeyed(
         ServerError: naming the layers.
     """
     asked = sorted(set(patterns))
-    kinds = [set(kinds) for kinds in zip(*asked, strict=True)]
+    kinds = [set(kinds) for kinds in zip(*(Pattern(one).layers for one in asked), strict=True)]
     then = {state.rank: state for state in before}
     if then.keys() != {state.rank for state in after} or any(
         state.forwards < then[state.rank].forwards for state in after

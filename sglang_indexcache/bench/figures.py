@@ -1,17 +1,15 @@
-"""The paper's figures from our results: relative speed-up, indexer share, scaling."""
+"""The paper's bar figure from our results: relative speed-up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.support.lengths import format_length
 
-_PANELS: dict[Metric, str] = {
+PANELS: dict[Metric, str] = {
     "prefill": "prefill",
     "decode": "decode, one request",
     "full": "decode, full KV cache",
@@ -19,13 +17,14 @@ _PANELS: dict[Metric, str] = {
 
 
 def draw_speedups(result: LatencyResult, path: Path) -> None:
-    """Bars of relative speed-up, DSA = 100 % (paper, figure "Relative speedup").
+    """Bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
 
     The whisker spans the rounds; the short black line is what Amdahl's law allows; a diamond is
     the paper's own figure, where it has one for this shape and context.
     """
     metrics = result.metrics
-    figure, axes = _panels(len(metrics), sharey=True)
+    width = 3.9 * len(metrics) if metrics[1:] else 5.6
+    figure, axes = make_figure(width, 3.8, columns=len(metrics), sharey=True)
     width = 0.8 / len(result.configurations)
     for axis, metric in zip(axes, metrics, strict=True):
         for number, configuration in enumerate(result.configurations):
@@ -55,7 +54,7 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                     axis.plot(x, paper, color="black", marker="D", ms=4, ls="none", label=name)
         axis.axhline(1, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
-        axis.set_title(_PANELS[metric], fontsize=10, loc="left")
+        axis.set_title(PANELS[metric], fontsize=10, loc="left")
         axis.set_xlabel("context, tokens")
     axes[0].set_ylabel("speed (every indexer = 1)")
     figure.suptitle(f"{describe(result)}; whiskers: lowest to highest", fontsize=9)
@@ -68,45 +67,3 @@ def describe(result: LatencyResult) -> str:
     """What was measured where, in a line."""
     where = result.environment.gpus[0] if result.environment.gpus else "CPU"
     return f"{result.model.name} on {where}, medians of {result.rounds} rounds"
-
-
-def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path, title: str = "") -> None:
-    """The indexers' share of the time by context length (paper, figure in the introduction).
-
-    Args:
-        curves: share by length, by name (prefill, decode, ...).
-        path: a .png file.
-        title: what was measured where.
-    """
-    figure, [axis] = _panels(1)
-    axis.set_title(title, fontsize=9, loc="left")
-    for name, curve in curves.items():
-        lengths = sorted(curve)
-        axis.plot(lengths, [100 * curve[n] for n in lengths], marker="o", ms=4, label=name)
-    _context_axis(axis, sorted({n for curve in curves.values() for n in curve}))
-    axis.set_ylabel("indexers' share of the time, %")
-    axis.set_ylim(0, 100)
-    axis.legend(fontsize=8, frameon=False)
-    save_figure(figure, path)
-
-
-def share_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
-    """The baseline's indexer share by metric and length, where the server told it."""
-    curves: dict[str, dict[int, float]] = {}
-    for metric in result.metrics:
-        shares = {n: result.indexer_share(metric, n) for n in result.lengths}
-        if None not in shares.values():
-            curves[_PANELS[metric]] = {n: share for n, share in shares.items() if share}
-    return curves
-
-
-def _context_axis(axis: Any, lengths: Sequence[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [format_length(n) for n in lengths])
-    axis.minorticks_off()
-    axis.set_xlabel("context, tokens")
-
-
-def _panels(count: int, **shared: Any) -> tuple[Any, list[Any]]:
-    width, height = (3.9 * count, 3.8) if count > 1 else (5.6, 3.6)
-    return make_figure(width, height, columns=count, **shared)

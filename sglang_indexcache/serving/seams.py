@@ -205,6 +205,7 @@ sglang.srt.disaggregation.common.conn
         try_ensure_parallel_info(bootstrap_addr): turn away a prefill node with another pattern
 sglang.srt.runtime_context
     get_model: the resolved config in a worker
+    get_serving: how many tokenizer processes share the limit of patterns
     get_exec: whether two batches overlap
     get_parallel: the pipeline's stages
     get_disagg: whether prefill and decode are apart
