@@ -123,7 +123,7 @@ class ActivePattern:
         self.counters.key_writes[self.position(layer)] += self.is_counting
 
     def count_graph(self, label: str) -> None:
-        """Note that a batch is about to replay the decode graph ``label``."""
+        """A batch replays the decode graph ``label``."""
         self.counters.graphs[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:

@@ -44,7 +44,7 @@ from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda import window
-from sglang_indexcache.serving.cuda.choice import Route, check_reference, choose, describe
+from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose, describe
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
@@ -303,21 +303,22 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
     """Say before weights are loaded which kernels will run, or why they cannot.
 
     Raises:
-        SettingsError: kernels asked for by name that cannot take over.
+        SettingsError: kernels that do not fit the model, or cannot take over.
     """
     cfg = resolving_view(server_args)
     plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
     if plan is None:
         return
-    routes: tuple[Route, ...] = ()
-    if plan.kernels != "engine":
-        check_reference(plan.kernels, cfg)
-        routes = choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here())
-        for line in describe(routes):
-            logger.info("IndexCache kernels: %s", line)
-    if any(pattern.window for pattern in plan.policy.patterns) and not platform_cpu.is_active():
-        config = model_config_of(server_args).hf_config
-        window.check(cfg, plan, routes, getattr(config, "index_kpool", None) or 1)
+    model = model_config_of(server_args)
+    routes = choose(plan.kernels, cfg, model, machine or Machine.here())
+    check_engine(routes, cfg, model)
+    if not platform_cpu.is_active():
+        window.check(cfg, plan, routes, getattr(model.hf_config, "index_kpool", None) or 1)
+    if plan.kernels == "engine":
+        return
+    check_reference(plan.kernels, cfg)
+    for line in describe(routes):
+        logger.info("IndexCache kernels: %s", line)
 
 
 def _is_wanted(server_args: Any, request: Request) -> bool:

@@ -53,6 +53,11 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
     backend = IndexCacheBackend(runner, active)
+    if active.pattern.window and not backend.use_fused_topk:
+        raise SettingsError(
+            f"the recent window of {active.pattern} needs lists that attention reads as they are, "
+            "and SGLang makes no such lists here. Unset SGLANG_DSA_FUSE_TOPK, or drop the window."
+        )
     backend.kernels = _load_kernels(runner, active)
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)
@@ -103,6 +108,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
         self.active.is_counting = not in_capture
         label = get_capture_attention_variant() if in_capture else None
+        if self.graphs is not None and not in_capture:
+            self.active.count_graph(self.graphs.label)
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device
             self.index_buffer.begin(self.graphs.rows(label, count, device))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.environ import envs
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.recent import Addresses
@@ -62,7 +61,6 @@ def check(cfg: Any, plan: Plan, routes: tuple[Route, ...], index_kpool: int) -> 
         "--dcp-size": cfg.dcp_size > 1,
         "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
         "--enable-hisparse": cfg.enable_hisparse,
-        "SGLANG_DSA_FUSE_TOPK=0": not envs.SGLANG_DSA_FUSE_TOPK.get(),
         "a model that pools its index keys": index_kpool > 1,
     }
     if found := [name for name, present in reasons.items() if present]:
