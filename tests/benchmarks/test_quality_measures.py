@@ -13,7 +13,7 @@ from benchmarks.quality_measures import (
     FEW,
     FULL,
     LENGTHS,
-    RESULT,
+    NAME,
     RIGHT,
     Document,
     Table,
@@ -25,6 +25,7 @@ from benchmarks.quality_measures import (
     patterns,
     spearman,
 )
+from benchmarks.records import RESULTS
 from sglang_indexcache.ask.score import TokenScores
 from sglang_indexcache.evaluate.tasks import Context, Question
 
@@ -87,13 +88,13 @@ def test_documents_needed_is_the_classical_size_and_unknown_for_what_was_not_see
 
 
 def test_the_committed_study_is_whole() -> None:
-    study = json.loads(RESULT.with_suffix(".json").read_text())
+    study = json.loads((RESULTS / f"{NAME}.json").read_text())
     assert {row["name"]: row["pattern"] for row in study["patterns"]} == {
         name: str(pattern) for name, pattern in patterns().items() if name != FULL
     }
     assert study["documents"] == 144
     assert set(study["foretold"]) == set(map(str, FEW))
-    assert RESULT.with_suffix(".png").exists()
+    assert (RESULTS / f"{NAME}.png").exists()
 
 
 def test_the_rank_correlation_is_scipys() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.quality_statistics import (
     HELD_BACK,
-    RESULT,
+    NAME,
     World,
     broken,
     held_back,
@@ -76,7 +76,7 @@ def test_unpaired_arms_are_caught() -> None:
 
 
 def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
-    study = json.loads(RESULT.with_suffix(".json").read_text())
+    study = json.loads((RESULTS / f"{NAME}.json").read_text())
     assert study["evaluations"] >= 2000
     own = [row for row in study["rows"] if row["pairing"] == "by context"]
     assert [World(**row["world"]) for row in own] == list(worlds())
