@@ -31,7 +31,7 @@ PAGES = tuple(
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "docs/heal.md",
-        "docs/window.md",
+        "docs/patterns.md",
     )
 )
 RESULTS = Path("benchmarks/results")
