@@ -381,11 +381,11 @@ def _limits(evaluation: Evaluation, rows: Sequence[Outcome]) -> tuple[BlindSpot,
 
 
 def _above(estimate: Estimate, level: float, z: float) -> bool:
-    return estimate.guarded(z) > level
+    return bool(estimate.guarded(z) > level)
 
 
 def _below(estimate: Estimate, level: float, z: float) -> bool:
-    return estimate.upper(z) < level
+    return bool(estimate.upper(z) < level)
 
 
 def _strength(holds: Callable[[float], bool]) -> float:

@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
@@ -146,8 +147,7 @@ def read(differences: Differences, design: Design, look: int) -> Judgement:
     estimate = Estimate(differences)
     deviation = estimate.error * len(differences) ** 0.5
     differing = estimate.differing / len(differences)
-    z = design.bounds[look - 1]
-    lower, upper = estimate.guarded(z), estimate.upper(z)
+    lower, upper = bounds(estimate, design, look)
     kind = Kind.UNDECIDED
     if lower > -design.margin:
         kind = Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
@@ -158,14 +158,20 @@ def read(differences: Differences, design: Design, look: int) -> Judgement:
     )
 
 
-def sees(differences: Differences, alpha: float) -> bool:
+def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
+    """One-sided bounds of the difference at a look, on which both claims rest."""
+    z = design.bounds[look - 1]
+    return estimate.guarded(z), estimate.upper(z)
+
+
+def sees(differences: Differences, alpha: float) -> Any:
     """Whether a control that is known to be bad has been seen to lose.
 
     By the bet, so that it may be asked after every context and the control ended once it has.
     """
     values = -differences.values
     largest = float(abs(values).max(initial=1.0))
-    return bool(len(values)) and capital(values, largest, 0.0) >= 1 / alpha
+    return capital(values, largest, 0.0) >= 1 / alpha
 
 
 def seen_to_lose(
@@ -235,11 +241,11 @@ def blind_cells(
     return found
 
 
-def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
+def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
     """Whether the reference, asked twice, has the same mean as far as can be seen."""
     estimate = Estimate(noise)
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
-    return estimate.lower(z) <= 0 <= estimate.upper(z)
+    return (estimate.lower(z) <= 0) & (estimate.upper(z) >= 0)
 
 
 def verdicts_of(evaluation: Evaluation) -> Verdicts:

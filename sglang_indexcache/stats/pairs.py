@@ -75,7 +75,7 @@ class Differences:
 
     Attributes:
         values: float64 [contexts], mean over the context's paired questions; of right answers
-            within -1 to 1.
+            within -1 to 1. A study has leading dimensions: many evaluations of one design.
         cells: int64 [contexts], which of ``names`` a context belongs to.
         names: the cells.
         flips: over all pairs.
@@ -93,13 +93,13 @@ class Differences:
     reference: Floats = field(default_factory=lambda: np.zeros(0))
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.cells)
 
     def of(self, cell: int) -> Differences:
         """Those of one cell; their flips are not counted anew."""
         here = self.cells == cell
         return Differences(
-            self.values[here],
+            self.values[..., here],
             np.zeros(int(here.sum()), dtype=np.int64),
             (self.names[cell],),
             self.flips,
