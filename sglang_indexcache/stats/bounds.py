@@ -118,6 +118,12 @@ class Estimate:
         """Standard error of the mean, clustered by context; infinite if a cell has one context."""
         return self._variances.sum(axis=-1) ** 0.5
 
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """As `power.Design` takes it: a context's deviation, share that differ, heaviest."""
+        count = len(self.differences)
+        return float(self.error) * count**0.5, float(self.differing) / count, self.heaviest
+
     def lower(self, z: float) -> Any:
         """What the mean is above, except with the one-sided error that belongs to ``z``.
 

@@ -223,4 +223,4 @@ def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None
     result = call("eval", "report", folder)
     assert result.exit_code == 0, result.output
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    assert {"report.html", "eval.json", "samples.jsonl", "forest.png"} <= first.keys()
+    assert {"report.html", "eval.json", "samples.jsonl", "cells.png"} <= first.keys()

@@ -41,7 +41,7 @@ def test_a_whole_evaluation(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         found = evaluate(tmp_path, url)
     assert found.finished
-    assert found.pattern_verified
+    assert found.verified
     assert found.look <= PLAN.looks
     rows = found.outcomes()
     assert paired(rows, "full", "full", repeat=1).flips.share == 0
@@ -56,10 +56,6 @@ def test_a_whole_evaluation(tmp_path: Path) -> None:
         Kind.LOSS,
         Kind.UNDECIDED,
     }
-    kl = [row.kl for row in found.answers if row.arm == "few" and row.length > found.selects_all]
-    assert all(one is not None and one >= 0 for one in kl)
-    assert any(one for one in kl)
-    assert all(row.kl is None for row in found.answers if row.arm == "full" and not row.repeat)
     assert load(tmp_path) == found
 
 
@@ -102,7 +98,7 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
         urls = dict(zip(fakes, (a, b, c, d), strict=True))
         found = evaluate(tmp_path, urls)
         assert found.finished
-        assert found.pattern_verified
+        assert found.verified
         with pytest.raises(QualityError, match=r"few.*is FSSS.*runs FFFF.*--indexcache-p"):
             evaluate(tmp_path / "b", {**urls, "few": a})
         with pytest.raises(QualityError, match="no server is given for few"):
@@ -124,7 +120,7 @@ REFUSED = {
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
     "list of garbage": "no reply of SGLang's /generate.*another program",
     "stops": "stopped answering.*is kept: start the same command again",
-    "control": r"control failed: at 48 tokens.*(half|few) differs from full \(\d+ lost",
+    "control": r"control failed at 48 tokens: .*(half|few) differs from full \(\d+ lost",
     "deaf to names": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
     "names no pattern": "asked for pattern F.* and answered without saying under which pattern",
 }
