@@ -199,6 +199,20 @@ def test_a_reference_that_can_only_guess_is_refused(tmp_path: Path) -> None:
         evaluate(tmp_path, url)
 
 
+def test_probabilities_are_compared_where_they_were_chosen(tmp_path: Path) -> None:
+    """They differ in every context, and are no flips; below index_topk answers must agree."""
+    with serving(Fake()) as url:
+        found = evaluate(tmp_path, url, replace(PLAN, endpoint="probability"))
+    rows = [row for row in found.outcomes() if row.arm == "full"]
+    assert {row.value for row in rows} != {0.0, 1.0}
+    assert all(0 < row.value < 1 for row in rows)
+    assert {row.right for row in rows} == {0.0, 1.0}
+    for _, verdict in verdicts_of(found).values():
+        assert verdict.flips is not None
+        assert verdict.flips.lost + verdict.flips.won < verdict.flips.pairs
+    assert load(tmp_path) == found
+
+
 def test_another_evaluation_is_refused(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         evaluate(tmp_path, url)

@@ -243,3 +243,25 @@ def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
     assert verdict.blind == (("tracking", LONG),)
     assert verdict.kind is Kind.UNDECIDED
     assert "not claimed, because a pattern visibly loses at tracking at 65,536" in verdict.sentence
+
+
+def test_safety_waits_until_every_task_was_seen_to_show_a_loss() -> None:
+    """The first claim is final, and a task that has shown nothing yet would be left out."""
+    rows = evaluation(blind=True, same=0.0)
+    early = judge(rows, "same", replace(DESIGN, margin=0.1), 2, **CONTROLS)  # type: ignore[arg-type]
+    assert early.kind is Kind.UNDECIDED
+    assert "not claimed, because not every task has been seen to show a loss" in early.sentence
+    last = judge(rows, "same", replace(DESIGN, margin=0.1), 4, **CONTROLS)  # type: ignore[arg-type]
+    assert (last.kind, last.blind) == (Kind.NO_LOSS, (("tracking", LONG),))
+    easy = with_right(evaluation(same=0.0), "tracking", 1.0, bad=1)
+    found = judge(easy, "same", replace(DESIGN, margin=0.1), 2, **CONTROLS)  # type: ignore[arg-type]
+    assert found.kind is Kind.NO_LOSS  # nothing more can be seen there
+
+
+def test_a_proven_loss_within_the_margin_waits_too() -> None:
+    rows = with_right(evaluation(less=0.05), "tracking", 0.9, bad=0.9)
+    found = [
+        judge(rows, "less", replace(DESIGN, margin=0.15), look, **CONTROLS).kind  # type: ignore[arg-type]
+        for look in (3, 4)
+    ]
+    assert found == [Kind.UNDECIDED, Kind.SMALL_LOSS]
