@@ -33,6 +33,7 @@ from sglang_indexcache.stats.bounds import Estimate, capital
 from sglang_indexcache.stats.interim import boundaries
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.stats.power import Design
+from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.words import counted
 
 LEAST_ABOVE_CHANCE = 0.10
@@ -493,7 +494,7 @@ def _headline(verdict: Verdict, reference: str, design: Design, look: int, forbi
         whole = verdict.contexts + verdict.more
         claim = f"undecided; a new run of {counted(whole, 'context')} would probably decide"
     worst = ""
-    if verdict.worst:
+    if verdict.worst and verdict.worst.difference < 0:
         at = place((verdict.worst.task, verdict.worst.length))
         worst = f"; worst: {at}, {_points(verdict.worst.difference)}"
     return (
@@ -537,7 +538,7 @@ def _cannot_see(blind: Mapping[Cell, Blind]) -> str:
 def place(cell: Cell) -> str:
     """A task and a length, as messages name them."""
     task, length = cell
-    return f"{task} at {length:,}" if length else task
+    return f"{task} at {format_length(length)}" if length else task
 
 
 def _points(value: float) -> str:

@@ -94,7 +94,7 @@ def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
     assert verdict.blind == (("tracking", LONG),)
     assert verdict.flips is not None
     assert verdict.flips.pairs == 800
-    assert "Cannot see: tracking at 65,536 (bad was not seen to lose there: " in verdict.sentence
+    assert "Cannot see: tracking at 64Ki (bad was not seen to lose there: " in verdict.sentence
 
 
 def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
@@ -225,7 +225,7 @@ def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
     assert verdict.worst.task == "tracking"
     assert verdict.worst.difference == pytest.approx(-0.11, abs=0.03)
     assert -verdict.worst.difference < verdict.worst.bound < 0.2
-    assert "worst: tracking at 65,536, -9.1)" in verdict.sentence
+    assert "worst: tracking at 64Ki, -9.1)" in verdict.sentence
     assert "bound for all 2 of them together" in verdict.sentence
 
 
@@ -242,7 +242,7 @@ def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
     (verdict,) = verdicts(rows, "same")
     assert verdict.blind == (("tracking", LONG),)
     assert verdict.kind is Kind.UNDECIDED
-    assert "not claimed, because a pattern visibly loses at tracking at 65,536" in verdict.sentence
+    assert "not claimed, because a pattern visibly loses at tracking at 64Ki" in verdict.sentence
 
 
 def test_safety_waits_until_every_task_was_seen_to_show_a_loss() -> None:
