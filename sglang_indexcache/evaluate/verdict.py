@@ -140,7 +140,7 @@ class Blind(NamedTuple):
     waits: bool
 
 
-class Reading(NamedTuple):
+class Judgement(NamedTuple):
     """The primary endpoint at one look.
 
     Attributes:
@@ -156,7 +156,7 @@ class Reading(NamedTuple):
     upper: float
 
 
-def read(differences: Differences, design: Design, look: int) -> Reading:
+def read(differences: Differences, design: Design, look: int) -> Judgement:
     """Judge the primary endpoint.
 
     Args:
@@ -171,7 +171,7 @@ def read(differences: Differences, design: Design, look: int) -> Reading:
         kind = Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Reading(kind, estimate, float(lower), float(upper))
+    return Judgement(kind, estimate, float(lower), float(upper))
 
 
 def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
