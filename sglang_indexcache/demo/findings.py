@@ -1,6 +1,6 @@
 """What the demo saw, and how it is told.
 
-A figure is printed only if its own spread supports it. The rule is one of ranges, because a few
+A median is printed with the range of its rounds, and only if all of them say who is faster: a few
 rounds on a machine that does other things as well give no normal distribution to reckon with.
 """
 
@@ -22,15 +22,13 @@ from sglang_indexcache.demo.material import DemoQuestion
 
 MIN_ROUNDS = 6
 """Servers of equal speed give six ratios on one side of 1 in 1 of 32 demos; three, in 1 of 4."""
-WIDEST = 1.5
-"""Highest ratio over lowest, beyond which only their range is told."""
 QUIET_CORES = 0.3
 """Cores' worth of foreign work that a measurement hardly feels."""
 UNSHOWN = "no difference shown"
 
 
 def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
-    """How many times faster ``other`` was: the median ratio, its range, or that nothing was shown.
+    """How many times as fast ``other`` was: median and range, or that the rounds disagree.
 
     Args:
         base: seconds of each round, above zero.
@@ -41,8 +39,6 @@ def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
     between = f"{low:.2f}x to {high:.2f}x"
     if len(ratios) < MIN_ROUNDS or low <= 1 <= high:
         return f"{UNSHOWN} ({between})"
-    if high > WIDEST * low:
-        return f"{between}, too unsteady for one number"
     return f"{median(ratios):.2f}x ({between})"
 
 
@@ -129,20 +125,21 @@ class DemoFindings:
             console.print(told, highlight=False)
 
     def _tell_answer(self, console: Console) -> None:
-        """The first question that both answered rightly, or else the first of all."""
-        number = self.right.index((True, True)) if (True, True) in self.right else 0
+        """Of those that both answered rightly, or else of all, the question farthest from its fact."""
+        right = [n for n, pair in enumerate(self.right) if all(pair)]
+        number = max(right or range(len(self.asked)), key=lambda n: self.asked[n].behind)
         question = self.asked[number]
         console.print(
-            f"\n[bold]Question {number + 1} of {len(self.asked)}.[/bold] The model reads a piece "
-            "of source code, which is cut by notes that have nothing to do with it:\n",
+            f"\n[bold]Question {number + 1} of {len(self.asked)}.[/bold] A note is hidden in "
+            f"source code, {question.behind} tokens before the end:\n",
             highlight=False,
         )
         for line in question.place:
             mark, style = (">", "bold yellow") if line == question.fact else (" ", "dim")
             console.print(f"  {mark} {line}", style=style, markup=False, highlight=False)
         console.print(
-            f'\nThe text ends with "{question.ending}", and the next word should be '
-            f'"{question.answer.strip()}".',
+            f'\nThe last line asks for it: "{question.ending}". '
+            f'The answer is "{question.answer.strip()}".',
             markup=False,
             highlight=False,
         )
@@ -157,7 +154,7 @@ class DemoFindings:
         table.add_column("median and range")
         for one in self.both:
             table.add_column(one.name, justify="right")
-        table.add_column("times faster")
+        table.add_column("times as fast")
         states = [one.state for one in self.both if one.state is not None]
         table.add_row("pattern", *(state.pattern for state in states))
         table.add_row("layers with indexer", *(str(state.full_layers) for state in states))
@@ -171,9 +168,11 @@ class DemoFindings:
         return table
 
     def _summary(self) -> str:
+        same = sum(one == two for one, two in zip(self.base.said, self.other.said, strict=True))
         told = (
-            f"How many times faster was {self.other.name} than {self.base.name}, over "
-            f"{len(self.busy)} rounds in turns? Prefill: {self.prefill}. Decode: {self.decode}."
+            f"Same answer from both to {same} of {len(self.asked)} questions. {self.other.name} "
+            f"against {self.base.name}, median of {len(self.busy)} rounds: prefill "
+            f"{self.prefill}, decode {self.decode}."
         )
         if (busiest := max((cores or 0.0 for cores in self.busy), default=0.0)) > QUIET_CORES:
             told += (
@@ -181,9 +180,8 @@ class DemoFindings:
                 "try again when the machine is quiet."
             )
         return told + (
-            " A small model on a CPU says nothing about a GPU's speed. Next: `indexcache server "
-            "doctor` for your own checkpoint, `indexcache search run` for a pattern made for it, "
-            "`indexcache bench latency` for times on your node."
+            " A small model on a CPU says nothing about a GPU's speed.\n\nNext, for your own "
+            "model: indexcache server doctor --model-path MODEL --indexcache-pattern 1/4"
         )
 
 

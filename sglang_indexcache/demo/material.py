@@ -28,6 +28,7 @@ class DemoQuestion:
         ending: the prompt's last line.
         answer: what must follow, one token.
         place: the fact's line with its neighbours, two above and two below.
+        behind: tokens from the end of the fact's line to the end of the prompt.
     """
 
     prompt: list[int]
@@ -35,6 +36,7 @@ class DemoQuestion:
     ending: str
     answer: str
     place: tuple[str, ...]
+    behind: int
 
 
 class Material:
@@ -69,7 +71,9 @@ class Material:
         fact = lines[-1].replace("?", "#", 1) + answer
         line = lines.index(fact)
         place = tuple(lines[max(0, line - 2) : line + 3])
-        return DemoQuestion(prompt, fact, lines[-1], answer, place)
+        rest = "\n".join(lines[line + 1 :])
+        behind = len(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
+        return DemoQuestion(prompt, fact, lines[-1], answer, place, behind)
 
     def _readable(self, ids: list[int]) -> list[int]:
         return [i for i in ids if len(self._tokenizer.decode([i]).strip()) >= SHORTEST_WORD]

@@ -24,6 +24,7 @@ def test_questions_can_be_answered_from_their_prompt(material: Material) -> None
         assert text.count(question.fact) == 1
         assert text.endswith(question.ending)
         assert question.fact.endswith(question.answer)
+        assert 0 < question.behind < len(question.prompt)
         assert len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) == 1
         assert 0.9 * QUESTION_TOKENS < len(question.prompt) < QUESTION_TOKENS
 

@@ -19,7 +19,7 @@ from sglang_indexcache.errors import ServerError
 from tests.fakes import state
 
 QUESTIONS = [
-    DemoQuestion([1, 2, n], f"# name{n} is word{n}", f"? name{n} is", f" word{n}", (f"line {n}",))
+    DemoQuestion([1, n], f"# name{n} is word{n}", f"? name{n} is", f" word{n}", (f"l {n}",), 9 - n)
     for n in range(8)
 ]
 
@@ -169,7 +169,7 @@ def words(of: DemoFindings) -> str:
     return told(console)
 
 
-def test_the_first_question_that_both_answered_rightly_is_shown() -> None:
+def test_of_the_questions_answered_rightly_the_longest_is_shown() -> None:
     assert "Question 1 of 8" in words(findings(0, (2.0,) * 6))
     assert "Question 3 of 8" in words(findings(2, (2.0,) * 6))
     assert '✗ 1/4 says "?"' in words(findings(8, (2.0,) * 6))
@@ -182,9 +182,9 @@ def test_answers_are_counted_by_who_was_right() -> None:
 
 def test_times_are_told_as_the_rule_allows() -> None:
     steady = words(findings(0, (2.0, 2.1, 2.2, 2.0, 2.1, 2.2)))
-    assert "Prefill: 2.10x (2.00x to 2.20x). Decode: no difference shown" in steady
+    assert "prefill 2.10x (2.00x to 2.20x), decode no difference shown" in steady
     wild = words(findings(0, (2.0, 2.1, 9.0, 2.0, 2.1, 2.2)))
-    assert "Prefill: 2.00x to 9.00x, too unsteady for one number" in wild
+    assert "prefill 2.10x (2.00x to 9.00x)" in wild
 
 
 def test_a_busy_machine_is_told() -> None:
