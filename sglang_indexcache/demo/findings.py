@@ -125,7 +125,7 @@ class DemoFindings:
             console.print(told, highlight=False)
 
     def _tell_answer(self, console: Console) -> None:
-        """Of those that both answered rightly, or else of all, the question farthest from its fact."""
+        """The question farthest from its fact; one that both answered rightly, if there is any."""
         right = [n for n, pair in enumerate(self.right) if all(pair)]
         number = max(right or range(len(self.asked)), key=lambda n: self.asked[n].behind)
         question = self.asked[number]

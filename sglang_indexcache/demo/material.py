@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from sglang_indexcache.data.retrieval import TaskWords, needles
 QUESTION_TOKENS = 256
 """Of each question's document: four times what a layer selects."""
 TEXT_CHARACTERS = 1_000_000
+PYTHONS = {*keyword.kwlist, *dir(builtins), "self", "args", "kwargs"}
+"""No word of a note, because the text around it is Python."""
 SHORTEST_WORD = 4
 """Letters, so that a person sees a word; the model knows shorter ones too."""
 
@@ -76,4 +80,9 @@ class Material:
         return DemoQuestion(prompt, fact, lines[-1], answer, place, behind)
 
     def _readable(self, ids: list[int]) -> list[int]:
-        return [i for i in ids if len(self._tokenizer.decode([i]).strip()) >= SHORTEST_WORD]
+        words = {i: self._tokenizer.decode([i]).strip() for i in ids}
+        return [
+            i
+            for i, word in words.items()
+            if len(word) >= SHORTEST_WORD and word.islower() and word not in PYTHONS
+        ]
