@@ -7,8 +7,8 @@ Heals uniform 1/4 of the shipped small checkpoint on sources of the Python libra
 (Python's language reference), on conversations (questions about functions of the library, answered
 by their docstrings) and on the asked task itself, and asks each for recall. No text that is asked
 about is healed on, and only "the task" has documents of the kind that is asked. A seed decides
-which documents are seen. Every run has 320 steps of 512 tokens, or as many tokens in rows of
-another length.
+which documents are seen. A step is a row of 512 tokens, or as many tokens in rows of another
+length.
 
 A run is a folder below ``--work`` with a report for every length that was asked; an interrupted
 study goes on, and ``--redraw`` collects the reports that there are. Writes results/heal_data.json,
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import pydoc_data.topics
@@ -50,7 +51,9 @@ from sglang_indexcache.support.text import machine_text
 RESULT = Path(__file__).parent / "results" / "heal_data"
 PATTERN, SEARCHED, ALL_F = "uniform:1/4", "tiny-dsa-1of4", "full"
 SOURCE, PROSE, CONVERSATIONS, TASK = "source", "prose", "conversations", "the task"
-DATA_KINDS = (SOURCE, PROSE, CONVERSATIONS, TASK)
+OTHER_KINDS = (SOURCE, PROSE, CONVERSATIONS)
+FEW = 80
+"""Steps of healing that show what its data does; :data:`STEPS` is what healing does by itself."""
 LENGTH = 512
 """Tokens of a row, where the length is not what is compared."""
 ASKED = {512: 24, 256: 24, 1024: 12, 2048: 8}
@@ -68,42 +71,48 @@ class Run:
 
     Attributes:
         pattern: for the pattern library.
-        healed_on: of :data:`DATA_KINDS`; None if not healed.
+        healed_on: the kind of text; None if not healed.
         length: tokens of a row of healing.
+        steps: of healing, of :data:`LENGTH` tokens each.
         seed: of its documents.
     """
 
     pattern: str
     healed_on: str | None = None
     length: int = 0
+    steps: int = 0
     seed: int = 0
 
     @property
     def folder(self) -> str:
         """Its name below ``--work``."""
-        plain = (self.healed_on or "as-it-is").replace(" ", "-")
-        return (
-            f"{self.pattern.replace(':', '-').replace('/', 'of')}-{plain}-{self.length}-{self.seed}"
-        )
+        pattern = self.pattern.replace(":", "-").replace("/", "of")
+        if self.healed_on is None:
+            return pattern
+        data = self.healed_on.replace(" ", "-")
+        return f"{pattern}-{data}-{self.length}-{self.steps}-seed{self.seed}"
 
     @property
     def told(self) -> dict[str, Any]:
         """What a line says of it; all seeds share a line."""
-        return {"pattern": self.pattern, "healed_on": self.healed_on, "length": self.length}
+        return {name: value for name, value in vars(self).items() if name != "seed"}
 
 
 def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
     """Every run with a length at which it is asked, what matters most first."""
     free = [Run(ALL_F), Run(PATTERN), Run(SEARCHED)]
-    kinds = [Run(PATTERN, kind, LENGTH, seed) for seed in seeds for kind in DATA_KINDS]
-    shorter = [Run(PATTERN, SOURCE, 256, seed) for seed in seeds]
-    longer = [Run(PATTERN, SOURCE, 1024, seed) for seed in seeds]
-    some, every = [*free, *kinds], [*free, *kinds, *shorter, *longer]
+
+    def healings(kinds: Sequence[str], length: int, steps: int) -> list[Run]:
+        return [Run(PATTERN, kind, length, steps, seed) for seed in seeds for kind in kinds]
+
+    few = [*free, *healings(OTHER_KINDS, LENGTH, FEW), *healings([TASK], LENGTH, FEW)]
+    many = [*healings(OTHER_KINDS, LENGTH, STEPS), *healings([TASK], LENGTH, STEPS)]
+    lengths = [run for length in (256, 1024) for run in healings([SOURCE], length, FEW)]
     return [
-        *((run, asked) for asked in (LENGTH, 1024) for run in some),
-        *((run, asked) for run in [*shorter, *longer] for asked in (LENGTH, 1024)),
-        *((run, 256) for run in every),
-        *((run, 2048) for run in every),
+        *((run, asked) for run in few for asked in (LENGTH, 256)),
+        *((run, 1024) for run in few),
+        *((run, asked) for run in (*lengths, *many) for asked in (LENGTH, 256, 1024)),
+        *((run, 2048) for run in (*few, *lengths, *many)),
     ]
 
 
@@ -159,7 +168,7 @@ def healed(run: Run, work: Path) -> Adapter:
         lines = [json.dumps(row) for row in texts_of(run.healed_on, run.seed)]
         write_whole(data, "\n".join(lines) + "\n")
     rows = max(1, LENGTH // run.length)
-    steps = STEPS * LENGTH // (run.length * rows)
+    steps = run.steps * LENGTH // (run.length * rows)
     options = HealOptions(
         checkpoint=shipped_checkpoint(),
         pattern=run.pattern,
@@ -177,14 +186,22 @@ def healed(run: Run, work: Path) -> Adapter:
     return heal(options).adapter
 
 
+@functools.cache
+def scorer_of(pattern: str, healed: bool) -> Scorer:
+    """The checkpoint with a pattern; one that may wear adapters is not the untouched one."""
+    del healed
+    return Scorer(shipped_checkpoint(), pattern, TEXT_CHARACTERS)
+
+
 def report(run: Run, asked: int, work: Path, make: bool) -> list[float] | None:
     """Recall of each held-out document: what its folder has, or newly asked; None if neither."""
     path = work / run.folder / f"asked-{asked}.json"
     if not path.exists():
         if not make:
             return None
-        adapter = healed(run, work) if run.healed_on else None
-        scorer = Scorer(shipped_checkpoint(), run.pattern, TEXT_CHARACTERS, adapter)
+        scorer = scorer_of(run.pattern, run.healed_on is not None)
+        if run.healed_on is not None:
+            scorer.wear(healed(run, work))
         found = scorer.scores(asked, ASKED[asked], tasks=("recall",))["tasks"]["recall"]
         write_json(path, found["per_row"])
     kept: list[float] = json.loads(path.read_text())
@@ -231,7 +248,7 @@ def name_of(row: dict[str, Any]) -> str:
     plain = {ALL_F: "all F", PATTERN: "uniform 1/4", SEARCHED: "searched 1/4"}[row["pattern"]]
     if row["healed_on"] is None:
         return f"{plain}, as it is"
-    return f"{plain}, healed on {row['healed_on']} at {row['length']}"
+    return f"{plain}, {row['steps']} steps on {row['healed_on']} at {row['length']}"
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -297,7 +314,7 @@ def main() -> None:
         "what": "recall; differences from the untouched checkpoint with all F, 95 % intervals",
         "machine": machine() | {"threads": 1},
         "checkpoint": checkpoint_digest(shipped_checkpoint()),
-        "tokens_healed_on": STEPS * LENGTH,
+        "tokens_of_a_step": LENGTH,
         "not_measured": missing,
         "lines": lines,
     }
