@@ -4,11 +4,11 @@
     python -m benchmarks.heal_data --work runs/heal-data --redraw
 
 Heals uniform 1/4 of the shipped small checkpoint on sources of the Python library, on prose
-(Python's language reference), on conversations (questions about functions of the library, answered
-by their docstrings) and on the asked task itself, and asks each for recall. No text that is asked
-about is healed on, and only "the task" has documents of the kind that is asked. A seed decides
-which documents are seen. A step is a row of 512 tokens, or as many tokens in rows of another
-length.
+(Python's language reference) and on conversations (questions about functions of the library,
+answered by their docstrings), and asks for recall, which none of them has. No text that is asked
+about is healed on. Beside them stands healing on documents of the asked task, which
+``benchmarks.heal_study`` measured on the same held-out documents. A seed decides which documents
+are seen. A step is a row of 512 tokens, or as many tokens in rows of another length.
 
 A run is a folder below ``--work`` with a report for every length that was asked; an interrupted
 study goes on, and ``--redraw`` collects the reports that there are. Writes results/heal_data.json,
@@ -31,14 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from benchmarks.heal_study import DATA, ROW_MARGIN
-from benchmarks.training.batches import Mixture
+from benchmarks.heal_study import HEAL_LR
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.adapter import Adapter
-from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS, MachineText
-from sglang_indexcache.data.retrieval import TaskWords
+from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions, heal
@@ -49,9 +46,10 @@ from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.text import machine_text
 
 RESULT = Path(__file__).parent / "results" / "heal_data"
+STUDY = Path(__file__).parent / "results" / "heal.json"
 PATTERN, SEARCHED, ALL_F = "uniform:1/4", "tiny-dsa-1of4", "full"
-SOURCE, PROSE, CONVERSATIONS, TASK = "source", "prose", "conversations", "the task"
-OTHER_KINDS = (SOURCE, PROSE, CONVERSATIONS)
+SOURCE, PROSE, CONVERSATIONS = KINDS = ("source", "prose", "conversations")
+TASK = "the task"
 FEW = 80
 """Steps of healing that show what its data does; :data:`STEPS` is what healing does by itself."""
 LENGTH = 512
@@ -105,14 +103,16 @@ def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
     def healings(kinds: Sequence[str], length: int, steps: int) -> list[Run]:
         return [Run(PATTERN, kind, length, steps, seed) for seed in seeds for kind in kinds]
 
-    few = [*free, *healings(OTHER_KINDS, LENGTH, FEW), *healings([TASK], LENGTH, FEW)]
-    many = [*healings(OTHER_KINDS, LENGTH, STEPS), *healings([TASK], LENGTH, STEPS)]
+    kinds = [run for kind in KINDS for run in healings([kind], LENGTH, STEPS)]
+    fewer = healings(KINDS, LENGTH, FEW)
     lengths = [run for length in (256, 1024) for run in healings([SOURCE], length, FEW)]
+    first = [*free, *fewer[: len(KINDS)], *kinds]
     return [
-        *((run, asked) for run in few for asked in (LENGTH, 256)),
-        *((run, 1024) for run in few),
-        *((run, asked) for run in (*lengths, *many) for asked in (LENGTH, 256, 1024)),
-        *((run, 2048) for run in (*few, *lengths, *many)),
+        *((run, asked) for run in first for asked in (LENGTH, 256)),
+        *((run, asked) for run in fewer[len(KINDS) :] for asked in (LENGTH, 256)),
+        *((run, 1024) for run in first),
+        *((run, asked) for run in lengths for asked in (LENGTH, 256, 1024)),
+        *((run, 2048) for run in (*first, *lengths)),
     ]
 
 
@@ -121,9 +121,6 @@ def texts_of(kind: str, seed: int) -> Iterator[dict[str, Any]]:
     *whole, _cut = machine_text(TEXT_CHARACTERS)
     last = HELD_OUT_EVERY - 1
     files = [text for number, text in enumerate(whole) if number % HELD_OUT_EVERY != last]
-    if kind == TASK:
-        yield from _task(seed)
-        return
     if kind == SOURCE:
         found = [{"text": text} for text in files]
     elif kind == PROSE:
@@ -148,18 +145,6 @@ def _conversations(source: str) -> Iterator[dict[str, Any]]:
         yield {"messages": messages}
 
 
-def _task(seed: int) -> Iterator[dict[str, Any]]:
-    """Fresh documents of the kinds that are asked, and some text, as ``heal_study`` has them."""
-    tokenizer = AutoTokenizer.from_pretrained(shipped_checkpoint())
-    text = MachineText.read(tokenizer, TEXT_CHARACTERS)
-    length = LENGTH - ROW_MARGIN
-    lengths = [length * size // LENGTH for size in DATA["lengths"]]
-    mixture = Mixture(tokenizer, text, TaskWords(tokenizer), DATA["mixture"], lengths, seed)
-    for step in range(2 * STEPS):
-        for document in mixture.row(step, 0, length):
-            yield {"text": tokenizer.decode(document.ids, clean_up_tokenization_spaces=False)}
-
-
 def healed(run: Run, work: Path) -> Adapter:
     """The run's adapter, made if it is not there."""
     assert run.healed_on is not None
@@ -177,6 +162,7 @@ def healed(run: Run, work: Path) -> Adapter:
         length=run.length,
         rows=rows,
         dense_steps=steps,
+        lr=HEAL_LR,
         held_out=4,
         evaluate_every=steps,
         save_every=40,
@@ -234,6 +220,8 @@ def collect(seeds: Sequence[int], work: Path) -> tuple[list[dict[str, Any]], lis
             missing.append(f"{run.folder} asked at {asked}")
         else:
             groups.setdefault(json.dumps([run.told, asked]), []).append(found)
+    for run, row in _on_the_task():
+        groups.setdefault(json.dumps([run.told, LENGTH]), []).append(row)
     lines = []
     for key, rows in groups.items():
         told, asked = json.loads(key)
@@ -241,6 +229,15 @@ def collect(seeds: Sequence[int], work: Path) -> tuple[list[dict[str, Any]], lis
         if base is not None:
             lines.append(line(told, asked, rows, base[0]))
     return lines, missing
+
+
+def _on_the_task() -> Iterator[tuple[Run, list[float]]]:
+    """What ``heal_study`` found of the same documents of :data:`LENGTH` tokens."""
+    for one in json.loads(STUDY.read_text())["reports"]:
+        told = one["run"]
+        if told["name"] == "1/4 uniform" and told["way"] == "healed" and told["steps"] >= FEW:
+            run = Run(PATTERN, TASK, LENGTH, told["steps"], told["seed"])
+            yield run, one["documents"]["recall"]
 
 
 def name_of(row: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.frozen import FrozenBody
-from sglang_indexcache.heal.heal import DTYPES, HealOptions, Target
+from sglang_indexcache.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOptions, Target
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing, pipelined
@@ -172,6 +172,9 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
     body = FrozenBody(options.checkpoint, target.pattern, sharing, dtype, places, options.from_disk)
     steps = {stage.kind: stage.steps for stage in options.stages}
     judged = sum(1 + -(-count // options.evaluate_every) for count in steps.values())
+    if options.lr is None:  # first it tries some learning rates
+        steps[options.stages[0].kind] += len(RATES) * TRIAL_STEPS
+        judged += len(RATES)
     micro_rows = min(options.micro_rows, options.rows)
     job = Job(target.length, options.rows, micro_rows, steps, judged * options.held_out)
     return plan(body, sharing, job, machine)
