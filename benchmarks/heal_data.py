@@ -11,8 +11,8 @@ about is healed on. Beside them stands healing on documents of the asked task, w
 are seen. A step is a row of 512 tokens, or as many tokens in rows of another length.
 
 A run is a folder below ``--work`` with a report for every length that was asked; an interrupted
-study goes on, and ``--redraw`` collects the reports that there are. Writes results/heal_data.json,
-.md and .png.
+study goes on, and ``--redraw`` collects the reports that there are. Writes results/heal_data.json
+and .png.
 """
 
 from __future__ import annotations
@@ -316,7 +316,6 @@ def main() -> None:
         "lines": lines,
     }
     write_json(RESULT.with_suffix(".json"), result)
-    write_whole(RESULT.with_suffix(".md"), table(lines))
     plot(lines, RESULT.with_suffix(".png"))
     print(table(lines))
 

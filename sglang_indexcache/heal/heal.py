@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from sglang_indexcache.adapter import Adapter, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Marker
+from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.frozen import FrozenBody
@@ -35,9 +36,8 @@ from sglang_indexcache.heal.optimizer import (
     remember_peaks,
     set_lr,
 )
-from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.packing import Layout, PackedBatch
 from sglang_indexcache.heal.passing import Passing, pass_through
-from sglang_indexcache.heal.rows import FileRows, PackedBatch, PackedRow
 from sglang_indexcache.heal.run_folder import HealRun, HeldOutEvaluation, Position, State
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library

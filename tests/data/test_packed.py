@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sglang_indexcache.data.marking import is_held_out
+from sglang_indexcache.data.packed import LEAST, FileRows, drawn_documents
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.rows import LEAST, FileRows, PackedBatch, drawn_documents
 from tests.data.letters import letters, text_of
 
 LENGTH = 12
@@ -92,11 +91,3 @@ def test_too_little(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(TrainingError, match="one document in four is held out"):
         read(str(tmp_path / "short.txt"))
-
-
-def test_rows_become_a_batch() -> None:
-    rows = [tuple(np.asarray(ids, dtype=np.int32) for ids in row) for row in ([[5, 6], [7]], [[8]])]
-    batch = PackedBatch.of(rows, length=4, padding=9)
-    assert batch.ids.tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
-    assert batch.documents.tolist() == [[0, 0, 1, -1], [0, -1, -1, -1]]
-    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]

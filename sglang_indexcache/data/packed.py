@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from sglang_indexcache.data.documents import Document, read_documents
 from sglang_indexcache.data.marking import HELD_OUT_SHARE, Marker, is_held_out
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.packing import PADDING
 
 CHARACTERS_OF_A_TOKEN = 8
 """More than any tokenizer's; where it is not enough, rows come again sooner."""
@@ -27,41 +25,6 @@ Piece = NDArray[np.int32]
 """``[length]`` token ids of a document, or of a window of a longer one."""
 
 PackedRow = tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """``B`` rows of ``T`` tokens.
-
-    Attributes:
-        ids: ``[B, T]`` int64.
-        documents: ``[B, T]`` int64, the document of each token within its row;
-            :data:`~sglang_indexcache.heal.packing.PADDING` fills a row up.
-        positions: ``[B, T]`` int64, counted from 0 in each document.
-    """
-
-    ids: torch.Tensor
-    documents: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[PackedRow], length: int, padding: int) -> PackedBatch:
-        """Pad rows to ``length`` tokens with the token id ``padding``."""
-        shape = (len(rows), length)
-        batch = cls(
-            ids=torch.full(shape, padding),
-            documents=torch.full(shape, PADDING),
-            positions=torch.zeros(shape, dtype=torch.int64),
-        )
-        for number, row in enumerate(rows):
-            at = 0
-            for document, piece in enumerate(row):
-                here = (number, slice(at, at + len(piece)))
-                batch.ids[here] = torch.from_numpy(piece).long()
-                batch.documents[here] = document
-                batch.positions[here] = torch.arange(len(piece))
-                at += len(piece)
-        return batch
 
 
 @dataclass
