@@ -374,6 +374,7 @@ class _Healing:
     def _tried(self, rate: float, stage: HealStage) -> float:
         """The held-out loss after a stage of its own."""
         optimizer = self._optimizer(rate)
+        optimizer.zero_grad()  # a rate before may have ended in the middle of a step
         for step in range(stage.steps):
             set_lr([optimizer], lr_factor(step, stage))
             self._step(0, step, stage, optimizer)
