@@ -68,7 +68,7 @@ def _quality_errors(folder: Path, path: str) -> str:
     rows = []
     for row in found["rows"]:
         world, loses = row["world"], row["world"]["loss"] > 0
-        wrong, right = ("no_loss", "loss") if loses else ("loss", "no_loss")
+        wrong, right = ("no_loss", "loss") if loses else ("any_loss", "no_loss")
         times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
         beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
         rows.append(
