@@ -18,12 +18,12 @@ from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOptions, Target
 from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.meter import Meter
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing, pipelined
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.heal.weights import META
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.meter import Meter
 
 GB = 1e9
 
