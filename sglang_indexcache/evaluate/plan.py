@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -231,34 +232,22 @@ class EvaluationPlan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a journal of this plan must agree with."""
-        taken = [
-            [cell.task, cell.length, list(cell.rows), list(cell.sizes), cell.available]
-            for cell in self.taken
-        ]
-        return {
-            "tasks": list(self.tasks),
-            "lengths": list(self.lengths),
-            "contexts": self.contexts,
-            "questions": self.questions,
-            "selects_all": self.selects_all,
-            "margin": self.margin,
-            "looks": self.looks,
-            "seed": self.seed,
-            "taken": taken,
-            "endpoint": self.endpoint,
-        }
+        """What a journal of this plan must agree with; JSON values."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> EvaluationPlan:
         """The plan with this identity."""
-        values = dict(identity)
-        values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
-        values["taken"] = tuple(
-            SelectedRows(task, length, tuple(rows), tuple(sizes), available)
-            for task, length, rows, sizes, available in values["taken"]
-        )
-        return cls(**values)
+        values = _tuples(identity)
+        return cls(**values | {"taken": tuple(SelectedRows(**cell) for cell in values["taken"])})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON values with tuples for lists."""
+    if isinstance(value, Mapping):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def context_name(task: str, length: int, seed: int) -> str:
