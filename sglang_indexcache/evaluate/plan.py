@@ -18,6 +18,9 @@ from sglang_indexcache.support.words import counted
 
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed before anything is measured: paired questions that differ, and how they do together."""
+PROBABILITY_DEVIATION = 0.05
+"""Assumed of a context's difference in probability: 4.9 points were measured of a searched 1/4 on
+the small checkpoint, 1.75 of 1/2. All contexts differ."""
 LEAST_CONTEXTS = 32
 """Of each task and length, if the user does not say how many."""
 AGAIN_EVERY = 4
@@ -48,8 +51,23 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
     return (*found, last) if not found or last > found[-1] else tuple(found)
 
 
+def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
+    """Spread of a context's difference before anything is measured, as `Design` takes it.
+
+    Args:
+        cells: contexts of each, and questions behind one of its contexts.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+    """
+    if endpoint == "answers":
+        return spread_over_cells(cells, DISCORDANCE, CORRELATION)
+    total = sum(count for count, _ in cells)
+    weights = [total / (len(cells) * count) for count, _ in cells]
+    squares = (count / total * one**2 for (count, _), one in zip(cells, weights, strict=True))
+    return PROBABILITY_DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
+
+
 def enough_contexts(
-    cells: int, questions: int, margin: float, looks: int, least: int = LEAST_CONTEXTS
+    cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
 ) -> int:
     """Contexts of each cell with which a plan can show its margin, under what is assumed here.
 
@@ -58,11 +76,15 @@ def enough_contexts(
         questions: behind one context.
         margin: 0.01 is one point.
         looks: the number is a multiple of them.
-        least: no fewer, so that each cell can see a control lose.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+
+    Returns:
+        At least :data:`LEAST_CONTEXTS`, so that each cell can see a control lose.
     """
-    one = Design(looks, margin, looks)
-    needed = one.needed(*spread_over_cells([(1, questions)] * cells, DISCORDANCE, CORRELATION))
-    return looks * math.ceil(max(least, needed / cells) / looks)
+    needed = Design(looks, margin, looks).needed(
+        *assumed_spread([(1, questions)] * cells, endpoint)
+    )
+    return looks * math.ceil(max(LEAST_CONTEXTS, needed / cells) / looks)
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,7 @@ class EvaluationPlan:
     def assumed(self) -> tuple[float, float, float]:
         """Spread of a context's difference before anything is measured, as ``design`` takes it."""
         asked = [(len(rows), self.questions_of(task)) for (task, _), rows in self.cells.items()]
-        return spread_over_cells(asked, DISCORDANCE, CORRELATION)
+        return assumed_spread(asked, self.endpoint)
 
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
