@@ -30,7 +30,7 @@ PAGES = tuple(
         "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
-        "docs/heal.md",
+        "benchmarks/results/heal.md",
         "docs/patterns.md",
     )
 )
@@ -151,6 +151,13 @@ def _healing_grid(folder: Path, path: str) -> str:
     return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
 
 
+def _healing_data(folder: Path, path: str) -> str:
+    """What it gives back when its data lack the task that is asked."""
+    from benchmarks import heal_data
+
+    return heal_data.table(json.loads((folder / path).read_text())["lines"])
+
+
 def _request_patterns(folder: Path, path: str) -> str:
     """What it costs that a request may have a pattern of its own."""
     from benchmarks import request_patterns
@@ -196,6 +203,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
+    "healing-data": (_healing_data, "heal_data.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
     "expect": (_expect, "expect.json"),
     "expect-checks": (_expect_checks, "expect.json"),
