@@ -114,14 +114,18 @@ def run(setting: Setting, work: Path) -> None:
         )
 
 
-LOSSES = tuple(
-    (topk, length)
-    for length in (512, 256, 1024, 2048)
-    for topk in (64, 16, 256)
-    if length >= 2 * topk
+LOSSES = (
+    (64, 512),
+    (16, 512),
+    (256, 512),
+    (64, 256),
+    (16, 256),
+    (256, 1024),
+    (64, 1024),
+    (64, 2048),
 )
 """List and text, in the order in which they are run."""
-COMPARED = (ALL_FULL, *with_windows((*BLIND, "1/4"), (0, 8)), f"{BLIND[1]}+w16", *CONTROL)
+COMPARED = (ALL_FULL, *with_windows(BLIND[:2], (0, 8)), *CONTROL)
 
 
 def compare(topk: int, length: int, work: Path) -> None:
@@ -167,8 +171,9 @@ def cells(setting: Setting, found: dict[str, Any]) -> list[Cell]:
     told = []
     for verdict in found["verdicts"]:
         pattern, _, window = verdict["pattern"].partition("+w")
-        low, high = verdict["interval"] or (None, None)
-        difference, levels = verdict["difference"], verdict["levels"]
+        around, difference, levels = (
+            verdict[name] for name in ("interval", "difference", "levels")
+        )
         told.append(
             {
                 "topk": setting.topk,
@@ -179,7 +184,7 @@ def cells(setting: Setting, found: dict[str, Any]) -> list[Cell]:
                 "verdict": verdict["kind"],
                 "reference": None if levels is None else 100 * levels[0],
                 "difference": None if difference is None else 100 * difference,
-                "interval": None if low is None else [100 * low, 100 * high],
+                "interval": None if around is None else [100 * end for end in around],
             }
         )
     return told
