@@ -28,8 +28,6 @@ PAGES = sorted(
         *GUIDES,
     }
 )
-LONGER = {"heal.md": 280}
-"""Guides that are yet to be cut to 200 lines."""
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 FILE = re.compile(
@@ -96,7 +94,10 @@ def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            there = page.parent / target
+            # A study's picture appears with its record; until then its table says "not measured".
+            is_due = there.suffix == ".png" and not there.with_suffix(".json").exists()
+            assert there.exists() or is_due, f"{page.name} links to {target}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -115,7 +116,7 @@ def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "most"),
-    [(ROOT / "README.md", 150), *((guide, LONGER.get(guide.name, 200)) for guide in GUIDES)],
+    [(ROOT / "README.md", 150), *((guide, 200) for guide in GUIDES)],
     ids=lambda value: value.name if isinstance(value, Path) else None,
 )
 def test_pages_stay_short(page: Path, most: int) -> None:
