@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from typer.testing import CliRunner
 
 from sglang_indexcache import __version__
+from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import EXTRAS
 from sglang_indexcache.serving.seams import SUPPORTED_VERSION
 
@@ -146,3 +148,9 @@ def test_nothing_is_left_to_fill_in() -> None:
         assert not re.search(
             r"\[yyyy\]|\[name of|TODO|FIXME|example\.com", (ROOT / name).read_text()
         )
+
+
+def test_an_installed_copy_says_where_its_guides_are() -> None:
+    assert "docs" in WHEEL["force-include"]
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "400"})
+    assert str(ROOT / "docs") in result.output

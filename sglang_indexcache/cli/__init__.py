@@ -9,10 +9,12 @@ import typer
 from sglang_indexcache import __version__
 from sglang_indexcache.cli import bench, demo, eval, heal, kernels, patterns, search, server
 from sglang_indexcache.cli.common import Reporting
+from sglang_indexcache.support.files import shipped
 
 app = typer.Typer(
     cls=Reporting,
     help="IndexCache for SGLang: let most DSA layers reuse the indices of an earlier layer.",
+    epilog=f"Guides: {shipped('docs')}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

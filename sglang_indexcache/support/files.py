@@ -56,7 +56,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def shipped(folder: str) -> Path:
-    """``patterns`` or ``csrc``: inside an installed package, or beside it in a source tree."""
+    """``patterns``, ``csrc`` or ``docs``: in an installed package, or beside it in sources."""
     package = Path(__file__).parents[1]
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
