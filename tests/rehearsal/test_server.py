@@ -21,7 +21,7 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
 from tests.rehearsal.checkpoint import LAYERS
-from tests.rehearsal.conftest import Rehearse
+from tests.rehearsal.conftest import Models, Rehearse
 
 QUARTER = "FSSSFS"
 PATTERNS = [QUARTER, "F" * LAYERS, "FSFSFS", "FSSSSS"]
@@ -85,8 +85,8 @@ class Judge:
 
 
 @pytest.fixture(scope="module")
-def judge(model: Path) -> Judge:
-    return Judge(model)
+def judge(models: Models) -> Judge:
+    return Judge(models("glm-5"))
 
 
 class TestLive:
