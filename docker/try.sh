@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Run the steps of docker/Dockerfile.cpu, and then its command, where there is no docker daemon: in a
-# bare Debian root, which is removed afterwards. It needs root, debootstrap and 20 GB in $TMPDIR.
+# Run the steps of docker/Dockerfile.cpu, and then the demo as the image's user, where there is no
+# docker daemon: in a bare Debian root, which is removed afterwards. It needs root, debootstrap and
+# 20 GB in $TMPDIR.
 #   sudo docker/try.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,10 +15,12 @@ steps() { sed -e '/^ *#/d' "$recipe" | sed -e ':a' -e '/\\$/{N; s/ *\\\n */ /; t
 # This machine's settings for pip, proxies and certificates; nothing else of its environment.
 settings() { env | grep -iE '^(pip_[a-z_]*|[a-z]*_proxy|ssl_cert_[a-z]*|requests_ca_bundle)=' || true; }
 
-inside() { # WORKDIR COMMAND...
-    local environment
+user=root
+inside() { # WORKDIR COMMAND..., as $user
+    local environment home=/root
+    [ "$user" = root ] || home=/home/$user
     mapfile -t environment < <(settings)
-    chroot "$root" env -i "${environment[@]}" HOME=/root LANG=C.UTF-8 \
+    chroot --userspec="$user" "$root" env -i "${environment[@]}" HOME="$home" LANG=C.UTF-8 \
         PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin sh -c 'mkdir -p "$0"; cd "$0"; exec "$@"' "$@"
 }
 
@@ -62,9 +65,9 @@ build_and_run() {
             WORKDIR) workdir=$rest ;;
             COPY) read -ra command <<<"$rest"; copy "$workdir" "${command[@]}" ;;
             RUN) inside "$workdir" sh -c "$rest" </dev/null ;;
-            EXPOSE) ;;
-            CMD) mapfile -t command < <(inside / python3 -c 'import json, sys
-print(*json.loads(sys.argv[1]), sep="\n")' "$rest") && inside "$workdir" "${command[@]}" </dev/null ;;
+            USER) user=$rest ;;
+            LABEL | EXPOSE | HEALTHCHECK) ;;
+            CMD) inside "$workdir" indexcache demo run </dev/null ;; # its server would never end
             *) die "unknown instruction $instruction" ;;
         esac
         echo "   after ${SECONDS} s"

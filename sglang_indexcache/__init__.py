@@ -25,7 +25,8 @@ The public names are loaded when they are first used, so importing this package 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.5.23.post1"
+"""The SGLang that it is for, and the number of our release for that one."""
 
 _MODULES = {
     "Checkpoint": "checkpoint",

@@ -147,6 +147,11 @@ def pattern_from_sharing_keys(
     if text is not None:
         pattern = Pattern(text if isinstance(text, str) else "".join(text))
         pattern.check_length(num_layers)
+        if pattern.window:
+            raise PatternError(
+                f"index_topk_pattern is SGLang's own key and takes no window, got {pattern}. Give "
+                "the pattern to --indexcache-pattern."
+            )
         found["index_topk_pattern"] = pattern
     freq = values.get("index_topk_freq")
     if freq is not None:

@@ -1,7 +1,7 @@
 """The pattern library: ``patterns/*.yaml``, each a pattern, the model it is for, and its evidence.
 
 Also resolves whatever a user may write for a pattern: an F/S string, ``full``, ``uniform:1/4``,
-a ratio, a library name or a YAML path.
+a ratio, a library name or a YAML path; behind each of them a recent window, as in ``1/4+w8``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import Pattern, split_window
 from sglang_indexcache.support.files import shipped, write_whole
 from sglang_indexcache.support.lengths import format_length
 
@@ -313,13 +313,27 @@ class Library:
 
         Args:
             value: an F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or the path
-                of a YAML file.
+                of a YAML file; with ``+wN`` behind it, the same with a recent window.
             checkpoint: the model that the pattern must fit. Without one, only the forms that name
                 every layer can be resolved.
 
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.
         """
+        name, window = split_window(value)
+        found = self._resolve(name, checkpoint)
+        if not window:
+            return found
+        if found.pattern.window:
+            raise PatternError(
+                f"{quoted(value)} asks for a recent window of {window} tokens, and {name} has one "
+                f"of {found.pattern.window} already. Name it without a window."
+            )
+        said = f"{found.description}, with a recent window of {window} tokens"
+        # The entry's evidence is about the pattern without the window.
+        return Resolved(found.pattern.with_window(window), said)
+
+    def _resolve(self, value: str, checkpoint: Checkpoint | None) -> Resolved:
         ratio = _RATIO.fullmatch(value)
         if value != "full" and not value.startswith("uniform:") and not ratio:
             resolved = self._spelled_out(value)
@@ -373,7 +387,10 @@ def names_a_file(value: str) -> bool:
 
     A choice by prompt length is none, though it may hold a ratio.
     """
-    if "<" in value or value.startswith("uniform:") or _RATIO.fullmatch(value):
+    if "<" in value or value.startswith("uniform:"):
+        return False
+    value = split_window(value)[0]
+    if _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value
 

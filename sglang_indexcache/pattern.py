@@ -4,10 +4,14 @@ A pattern is a string over {F, S}, one character per attention layer with an ind
 layer runs its indexer; an S (shared) layer has none and reuses the top-k indices of the nearest
 earlier F layer (paper section "Method", ``f(l) = max{j < l : c_j = F}``). Layers are counted
 from 0 here, as in SGLang and transformers; the paper counts from 1.
+
+A pattern may end in a recent window, ``FSSS+w8``: its S layers see, besides what their F layer
+selected, the last 8 tokens. The window is part of the pattern wherever one is named or compared.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,11 +19,15 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.errors import PatternError, quoted
 
 FULL = "F"
 SHARED = "S"
+WIDEST_WINDOW = 1024
+"""Tokens; half of the list of a released model."""
+
 _INDEXER_TYPES = {FULL: "full", SHARED: "shared"}
+_WINDOW = re.compile(r"(.*)\+w([1-9][0-9]{0,3})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,10 @@ class PatternDiff:
 
 @dataclass(frozen=True)
 class Pattern:
-    """An immutable, valid pattern. ``str(pattern)`` is the F/S string.
+    """An immutable, valid pattern.
+
+    ``str(pattern)`` is the F/S string, behind it the window if there is one; ``len(pattern)`` is
+    the number of layers.
 
     Raises:
         PatternError: on construction, if ``text`` is not a pattern.
@@ -62,7 +73,9 @@ class Pattern:
     text: str
 
     def __post_init__(self) -> None:
-        _check_text(self.text)
+        if not isinstance(self.text, str):
+            raise PatternError(f"a pattern is a string of F and S, got {type(self.text).__name__}")
+        _check_layers(self.layers)
 
     # -- reading it ---------------------------------------------------------------------------
 
@@ -70,27 +83,49 @@ class Pattern:
         return self.text
 
     def __len__(self) -> int:
-        return len(self.text)
+        return len(self.layers)
+
+    @cached_property
+    def layers(self) -> str:
+        """The F/S string alone, one character per layer."""
+        return split_window(self.text)[0]
+
+    @cached_property
+    def window(self) -> int:
+        """How many of the last tokens, a row's own included, S layers see anyway; 0 without."""
+        return split_window(self.text)[1]
+
+    def window_at(self, layer: int) -> int:
+        """How many of the last tokens ``layer`` sees besides what was selected for it.
+
+        F layers see their own selection. Only where no layer is S do all of them see the window:
+        such a pattern is the control that shows what the window does by itself.
+        """
+        return 0 if self.shared_layers and self.is_full(layer) else self.window
+
+    def with_window(self, window: int) -> Pattern:
+        """This pattern with a recent window of ``window`` tokens in place of its own; 0: none."""
+        return Pattern(f"{self.layers}+w{window}" if window else self.layers)
 
     def is_full(self, layer: int) -> bool:
         """Whether ``layer`` runs its own indexer."""
-        return self.text[self._checked(layer)] == FULL
+        return self.layers[self._checked(layer)] == FULL
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """The F layers, ascending."""
-        return tuple(i for i, c in enumerate(self.text) if c == FULL)
+        return tuple(i for i, c in enumerate(self.layers) if c == FULL)
 
     @cached_property
     def shared_layers(self) -> tuple[int, ...]:
         """The S layers, ascending."""
-        return tuple(i for i, c in enumerate(self.text) if c == SHARED)
+        return tuple(i for i, c in enumerate(self.layers) if c == SHARED)
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """For every layer the F layer whose indices it uses; an F layer uses its own."""
         result: list[int] = []
-        for layer, kind in enumerate(self.text):
+        for layer, kind in enumerate(self.layers):
             result.append(layer if kind == FULL else result[-1])
         return tuple(result)
 
@@ -117,7 +152,11 @@ class Pattern:
     def summary(self) -> str:
         """One phrase for logs and tables: ``12 of 47 layers keep their indexer (25.5 %)``."""
         kept, total = len(self.full_layers), len(self)
-        return f"{kept} of {total} layers keep their indexer ({100 * kept / total:.1f} %)"
+        told = f"{kept} of {total} layers keep their indexer ({100 * kept / total:.1f} %)"
+        if not self.window:
+            return told
+        who = "S layers" if self.shared_layers else "as a control, all of them"
+        return f"{told}; {who} also see the last {self.window} tokens"
 
     # -- making it ----------------------------------------------------------------------------
 
@@ -157,7 +196,7 @@ class Pattern:
 
     def to_indexer_types(self) -> list[str]:
         """The ``indexer_types`` list that transformers and SGLang obey first."""
-        return [_INDEXER_TYPES[c] for c in self.text]
+        return [_INDEXER_TYPES[c] for c in self.layers]
 
     @classmethod
     def from_freq(cls, num_layers: int, freq: int, offset: int | None = None) -> Pattern:
@@ -220,7 +259,7 @@ class Pattern:
             )
 
     def diff(self, other: Pattern) -> PatternDiff:
-        """What changes from this pattern to ``other``."""
+        """Which layers change from this pattern to ``other``, whatever their windows."""
         other.check_length(len(self))
         return PatternDiff(
             became_shared=tuple(i for i in self.full_layers if not other.is_full(i)),
@@ -233,21 +272,39 @@ class Pattern:
         return layer
 
 
-def _check_text(text: str) -> None:
-    """Raise the one PatternError that says what is wrong with ``text``."""
-    if not isinstance(text, str):
-        raise PatternError(f"a pattern is a string of F and S, got {type(text).__name__}")
-    if not text:
+def split_window(text: str) -> tuple[str, int]:
+    """What stands before a pattern's window, and the window; 0 if there is none.
+
+    Args:
+        text: a pattern, or any name of one such as ``1/4+w8``.
+
+    Raises:
+        PatternError: it ends in something that was meant as a window and is none.
+    """
+    if found := _WINDOW.fullmatch(text):
+        if (window := int(found[2])) <= WIDEST_WINDOW:
+            return found[1], window
+    elif not re.search(r"\+w?\d*$", text):
+        return text, 0
+    raise PatternError(
+        f"a recent window is written +wN behind the pattern, with N from 1 to {WIDEST_WINDOW} "
+        f"tokens, for example 1/4+w8; got {quoted(text)}"
+    )
+
+
+def _check_layers(layers: str) -> None:
+    """Raise the one PatternError that says what is wrong with an F/S string."""
+    if not layers:
         raise PatternError("the pattern is empty. Give one F or S per layer.")
-    wrong = sorted(set(text) - {FULL, SHARED})
+    wrong = sorted(set(layers) - {FULL, SHARED})
     if wrong:
-        at = next(i for i, c in enumerate(text) if c in wrong)
-        hint = "Use capital letters." if set(text.upper()) <= {FULL, SHARED} else "Only F and S."
+        at = next(i for i, c in enumerate(layers) if c in wrong)
+        hint = "Use capital letters." if set(layers.upper()) <= {FULL, SHARED} else "Only F and S."
         if any(c.isspace() for c in wrong):
             hint = "Remove the white space."
         shown = ", ".join(repr(c) for c in wrong)
         raise PatternError(f"the pattern contains {shown} (first at character {at}). {hint}")
-    if text[0] != FULL:
+    if layers[0] != FULL:
         raise PatternError(
             "the pattern starts with S, but layer 0 has no earlier layer to take indices from. "
             "Make it F."

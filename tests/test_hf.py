@@ -395,3 +395,66 @@ def test_indexers_of_another_kind_are_named_at_their_first_answer(
     with pytest.raises(CheckpointError, match=rf"{kind.__name__} does not answer with one list"):  # noqa: SIM117
         with share(model, "FSFSFS"):
             logits(model)
+
+
+# -- a recent window ------------------------------------------------------------------------------
+
+WINDOWS = ("FSFSFS+w1", "FFSSSF+w4", "FSSSSS+w40", "FFFFFF+w4")
+
+
+def test_a_window_is_the_oracles(folder: Path, model: Any) -> None:
+    oracle = Oracle(folder, torch.float32, first_of_ties=False)
+    for text in WINDOWS:
+        with share(model, text):
+            found = logits(model)[0].log_softmax(-1)[:-1]
+        picked = found.gather(1, IDS[0, 1:, None]).squeeze(1)
+        expected = oracle.answer(IDS[0].tolist(), Pattern(text)).logprobs
+        torch.testing.assert_close(picked, expected, rtol=0, atol=1e-5)
+        plain = oracle.answer(IDS[0].tolist(), Pattern(text.partition("+")[0])).logprobs
+        assert not torch.allclose(expected, plain, atol=1e-3), text
+
+
+def test_greedy_tokens_under_a_window_are_the_oracles(folder: Path, model: Any) -> None:
+    oracle = Oracle(folder, torch.float32, first_of_ties=False)
+    for text in WINDOWS[1:3]:
+        with share(model, text):
+            found = model.generate(
+                IDS,
+                attention_mask=torch.ones_like(IDS),
+                do_sample=False,
+                min_new_tokens=8,
+                max_new_tokens=8,
+                eos_token_id=None,
+            )
+        expected, gap = oracle.greedy(IDS[0].tolist(), 8, Pattern(text))
+        assert gap > 1e-6
+        assert found[0, IDS.shape[1] :].tolist() == expected
+
+
+def test_a_window_ends_at_each_rows_own_newest_token(model: Any) -> None:
+    """Whatever lies around a row: padding before it, or the free places of a fixed cache."""
+    with share(model, "FSSSSS+w4"):
+        alone = logits(model)[0]
+        padded = torch.cat([torch.full((1, 7), 3), IDS], dim=1)
+        mask = torch.ones_like(padded)
+        mask[:, :7] = 0
+        left = logits(model, padded, attention_mask=mask)[0, 7:]
+        fixed = logits(
+            model,
+            past_key_values=StaticCache(config=model.config, max_cache_len=140),
+            use_cache=True,
+        )[0]
+    torch.testing.assert_close(left, alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(fixed, alone, rtol=0, atol=1e-4)
+
+
+def test_a_window_that_no_layer_can_be_given_is_refused(folder: Path, model: Any) -> None:
+    model.config._attn_implementation = "flash-mla"
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"attn_implementation='sdpa'"),
+            share(model, "FSSSSS+w4"),
+        ):
+            pass
+    finally:
+        model.config._attn_implementation = "eager"

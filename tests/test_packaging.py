@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.version import Version
 
+from sglang_indexcache import __version__
 from sglang_indexcache.cli.common import EXTRAS
 from sglang_indexcache.serving.seams import SUPPORTED_VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+HOOK = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]
 PARTS = [
-    "pyproject.toml",
-    PROJECT["project"]["readme"],
+    *("pyproject.toml", "README.md", HOOK),
     *PROJECT["project"]["license-files"],
     *WHEEL["packages"],
-    *WHEEL["force-include"],
+    *(path.split("/")[0] for path in WHEEL["force-include"]),
 ]
 IMAGES = sorted((ROOT / "docker").glob("Dockerfile*"))
-INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "EXPOSE", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = {
+    *("ARG", "FROM", "LABEL", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "HEALTHCHECK"),
+    *("ENTRYPOINT", "CMD"),
+}
 OPTIONAL = PROJECT["project"]["optional-dependencies"]
 
 
@@ -43,6 +50,16 @@ def test_images_are_recipes(image: Path) -> None:
     instructions = [instruction for instruction, _ in steps(image)]
     assert set(instructions) <= INSTRUCTIONS
     assert instructions[-1] in ("CMD", "ENTRYPOINT")
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
+def test_images_run_as_a_user_and_listen_where_they_say(image: Path) -> None:
+    found = dict(steps(image))
+    assert found["USER"] not in ("root", "0")
+    started = json.loads(found.get("ENTRYPOINT", found.get("CMD", "")))
+    assert started[started.index("--port") + 1] == found["EXPOSE"]
+    assert started[started.index("--host") + 1] == "0.0.0.0"
+    assert f":{found['EXPOSE']}/health" in found["HEALTHCHECK"]
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
@@ -82,3 +99,50 @@ def test_extras_bring_what_they_are_for() -> None:
     assert "torch" not in packages(OPTIONAL["plots"] + OPTIONAL["eval"])
     assert "sglang" not in packages(OPTIONAL["search"] + OPTIONAL["heal"] + OPTIONAL["test"])
     assert set(EXTRAS.values()) <= set(OPTIONAL)
+
+
+def test_the_version_is_the_engines_with_a_number_of_our_own() -> None:
+    version = Version(__version__)
+    assert version.base_version == SUPPORTED_VERSION
+    assert version.is_postrelease
+    assert str(version) == __version__
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def hook() -> Any:
+    """``hatch_build.py``, without what only a build has."""
+    source = (ROOT / HOOK).read_text().replace("from hatchling", "# from hatchling")
+    made: dict[str, Any] = {}
+    exec(compile(source.replace("(MetadataHookInterface)", ""), HOOK, "exec"), made)
+    return made
+
+
+def test_the_long_description_has_no_link_that_needs_a_file_beside_it() -> None:
+    portable, readme = hook()["portable"], (ROOT / "README.md").read_text()
+    relative = re.compile(r"\]\((?!https?://|#)")
+    assert relative.search(readme)
+    assert not relative.search(portable(readme, None))
+    assert not relative.search(portable(readme, "https://example.org/us/it"))
+    text = "[a page](docs/search.md#quick-start), [here](#install) ![seen](a/b.png)"
+    assert portable(text, "https://example.org/it/") == (
+        "[a page](https://example.org/it/blob/HEAD/docs/search.md#quick-start), [here](#install) "
+        "![seen](https://example.org/it/raw/HEAD/a/b.png)"
+    )
+    assert portable(text, None) == "a page (`docs/search.md`), [here](#install) "
+
+
+def test_the_wheel_has_every_source_of_the_kernels_and_none_of_the_tests() -> None:
+    taken = [path for path in WHEEL["force-include"] if path.startswith("csrc/")]
+    assert {path.name for path in (ROOT / "csrc").iterdir()} == {
+        *(path.removeprefix("csrc/") for path in taken),
+        "host",
+    }
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert PROJECT["project"]["authors"]
+    assert PROJECT["project"]["urls"]
+    for name in ("LICENSE", "CITATION.cff", "pyproject.toml"):
+        assert not re.search(
+            r"\[yyyy\]|\[name of|TODO|FIXME|example\.com", (ROOT / name).read_text()
+        )

@@ -168,3 +168,46 @@ def test_a_digest_stands_for_one_pattern() -> None:
     assert len(set(digests.values())) == len(digests)
     assert Pattern("FS").digest == digests["FS"]
     assert all(re.fullmatch("[0-9a-f]{12}", digest) for digest in digests.values())
+
+
+# -- a recent window ------------------------------------------------------------------------------
+
+
+def test_a_window_is_part_of_a_pattern() -> None:
+    pattern = Pattern("FSSS+w8")
+    assert str(pattern) == "FSSS+w8"
+    assert (len(pattern), pattern.layers, pattern.window) == (4, "FSSS", 8)
+    assert pattern.full_layers == (0,)
+    assert pattern.sources == (0, 0, 0, 0)
+    assert pattern == Pattern("FSSS").with_window(8)
+    assert pattern.with_window(0) == Pattern("FSSS")
+    assert "the last 8 tokens" in pattern.summary()
+    pattern.check_checkpoint(Pattern("FFFF"))
+
+
+def test_patterns_that_differ_in_the_window_alone_are_two() -> None:
+    digests = {Pattern(text).digest for text in ("FSSS", "FSSS+w8", "FSSS+w16", "FFFF+w8", "FFFF")}
+    assert len(digests) == 5
+    assert Pattern("FSSS+w8") != Pattern("FSSS")
+    # What earlier versions wrote into keys and files still means the same.
+    assert Pattern("FSSS").digest == "b71d68e72c17"
+
+
+def test_s_layers_see_the_window_and_all_layers_where_none_is_s() -> None:
+    assert [Pattern("FSFS+w8").window_at(layer) for layer in range(4)] == [0, 8, 0, 8]
+    assert [Pattern("FFF+w8").window_at(layer) for layer in range(3)] == [8, 8, 8]
+    assert [Pattern("FSF").window_at(layer) for layer in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "text", ["FSSS+w0", "FSSS+w08", "FSSS+w1025", "FSSS+w99999", "FSSS+8", "FSSS+w", "FSSS+"]
+)
+def test_a_bad_window_is_one_clear_error(text: str) -> None:
+    with pytest.raises(PatternError, match=r"from 1 to 1024 tokens, for example 1/4\+w8"):
+        Pattern(text)
+
+
+@pytest.mark.parametrize("text", ["+w8", "FSSS+w8+w8", "FSSS +w8", "FSSS+W8"])
+def test_what_stands_before_a_window_is_checked_too(text: str) -> None:
+    with pytest.raises(PatternError):
+        Pattern(text)

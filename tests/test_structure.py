@@ -36,7 +36,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "stored": (BASE, SMALL | MODELS),
     "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
     "ask": (BASE, SMALL | {"httpx"}),
-    "hf": (BASE, SMALL),
+    "recent": (set(), {"torch"}),
+    "hf": (BASE | {"recent"}, SMALL | {"torch"}),
     "support": (
         BASE | {"study.plots"},
         TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"},
@@ -45,7 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
-        BASE | {"ask", "data", "hf", "stats", "study", "support"},
+        BASE | {"ask", "data", "hf", "recent", "stats", "study", "support"},
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (

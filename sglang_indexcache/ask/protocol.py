@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
+from sglang_indexcache.pattern import Pattern
 
 CUSTOM = "custom_params"
 """The sampling parameter in which SGLang carries what a plugin is told."""
@@ -60,6 +61,7 @@ class RankState(BaseModel):
 
     Attributes:
         version: of sglang-indexcache.
+        rank: its number among the data-parallel ranks, which answer in any order.
         pattern: what requests get that name none; that of the shortest prompts, where the prompt's
             length decides.
         policy: the pattern for each prompt length, as ``--indexcache-pattern`` takes it.
@@ -93,6 +95,7 @@ class RankState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: str
+    rank: int = 0
     pattern: str
     policy: str
     source: str
@@ -133,7 +136,7 @@ class RankState(BaseModel):
     @property
     def counted_layers(self) -> range:
         """The pattern positions that the counters of layers speak of."""
-        return range(*(self.stage or (0, len(self.pattern))))
+        return range(*(self.stage or (0, len(Pattern(self.pattern)))))
 
     @property
     def checkpoint(self) -> tuple[str, str]:
@@ -172,7 +175,7 @@ class RankState(BaseModel):
 
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
-    """The report of every data-parallel rank that runs IndexCache.
+    """The report of every data-parallel rank that runs IndexCache, by their numbers.
 
     Args:
         info: SGLang's ``/server_info``.
@@ -182,7 +185,8 @@ def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
         ServerError: see :meth:`RankState.from_json`.
     """
     found = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
-    return [RankState.from_json(state, server) for state in found]
+    states = [RankState.from_json(state, server) for state in found]
+    return sorted(states, key=lambda state: state.rank)
 
 
 def named(pattern: str) -> dict[str, Any]:
@@ -239,14 +243,13 @@ def check_obeyed(
         ServerError: naming the layers.
     """
     asked = sorted(set(patterns))
-    kinds = [set(kinds) for kinds in zip(*asked, strict=True)]
-    # Ranks answer in the order in which they come. Counters never fall: sorted, each meets its own.
-    before, after = (sorted(ranks, key=lambda rank: rank.forwards) for ranks in (before, after))
-    if len(before) != len(after) or any(
-        new.forwards < old.forwards for old, new in zip(before, after, strict=True)
+    kinds = [set(kinds) for kinds in zip(*(Pattern(one).layers for one in asked), strict=True)]
+    then = {state.rank: state for state in before}
+    if then.keys() != {state.rank for state in after} or any(
+        state.forwards < then[state.rank].forwards for state in after
     ):
         raise ServerUnavailableError(f"{server} was restarted meanwhile: it counts anew")
-    pairs = list(zip(before, after, strict=True))
+    pairs = [(then[state.rank], state) for state in after]
     ran = [_risen(old.indexer_selections, new.indexer_selections) for old, new in pairs]
     reused = [_risen(old.index_reuses, new.index_reuses) for old, new in pairs]
     if not alone:  # a rank may have had requests of one of the patterns only

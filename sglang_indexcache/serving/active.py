@@ -123,7 +123,7 @@ class ActivePattern:
         self.counters.key_writes[self.position(layer)] += self.is_counting
 
     def count_graph(self, label: str) -> None:
-        """Note that a batch is about to replay the decode graph ``label``."""
+        """A batch replays the decode graph ``label``."""
         self.counters.graphs[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
@@ -145,6 +145,7 @@ class ActivePattern:
     def report(
         self,
         *,
+        rank: int = 0,
         requests: Mapping[str, int] | None = None,
         stage: tuple[int, int] | None = None,
         index_k_bytes_per_token: int = 0,
@@ -153,6 +154,7 @@ class ActivePattern:
         """What ``/server_info`` says of this rank.
 
         Args:
+            rank: its number among the data-parallel ranks.
             requests: unfinished ones by pattern.
             stage: the pattern positions of this process, from and to below; by default all.
             index_k_bytes_per_token: as allocated.
@@ -161,6 +163,7 @@ class ActivePattern:
         counters = self.counters
         return RankState(
             version=__version__,
+            rank=rank,
             pattern=str(self.pattern),
             policy=str(self.policy),
             source=self.source,

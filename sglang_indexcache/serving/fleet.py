@@ -94,8 +94,12 @@ def _ranks(client: Client) -> list[Rank]:
     states = info["internal_states"]
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     role = info.get("disaggregation_mode") or "null"
+    reports = [state.get(STATE) or {} for state in states]
+    # They answer in the order in which they come; those that do not say their number have the rest.
+    rest = iter({*range(len(states))} - {report.get("rank") for report in reports})
+    numbered = [(report["rank"] if "rank" in report else next(rest), report) for report in reports]
     ranks = []
-    for number, ours in enumerate(state.get(STATE) or {} for state in states):
+    for number, ours in sorted(numbered, key=lambda rank: rank[0]):
         name = f"{client.url} rank {number}" if len(states) > 1 else client.url
         state, error = None, ""
         try:

@@ -37,8 +37,8 @@ are known, and ends the list with :data:`MORE`."""
 MORE = "more"
 
 MOST_AT_ONCE = 32
-"""Different patterns named by the requests in flight in one HTTP process. A forward's work grows to
-that of the union of their F layers, so a mix of very many has the cost of no sharing."""
+"""Different patterns named by the requests in flight in a server. A forward's work grows to that of
+the union of their F layers, so a mix of very many has the cost of no sharing."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -207,16 +207,26 @@ def _is_batch(incoming: Any) -> bool:
 
 
 def _check_room(patterns: set[Pattern]) -> None:
-    if len(patterns) > MOST_AT_ONCE:
+    """Each tokenizer process has its share of the limit, for it does not see the others' requests.
+
+    Raises:
+        SettingsError: too many for one request, or a pattern more than are taken now.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    processes = get_serving().tokenizer_worker_num
+    most = max(1, MOST_AT_ONCE // processes)
+    who = "a server" if processes == 1 else f"each of this server's {processes} tokenizer processes"
+    if len(patterns) > most:
         raise SettingsError(
-            f"one request names {len(patterns)} different patterns, and a server takes "
-            f"{MOST_AT_ONCE} at once. Split it."
+            f"one request names {len(patterns)} different patterns, and {who} takes {most} at "
+            "once. Split it."
         )
     others = {pattern for pattern, count in _in_flight.items() if count > 0} - patterns
-    if patterns and len(others | patterns) > MOST_AT_ONCE:
+    if patterns and len(others | patterns) > most:
         raise TooManyError(
-            f"requests in flight name {len(others)} other patterns already, and a server takes "
-            f"{MOST_AT_ONCE} at once. Try again when some have finished."
+            f"requests in flight name {len(others)} other patterns already, and {who} takes "
+            f"{most} at once. Try again when some have finished."
         )
 
 

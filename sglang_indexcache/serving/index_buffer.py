@@ -9,6 +9,8 @@ what those selected and what the others keep; what a layer was given is never wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import pad
 
@@ -47,6 +49,7 @@ class IndexBuffer:
         self._rows: RowPatterns | None = None
         self._sources: tuple[int | None, ...] = ()
         self._indices: torch.Tensor | None = None
+        self._wide: tuple[tuple[object, ...], torch.Tensor] | None = None
 
     def begin(self, rows: RowPatterns | None = None) -> None:
         """Start a forward: forget the last one's indices, obey the same patterns to the end.
@@ -56,7 +59,7 @@ class IndexBuffer:
         """
         self._rows = rows or RowPatterns.one(self._active.pattern)
         self._sources = (None,) * len(self._rows.patterns)
-        self._indices = None
+        self._indices = self._wide = None
         self.writes += 1
 
     @property
@@ -113,7 +116,7 @@ class IndexBuffer:
         return torch.where(masks[position, :count, None], selected, kept[:count])
 
     def read(self, layer: int, rows: int) -> torch.Tensor:
-        """The indices that the attention of ``layer`` takes.
+        """What the F layers of ``layer`` selected; where :meth:`window` says so, not all it sees.
 
         Args:
             layer: the model's layer number.
@@ -138,6 +141,29 @@ class IndexBuffer:
         self._check(layer)
         assert self._indices is not None, "some layer wrote them"
         return self._indices
+
+    def window(self, layer: int) -> int:
+        """The widest recent window that a row sees in ``layer`` besides these indices; mostly 0."""
+        return self.rows.window_at(self._active.position(layer))
+
+    def widened(
+        self, layer: int, indices: torch.Tensor, widen: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """``indices`` with the recent windows that rows have in ``layer``; made once for a group.
+
+        Args:
+            layer: one with a :meth:`window`.
+            indices: what :meth:`read` gave.
+            widen: of ``indices`` and the windows, ``[T]`` int32 or one number for all, and the
+                widest of them, makes the lists.
+        """
+        # In a mixed batch a layer that is F for some rows has windows of its own.
+        own = layer if self.is_full(layer) and self.rows.masks is not None else None
+        group = (self.writes, own, indices.shape[0])
+        if self._wide is None or self._wide[0] != group:
+            windows = self.rows.windows_at(self._active.position(layer), indices.shape[0])
+            self._wide = (group, widen(indices, windows, self.window(layer)))
+        return self._wide[1]
 
     def adopt(self, layer: int, carried: torch.Tensor | None) -> None:
         """Take over what an earlier pipeline stage selected, if that is what ``layer`` shares.

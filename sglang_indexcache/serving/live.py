@@ -53,6 +53,7 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
         return
     try:
         state = active.report(
+            rank=_rank(),
             requests=requests.in_hand(),
             stage=_stage(controller.scheduler, active.plan),
             index_k_bytes_per_token=_index_k_bytes_per_token(controller.scheduler),
@@ -62,6 +63,14 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
         logger.exception("IndexCache: the state could not be reported")
         state = {"error": f"{type(error).__name__}: {error}"}
     output.internal_state[STATE] = state
+
+
+def _rank() -> int:
+    """This process's number among the data-parallel ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.attn_dp_rank if parallel.dp_rank is None else parallel.dp_rank)
 
 
 def _stage(scheduler: Scheduler, plan: Plan) -> tuple[int, int]:

@@ -43,7 +43,7 @@ from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.cuda.choice import check_reference, choose, describe
+from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose, describe
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     CONFIG_KEY,
@@ -302,14 +302,18 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
     """Say before weights are loaded which kernels will run, or why they cannot.
 
     Raises:
-        SettingsError: kernels asked for by name that cannot take over.
+        SettingsError: kernels that do not fit the model, or cannot take over.
     """
     cfg = resolving_view(server_args)
     plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
-    if plan is None or plan.kernels == "engine":
+    if plan is None:
+        return
+    model = model_config_of(server_args)
+    routes = choose(plan.kernels, cfg, model, machine or Machine.here())
+    check_engine(routes, cfg, model)
+    if plan.kernels == "engine":
         return
     check_reference(plan.kernels, cfg)
-    routes = choose(plan.kernels, cfg, model_config_of(server_args), machine or Machine.here())
     for line in describe(routes):
         logger.info("IndexCache kernels: %s", line)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.settings import (
     ADAPTER,
@@ -34,6 +35,9 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     with found:
         _check_platform(plan)
     with found:
+        for pattern in (*plan.policy.patterns, *plan.graph_patterns):
+            check_window(pattern)
+    with found:
         _check_ray(cfg)
     if plan.mode == "live":
         with found:
@@ -48,6 +52,16 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     with found:
         _check_stages(cfg, plan, num_layers)
     found.report()
+
+
+def check_window(pattern: Pattern) -> None:
+    """Raise SettingsError where no attention of this platform takes lists with a window."""
+    if pattern.window and not platform_cpu.is_active():
+        raise SettingsError(
+            f"{pattern} has a recent window, and windows are served on the CPU platform only: the "
+            "attention kernels of GPUs have not been given the wider lists yet. Name the pattern "
+            "without it."
+        )
 
 
 def _check_ray(cfg: Any) -> None:
@@ -103,7 +117,6 @@ def _check_live(cfg: Any, plan: Plan) -> None:
     reasons = {
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
-        "--cuda-graph-config": cfg.cuda_graph_config is not None,
         # Its reloading knows only weights that are used as they are stored.
         f"{ADAPTER.flag} and --quantization": plan.adapter and cfg.quantization is not None,
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
@@ -112,6 +125,23 @@ def _check_live(cfg: Any, plan: Plan) -> None:
         raise SettingsError(
             f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
         )
+    for phase in ("prefill", "decode"):
+        backend = _graph_backend(cfg, phase)
+        if backend not in (None, "disabled") and (phase == "prefill" or not plan.graphs):
+            more = f", or ask for {GRAPHS.flag}" if phase == "decode" else ""
+            raise SettingsError(
+                f"live mode does not work with {phase} graphs ({backend}), which would replay the "
+                f"pattern that they were captured with. Drop --cuda-graph-backend-{phase}, and the "
+                f"{phase} backend in --cuda-graph-config{more}."
+            )
+
+
+def _graph_backend(cfg: Any, phase: str) -> str | None:
+    """What was asked for; SGLang turns the JSON of --cuda-graph-config into an object."""
+    config = cfg.cuda_graph_config or {}
+    phases = config if isinstance(config, dict) else config.to_dict()
+    asked: str | None = phases.get(phase, {}).get("backend")
+    return asked or getattr(cfg, f"cuda_graph_backend_{phase}")
 
 
 def _check_graphs(cfg: Any, plan: Plan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -28,10 +28,13 @@ class RowPatterns:
         patterns: the different ones, at least one.
         masks: ``[layers, T]`` bool, on the device of the forward: which rows are F at each pattern
             position. None where all rows obey the only pattern.
+        windows: ``[layers, T]`` int32, there too: how many of the last tokens each row sees at each
+            position besides its list. None where no row sees any, and where there is one pattern.
     """
 
     patterns: tuple[Pattern, ...]
     masks: torch.Tensor | None = None
+    windows: torch.Tensor | None = None
 
     @classmethod
     def one(cls, pattern: Pattern) -> RowPatterns:
@@ -66,21 +69,41 @@ class RowPatterns:
             raise StaleIndexError(
                 f"requests have {sum(lengths[:-1])} rows, and their forward has {count}"
             )
-        columns = [*map(full_layers, patterns), full_layers(Pattern.full(len(different[0])))]
-        host = torch.cat(
-            [torch.tensor([lengths], device="cpu"), torch.stack(columns, dim=1).long()]
-        )
-        table = to_device(host, device)
+        layers = len(different[0])
+        everyone = [*patterns, Pattern.full(layers)]
+        parts = [torch.tensor([lengths], device="cpu"), columns(full_layers, everyone)]
+        if has_windows := any(pattern.window for pattern in different):
+            parts.append(columns(windows_by_layer, everyone))
+        table = to_device(torch.cat([part.long() for part in parts]), device)
         requests = torch.arange(len(lengths), device=device)
         owners = requests.repeat_interleave(table[0], output_size=count)
-        return cls(different, table[1:].bool()[:, owners])
+        table = table[1:, owners]
+        windows = table[layers:].int() if has_windows else None
+        return cls(different, table[:layers].bool(), windows)
+
+    def window_at(self, position: int) -> int:
+        """The widest window of any row at a pattern position; 0 where none sees any."""
+        return max(pattern.window_at(position) for pattern in self.patterns)
+
+    def windows_at(self, position: int, count: int) -> torch.Tensor | int:
+        """How many of the last tokens rows see at a pattern position besides their list.
+
+        Returns:
+            ``[count]`` int32 where rows differ, else one number for all.
+        """
+        if self.windows is None:
+            return self.window_at(position)
+        return self.windows[position, :count]
 
     def cut(self, start: int, stop: int, count: int) -> RowPatterns:
         """Rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
         if self.masks is None:
             return self
-        part = self.masks[:, start:stop]
-        return RowPatterns(self.patterns, pad(part, (0, count - part.shape[1]), value=True))
+        masks = pad(self.masks[:, start:stop], (0, count - (stop - start)), value=True)
+        if self.windows is None:
+            return RowPatterns(self.patterns, masks)
+        windows = pad(self.windows[:, start:stop], (0, count - (stop - start)))
+        return RowPatterns(self.patterns, masks, windows)
 
 
 @lru_cache(maxsize=256)
@@ -88,6 +111,20 @@ def full_layers(pattern: Pattern) -> torch.Tensor:
     """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
     positions = range(len(pattern))
     return torch.tensor([pattern.is_full(position) for position in positions], device="cpu")
+
+
+@lru_cache(maxsize=256)
+def windows_by_layer(pattern: Pattern) -> torch.Tensor:
+    """``[layers]`` int64, on the host: the window that each position of ``pattern`` sees."""
+    positions = range(len(pattern))
+    return torch.tensor([pattern.window_at(position) for position in positions], device="cpu")
+
+
+def columns(
+    of_pattern: Callable[[Pattern], torch.Tensor], patterns: Sequence[Pattern]
+) -> torch.Tensor:
+    """``[layers, n]``, on the host: a column for each of n patterns."""
+    return torch.stack([of_pattern(pattern) for pattern in patterns], dim=1)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+from sglang_indexcache.pattern import Pattern
 
 _KEY_BYTES = (INDEX_K_BYTES_PER_KEY, 2 * 128, 4 * 128)
 """Of an index key: fp8 pages, and on the CPU platform bfloat16 or float32."""
@@ -82,11 +83,11 @@ def told_index_keys(state: RankState) -> str:
 def _full_layers(state: RankState) -> set[int]:
     """Layers that are F in any pattern that was served; in static mode there is but one."""
     every = state.rows or {state.pattern}
-    return {layer for pattern in every for layer, kind in enumerate(pattern) if kind == "F"}
+    return {layer for pattern in every for layer in Pattern(pattern).full_layers}
 
 
 def _uncounted(state: RankState, counted: int) -> str:
-    if len(state.counted_layers) < len(state.pattern):
+    if len(state.counted_layers) < len(Pattern(state.pattern)):
         return "the other layers are in pipeline stages that do not report"
     if counted < state.forwards:
         return (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.ask.protocol import (
+    STATE,
     RankState,
     alike,
     check_answered_under,
@@ -53,8 +54,9 @@ def test_an_answer_under_the_pattern_is_believed() -> None:
     check_answered_under({"indexcache_pattern": ["FSFS"]}, "FSFS", "it")
 
 
-def counted(runs: list[int], reuses: list[int], forwards: int = 9) -> RankState:
-    return state("FFF", indexer_selections=runs, index_reuses=reuses, forwards=forwards)
+def counted(runs: list[int], reuses: list[int], forwards: int = 9, rank: int = 0) -> RankState:
+    told = {"indexer_selections": runs, "index_reuses": reuses, "forwards": forwards}
+    return state("FFF", rank=rank, **told)
 
 
 START = counted([5, 5, 5], [5, 5, 5], forwards=1)
@@ -88,25 +90,30 @@ def test_layers_do_what_the_patterns_say(
 
 def test_ranks_that_had_requests_of_one_pattern_each() -> None:
     """Together they obeyed both patterns; alone on the server, each must obey by itself."""
-    first, second = counted([6, 5, 5], [5, 6, 6]), counted([6, 6, 5], [5, 5, 6])
-    check_obeyed([START] * 2, [first, second], ["FSS", "FFS"], "it")
-    idle = counted([5, 5, 5], [5, 5, 5])
-    check_obeyed([START] * 2, [first, idle], ["FSS"], "it")
+    start = [START, START.model_copy(update={"rank": 1})]
+    first, second = counted([6, 5, 5], [5, 6, 6]), counted([6, 6, 5], [5, 5, 6], rank=1)
+    check_obeyed(start, [first, second], ["FSS", "FFS"], "it")
+    idle = counted([5, 5, 5], [5, 5, 5], rank=1)
+    check_obeyed(start, [first, idle], ["FSS"], "it")
     with pytest.raises(ServerError, match="layers 0, 1, 2 did not"):
-        check_obeyed([START] * 2, [first, idle], ["FSS"], "it", alone=True)
+        check_obeyed(start, [first, idle], ["FSS"], "it", alone=True)
 
 
-def test_ranks_may_answer_in_another_order() -> None:
-    """The busier rank came first before and last after: nothing was restarted."""
-    busy, idle = (
-        counted([8, 5, 5], [5, 8, 8], forwards=8),
-        counted([6, 5, 5], [5, 6, 6], forwards=3),
-    )
+def test_ranks_meet_their_own_counters() -> None:
+    """They answer in any order, and one may overtake another meanwhile."""
+    busy, idle = counted([8, 5, 5], [5, 8, 8], forwards=8), counted([6, 5, 5], [5, 6, 6], rank=1)
     later = [
-        counted([7, 5, 5], [5, 7, 7], forwards=idle.forwards + 1),
+        counted([16, 5, 5], [5, 16, 16], forwards=16, rank=1),
         counted([9, 5, 5], [5, 9, 9], forwards=9),
     ]
     check_obeyed([busy, idle], later, ["FSS"], "it", alone=True)
+    with pytest.raises(ServerUnavailableError, match="restarted"):
+        check_obeyed([busy, idle], later[:1] * 2, ["FSS"], "it")
+
+
+def test_ranks_are_told_by_their_numbers() -> None:
+    told = [{STATE: counted([5], [5], rank=rank).to_json()} for rank in (2, 0, 1)]
+    assert [state.rank for state in states_of({"internal_states": told}, "it")] == [0, 1, 2]
 
 
 def test_layers_of_other_pipeline_stages_are_not_judged() -> None:

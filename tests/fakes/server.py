@@ -129,7 +129,7 @@ class FakeServer:
         if not self.plugins or self.plugins[number]:
             own = {"pattern": self.pattern, "policy": self.pattern, "mode": self.mode}
             full = self.pattern.count("F")
-            state = self.active.report(index_k_bytes_per_token=132 * full)
+            state = self.active.report(rank=number, index_k_bytes_per_token=132 * full)
             about[STATE] = state.model_copy(update=own | self.said).to_json()
         if self.fault == "no report":
             about[STATE] = {"error": "KeyError: 'x'"}

@@ -64,6 +64,8 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
         ["does not work with --use-ray", "SGLang refuses"],
     ),
     ("--tp 8 --json-model-override-args {index", ["--json-model-override-args is not JSON"]),
+    ('--tp 8 --json-model-override-args {"index_topk":512}', ["--dsa-topk-backend torch"]),
+    ("--tp 8 --dtype float16", ["Add --dtype bfloat16"]),
 ]
 
 CODE = """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sglang_indexcache import __version__
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.serving.fleet import examine_servers
 from tests.fakes.server import FakeServer, serving
@@ -28,7 +29,15 @@ def test_servers_that_do_the_same() -> None:
     )
     assert fine
     assert said.count("FSFS") == 3  # one for each rank
-    for text in ("rank 0", "rank 1", "prefill", "decode", "0.5.23", "0.1.0", "no problem found"):
+    for text in (
+        "rank 0",
+        "rank 1",
+        "prefill",
+        "decode",
+        "0.5.23",
+        __version__,
+        "no problem found",
+    ):
         assert text in said
 
 
@@ -56,6 +65,19 @@ def test_a_rank_whose_worker_did_not_load_the_plugin() -> None:
     assert not fine
     assert "rank 1 was started with IndexCache, but its worker did not load the plugin" in said
     assert "rank 0 was started" not in said
+
+
+def test_ranks_that_answer_out_of_turn_keep_their_numbers() -> None:
+    with serving(FakeServer("FSFS", dp=3, plugins=(True, False, True))) as url:
+        client, said = Client(url), io.StringIO()
+        info = client.server_info()
+        info["internal_states"].reverse()
+        client.server_info = lambda: info  # type: ignore[method-assign]
+        assert not examine_servers([client], Console(file=said, width=200))
+    assert "rank 1 was started with IndexCache" in said.getvalue()
+    assert [line.split()[2] for line in said.getvalue().splitlines() if "http" in line][:3] == [
+        *"012"
+    ]
 
 
 def test_a_server_without_indexcache() -> None:

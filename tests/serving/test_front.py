@@ -22,6 +22,7 @@ from tests.serving.plans import plan
 
 LEGAL = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(64)]
 DEFAULT = "FSFSFSFS"
+SERVING = SimpleNamespace(tokenizer_worker_num=1)
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
     plans: list[Plan | None] = [plan("F" * 8, mode="live")]
     one_stage = SimpleNamespace(pp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: one_stage)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: SERVING)
     monkeypatch.setattr(front, "published_plan", lambda: plans[0])
     monkeypatch.setattr(front, "_in_flight", front._in_flight.__class__())
     return plans
@@ -291,6 +293,15 @@ def test_one_too_many_is_told_to_try_again(stream: bool) -> None:
     assert "Try again" in response.text
     assert told(post({"sampling_params": named(LEGAL[3])})) == LEGAL[3]
     assert told(post({})) == DEFAULT
+
+
+def test_tokenizer_processes_share_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SERVING, "tokenizer_worker_num", 3)
+    front._in_flight.update(front.resolve(plan("F" * 8, mode="live"), name) for name in LEGAL[:10])
+    assert told(post({"sampling_params": named(LEGAL[3])})) == LEGAL[3]
+    response = post({"sampling_params": named(LEGAL[40])})
+    assert response.status_code == 429
+    assert "each of this server's 3 tokenizer processes takes 10 at once" in response.text
 
 
 def test_a_batch_of_too_many_is_told_to_be_split() -> None:

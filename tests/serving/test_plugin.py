@@ -379,7 +379,7 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         ),
         (
             ["--indexcache-mode", "live", "--cuda-graph-config", '{"decode": {"backend": "full"}}'],
-            "live mode does not work with --cuda-graph-config",
+            "live mode does not work with decode graphs",
         ),
     ],
     ids=str,

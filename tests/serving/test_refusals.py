@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sglang.srt import platforms
+from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
 from sglang_indexcache.errors import PatternError, SettingsError
@@ -29,6 +30,7 @@ def flags(**given: Any) -> SimpleNamespace:
         "enable_prefill_cp": False,
         "cuda_graph_config": None,
         "cuda_graph_backend_decode": None,
+        "cuda_graph_backend_prefill": None,
         "disable_cuda_graph": False,
         "disable_decode_cuda_graph": False,
         "enable_flexkv": False,
@@ -62,6 +64,9 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, {"pp_size": 4}),
         ({"graphs": ("short",)}, {"pp_size": 4}),
         (LIVE | {"graphs": ("short", "FSSS")}, {}),
+        (LIVE | {"graphs": ("short",)}, {"cuda_graph_backend_decode": "full"}),
+        (LIVE, {"cuda_graph_config": {"decode": {"max_bs": 8, "backend": "disabled"}}}),
+        (LIVE, {"cuda_graph_config": default_cuda_graph_config()}),  # SGLang's own
     ],
     ids=str,
 )
@@ -86,6 +91,13 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
         ({}, {"enable_flexkv": True}, "FlexKV finds KV by its tokens alone"),
         ({}, {"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv does not work"),
         (LIVE, {"pp_size": 2, "enable_prefill_cp": True}, "--enable-prefill-cp"),
+        (LIVE, {"cuda_graph_config": {"decode": {"backend": "full"}}}, r"decode graphs \(full\)"),
+        (LIVE, {"cuda_graph_backend_decode": "full"}, "or ask for --indexcache-graphs"),
+        (
+            LIVE | {"graphs": ("short",)},
+            {"cuda_graph_backend_prefill": "breakable"},
+            "Drop --cuda-graph-backend-prefill, and the prefill backend",
+        ),
     ],
     ids=str,
 )

@@ -65,6 +65,7 @@ class TransformersEvaluator:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self.kind = f"transformers {dtype}"
         config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))
         self.own = checkpoint.own
@@ -246,10 +247,14 @@ class _SeenError(Exception):
 
 def _hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
     """Make ``indices`` those that ``layer`` chose, though it did not run."""
-    sharing.layer, sharing.indices = layer, indices
+    sharing.layer, sharing.indices, sharing.wide = layer, indices, None
 
 
 def _common(first: Pattern, second: Pattern) -> int:
     """Layers up to which two patterns are the same."""
-    pairs = zip(first.text, second.text, strict=True)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+
+    def at(pattern: Pattern, layer: int) -> tuple[bool, int]:
+        return pattern.is_full(layer), pattern.window_at(layer)
+
+    layers = range(len(first))
+    return next((i for i in layers if at(first, i) != at(second, i)), len(first))

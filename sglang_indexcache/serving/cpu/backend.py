@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.kernels.indexer.cpu import HostBatch
 from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
+from sglang_indexcache.recent import last_tokens, union
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.rows import patterns_of_rows, rows_by_pattern
@@ -43,7 +44,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
-        self._slots_of: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
@@ -121,14 +122,25 @@ class CpuIndexCacheBackend(AttentionBackend):
             raise StaleIndexError(
                 f"SGLang carried other indices to layer {layer} than its F layer selected"
             )
-        return indices
+        if not self.index_buffer.window(layer):
+            return indices
+        return self.index_buffer.widened(layer, indices, self._with_windows)
+
+    def _with_windows(
+        self, indices: torch.Tensor, windows: torch.Tensor | int, width: int
+    ) -> torch.Tensor:
+        """``[T, k + width]``: rows behind those of requests pad the batch and get no window."""
+        visible = torch.zeros(len(indices), dtype=torch.int32)
+        visible[: self.batch.num_rows] = self.batch.visible[: len(indices)]
+        return union(indices, last_tokens(visible, windows, width))
 
     def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:
         """Pool slots of ``indices``, translated once for a whole group of layers."""
-        group = (self.index_buffer.writes, indices.shape[0])
+        group = (self.index_buffer.writes, *_layout(indices))
         if self._slots_of is None or self._slots_of[0] != group:
-            self._slots_of = (group, self.batch.physical_slots(indices))
-        return self._slots_of[1]
+            # The indices are held, or others could come to lie in the same place.
+            self._slots_of = (group, indices, self.batch.physical_slots(indices))
+        return self._slots_of[2]
 
     def support_triton(self) -> bool:
         """There is no Triton for CPUs here."""

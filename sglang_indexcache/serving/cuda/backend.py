@@ -100,6 +100,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
         self.active.is_counting = not in_capture
         label = get_capture_attention_variant() if in_capture else None
+        if self.graphs is not None and not in_capture:
+            self.active.count_graph(self.graphs.label)
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device
             self.index_buffer.begin(self.graphs.rows(label, count, device))

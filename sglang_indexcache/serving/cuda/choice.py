@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_indexcache.checkpoint import text_config
 from sglang_indexcache.errors import KernelError, SettingsError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import (
@@ -24,6 +25,7 @@ from sglang_indexcache.kernels.contract import (
     OpName,
 )
 from sglang_indexcache.kernels.dispatch import Phase
+from sglang_indexcache.models import read_field
 from sglang_indexcache.serving.settings import KERNELS
 
 ROUTED: tuple[tuple[OpName, Phase], ...] = (
@@ -36,6 +38,8 @@ REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
 UNMEASURED = "no card has measured ours to be faster for this model and card"
 """Why ``auto`` leaves an operation to SGLang."""
+ENGINE_TOPK = {2048}
+"""What SGLang's own selection of a prefill takes (``sgl_kernel.fast_topk_transform_fused``)."""
 RAW_FP8 = ("tilelang", "trtllm")
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
@@ -187,6 +191,46 @@ def _attention_obstacles(cfg: Any, model: Any, backend: str) -> Iterator[str]:
         yield f"with {raw[0]} SGLang stores FP8 rows without scales, which it cannot read"
     if cfg.enable_hisparse:
         yield "--enable-hisparse moves the selected rows"
+
+
+def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
+    """Refuse a model on which SGLang's CUDA kernels would end the server at its first long prompt.
+
+    Args:
+        routes: what runs each operation.
+        cfg: SGLang's resolved configuration.
+        model: SGLang's ModelConfig.
+
+    Raises:
+        SettingsError: with the flag that mends it.
+    """
+    if cfg.device != "cuda":
+        return
+    if model.dtype == torch.float16:
+        raise SettingsError(
+            "the model would run in float16, which DSA's kernels do not take (SGLang chooses it "
+            "where config.json says float32, or nothing). Add --dtype bfloat16."
+        )
+    config, backend = text_config(model.hf_config), cfg.dsa_prefill_backend
+    topk = int(read_field(config, "index_topk") or max(ENGINE_TOPK))
+    select = routes[ROUTED.index(("select", "prefill"))]
+    is_pooled = (getattr(config, "index_kpool", None) or 1) > 1
+    # A prefill that gathers its rows first has another kernel (``get_topk_transform_method``).
+    gathers = backend == "flashmla_sparse_q8" or (
+        backend in ("flashmla_sparse", "triton_sparse_mla") and cfg.kv_cache_dtype == "fp8_e4m3"
+    )
+    if (
+        cfg.dsa_topk_backend == "sgl-kernel"
+        and (select.implementation is None or select.tokens > topk)
+        and topk not in ENGINE_TOPK
+        and not is_pooled
+        and not (gathers and topk < max(ENGINE_TOPK))
+    ):
+        raise SettingsError(
+            f"the model's index_topk is {topk}, and SGLang's kernel that selects in a prefill "
+            f"takes {', '.join(map(str, sorted(ENGINE_TOPK)))} only: it would fail at the first "
+            f"prompt of more than {topk} tokens. Add --dsa-topk-backend torch."
+        )
 
 
 def check_reference(asked: str, cfg: Any) -> None:

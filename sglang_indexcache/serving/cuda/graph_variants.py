@@ -61,6 +61,8 @@ class GraphVariants:
         self._declared = {str(pattern): pattern for pattern in plan.graph_patterns}
         self.rows_in_batch: Mapping[Pattern, int] = {}
         """Of the batch for which a graph was last selected, by pattern."""
+        self.label = ""
+        """The graph that was last selected."""
         self._masks: torch.Tensor | None = None
         labels = [DSA_DENSE] if SHORT in plan.graphs else []
         labels += [*self._declared, MIXED] if self._is_live else [DSA_SPARSE]
@@ -71,18 +73,17 @@ class GraphVariants:
         """The label of the graph that ``forward_batch`` replays.
 
         SGLang asks just before the replay, on the replay's stream, so this is also where a mixed
-        batch's masks are written.
+        batch's masks are written. Without padding it asks once more, and may then not replay.
 
         Raises:
             StaleIndexError: live mode, and the batch's requests came without their patterns.
         """
         patterns = patterns_of_requests(forward_batch) if self._is_live else []
         self.rows_in_batch = Counter(patterns) or {self._active.pattern: 0}
-        label = self._label(forward_batch, patterns)
-        if label == MIXED:
+        self.label = self._label(forward_batch, patterns)
+        if self.label == MIXED:
             self._write_masks(patterns)
-        self._active.count_graph(label)
-        return label
+        return self.label
 
     def _label(self, forward_batch: ForwardBatch, patterns: Sequence[Pattern]) -> str:
         if DSA_DENSE in self.capture_labels and self._is_short(forward_batch):

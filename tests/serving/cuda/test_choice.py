@@ -13,6 +13,7 @@ from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving.cuda.choice import (
     REPLACED_ATTENTION,
     ROUTED,
+    check_engine,
     check_reference,
     choose,
     describe,
@@ -38,6 +39,8 @@ def server(**fields: Any) -> Any:
     """What SGLang decides for a bfloat16 cache on Hopper."""
     return SimpleNamespace(
         **{
+            "device": "cuda",
+            "dsa_topk_backend": "sgl-kernel",
             "kv_cache_dtype": "bfloat16",
             "dsa_prefill_backend": "flashmla_sparse",
             "dsa_decode_backend": "fa3",
@@ -279,3 +282,32 @@ def test_the_reference_needs_eager_forwards() -> None:
         check_reference("reference", graphs("full", "disabled"))
     check_reference("reference", graphs("disabled", "disabled"))
     check_reference("cuda", graphs("full", "breakable"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields", "shape", "message"),
+    [
+        ("engine", {}, {}, None),
+        ("engine", {}, {"index_topk": 512}, "takes 2048 only: .* more than 512 tokens"),
+        ("engine", FP8, {"index_topk": 512}, "Add --dsa-topk-backend torch"),
+        ("engine", {"dsa_topk_backend": "torch"}, {"index_topk": 512}, None),
+        ("engine", {"kv_cache_dtype": "fp8_e4m3"}, {"index_topk": 512}, None),  # gathers first
+        ("engine", {"kv_cache_dtype": "fp8_e4m3"}, {"index_topk": 4096}, "index_topk is 4096"),
+        ("engine", {"dsa_prefill_backend": "flashmla_sparse_q8"}, {"index_topk": 512}, None),
+        ("engine", {}, {"index_topk": 512, "index_kpool": 4}, None),
+        ("cuda", {}, {"index_topk": 512}, None),  # ours take any
+        ("engine", {"device": "cpu"}, {"index_topk": 64, "dtype": torch.float16}, None),
+        ("engine", {}, {"dtype": torch.float16}, "Add --dtype bfloat16"),
+    ],
+    ids=str,
+)
+def test_a_model_that_sglangs_kernels_do_not_fit(
+    asked: str, fields: dict[str, Any], shape: dict[str, Any], message: str | None
+) -> None:
+    cfg, model = server(**fields), glm5(**shape)
+    routes = choose(asked, cfg, model, HOPPER)
+    if message is None:
+        check_engine(routes, cfg, model)
+    else:
+        with pytest.raises(SettingsError, match=message):
+            check_engine(routes, cfg, model)
