@@ -1,7 +1,7 @@
-"""One server for each feature that needs a card: mixed or alone, an answer is the same bits.
+"""One server for each feature that needs a card, each asked the same.
 
-Each case is asked the same: prompts that read as transformers reads them, answers alone that equal
-those of the batch, and layers that are S in every pattern without a single run of an indexer.
+Alone or in a batch, an answer is the same bits; prompts and answers are those of transformers; and
+a layer that is S in every pattern ran no indexer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.ask.client import Client
+from sglang_indexcache.pattern import Pattern
 from tests.rehearsal.conftest import Models, Rehearse
 from tests.rehearsal.test_server import (
     DECODE_GRAPHS,
@@ -22,12 +23,13 @@ from tests.rehearsal.test_server import (
     QUARTER,
     Judge,
     ask,
+    prompt,
     prompt_logprobs,
 )
 
+LIVE = ("--indexcache-mode", "live")
 TP_2 = ("--tp", "2")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
-LIVE = ("--indexcache-mode", "live")
 
 
 @dataclass(frozen=True)
@@ -35,39 +37,48 @@ class Case:
     """A server.
 
     Attributes:
-        features: of ``serving.features``, by name, which this rehearses.
+        name: what it rehearses.
         flags: beside the pattern's.
+        pattern: the server's.
         cards: how many ranks it has.
         family: of its checkpoint.
     """
 
-    features: tuple[str, ...]
+    name: str
     flags: tuple[str, ...]
+    pattern: str = QUARTER
     cards: int = 1
     family: str = "glm-5"
 
     @property
-    def patterns(self) -> list[str | None]:
-        """Of the four requests: each its own in live mode, the server's in static mode."""
-        return list(PATTERNS) if set(LIVE) <= set(self.flags) else [None] * len(LENGTHS)
+    def is_live(self) -> bool:
+        """Whether each request brings its pattern."""
+        return set(LIVE) <= set(self.flags)
 
-    def __str__(self) -> str:
-        kind = "live" if set(LIVE) <= set(self.flags) else "static"
-        graphs = "graphs" if set(DECODE_GRAPHS) <= set(self.flags) else "eager"
-        return "-".join((kind, graphs, *self.features, self.family)).replace(" ", "_")
+    @property
+    def patterns(self) -> list[str]:
+        """Under which the requests are answered."""
+        return list(PATTERNS) if self.is_live else [self.pattern] * len(LENGTHS)
+
+    @property
+    def asked(self) -> list[tuple[int, str | None]]:
+        """The requests' lengths, and the patterns that they name."""
+        named = self.patterns if self.is_live else [None] * len(LENGTHS)
+        return list(zip(LENGTHS, named, strict=True))
 
 
 CASES = [
-    Case(("tensor parallelism", "CUDA graphs"), (*TP_2, *DECODE_GRAPHS), cards=2),
-    Case(("dp_attention",), (*LIVE, *DP_2, *EAGER), cards=2),
-    Case(("dp_attention", "CUDA graphs"), (*DP_2, *DECODE_GRAPHS), cards=2),
-    Case(("chunked prefill",), (*LIVE, *EAGER, "--chunked-prefill-size", "128")),
-    Case(("pipeline parallelism",), ("--pp-size", "2", *EAGER), cards=2),
-    Case((), (*LIVE, *EAGER), family="deepseek-v3.2"),
+    Case("a window", DECODE_GRAPHS, pattern=f"{QUARTER}+w8"),
+    Case("tensor parallelism", (*TP_2, *DECODE_GRAPHS), cards=2),
+    Case("dp_attention", (*LIVE, *DP_2, *EAGER), cards=2),
+    Case("dp_attention and graphs", (*DP_2, *DECODE_GRAPHS), cards=2),
+    Case("chunked prefill", (*LIVE, *EAGER, "--chunked-prefill-size", "128")),
+    Case("pipeline parallelism", ("--pp-size", "2", *EAGER), cards=2),
+    Case("DeepSeek-V3.2", (*LIVE, *EAGER), family="deepseek-v3.2"),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name.replace(" ", "_"))
 def case(request: pytest.FixtureRequest) -> Case:
     chosen: Case = request.param
     return chosen
@@ -75,36 +86,37 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def client(case: Case, rehearse: Rehearse) -> Iterator[Client]:
-    flags = ("--indexcache-pattern", QUARTER, *case.flags)
+    flags = ("--indexcache-pattern", case.pattern, *case.flags)
     with rehearse(*flags, cards=case.cards, family=case.family) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def together(case: Case, client: Client) -> list[Any]:
-    return ask(client, *zip(LENGTHS, case.patterns, strict=True))
+    return ask(client, *case.asked)
 
 
 def test_an_answer_alone_is_the_same_bits(case: Case, client: Client, together: list[Any]) -> None:
     client.flush_cache()
-    asked = zip(LENGTHS, case.patterns, strict=True)
-    assert [ask(client, one)[0] for one in asked] == together
+    assert [ask(client, one)[0] for one in case.asked] == together
 
 
-def test_a_prompt_is_read_as_by_transformers(case: Case, client: Client, models: Models) -> None:
-    pattern = case.patterns[-1]
-    got = prompt_logprobs(client, LENGTHS[-1], pattern)
+def test_prompts_and_answers_are_those_of_transformers(
+    case: Case, client: Client, models: Models, together: list[Any]
+) -> None:
     judge = Judge(models(case.family))
-    read_under = pattern or QUARTER
-    assert judge.apart(got, LENGTHS[-1], read_under) < judge.bound(LENGTHS[-1], read_under)
+    judge.check_answers(list(zip(LENGTHS, case.patterns, strict=True)), together)
+    length, named = case.asked[-1]
+    judge.check(prompt_logprobs(client, length, named), prompt(length), case.patterns[-1])
 
 
-def test_layers_shared_by_every_pattern_ran_no_indexer(
+def test_layers_that_are_shared_in_every_pattern_ran_no_indexer(
     case: Case, client: Client, together: list[Any]
 ) -> None:
-    patterns = [pattern or QUARTER for pattern in case.patterns]
-    used = [any(kinds) for kinds in zip(*([k == "F" for k in p] for p in patterns), strict=True)]
+    full = {layer for pattern in case.patterns for layer in Pattern(pattern).full_layers}
+    ran: set[int] = set()
     for state in client.server_info()["internal_states"]:
-        ran = [runs > 0 for runs in state["indexcache"]["indexer_selections"]]
-        assert all(wanted or not did for wanted, did in zip(used, ran, strict=True))
-    assert any(ran)
+        runs = state["indexcache"]["indexer_selections"]
+        ran |= {layer for layer, count in enumerate(runs) if count}
+    assert ran
+    assert ran <= full

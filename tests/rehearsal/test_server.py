@@ -73,15 +73,32 @@ class Judge:
         self._exact = Oracle(model, torch.float32, fp8_indexer=True)
         self._rounded = Oracle(model, torch.bfloat16, fp8_indexer=True)
 
-    def apart(self, got: torch.Tensor, length: int, pattern: str) -> float:
-        """The mean difference from float32, in nats."""
-        exact = self._exact.answer(prompt(length), Pattern(pattern)).logprobs
+    def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
+        """The mean difference of log-probabilities of the last tokens from float32's, in nats."""
+        exact = self._exact.answer(tokens, Pattern(pattern)).logprobs[-len(got) :]
         return float((got - exact).abs().mean())
 
-    def bound(self, length: int, pattern: str) -> float:
+    def bound(self, count: int, tokens: list[int], pattern: str) -> float:
         """Twice what transformers' own bfloat16 is apart: SGLang rounds at other places."""
-        rounded = self._rounded.answer(prompt(length), Pattern(pattern)).logprobs
-        return 2 * self.apart(rounded, length, pattern)
+        rounded = self._rounded.answer(tokens, Pattern(pattern)).logprobs[-count:]
+        return 2 * self.apart(rounded, tokens, pattern)
+
+    def check(self, got: torch.Tensor, tokens: list[int], pattern: str) -> None:
+        """``got``: ``[n]`` log-probabilities of the last ``n`` tokens, as SGLang told them."""
+        assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
+
+    def check_answers(self, asked: list[tuple[int, str]], answers: list[Any]) -> None:
+        """That decoding computed what transformers computes for prompt and answer in one forward.
+
+        One answer is a few tokens, so they are judged together.
+        """
+        apart = bound = 0.0
+        for (length, pattern), answer in zip(asked, answers, strict=True):
+            tokens = prompt(length) + [token for _, token in answer]
+            got = torch.tensor([logprob for logprob, _ in answer])
+            apart += self.apart(got, tokens, pattern)
+            bound += self.bound(len(got), tokens, pattern)
+        assert apart < bound
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +142,9 @@ class TestLive:
     ) -> None:
         length, pattern = LENGTHS[case], PATTERNS[case]
         got = prompt_logprobs(client, length, pattern)
-        assert judge.apart(got, length, pattern) < judge.bound(length, pattern)
-        assert judge.apart(got, length, PATTERNS[case - 1]) > judge.bound(length, pattern)
+        judge.check(got, prompt(length), pattern)
+        other = judge.apart(got, prompt(length), PATTERNS[case - 1])
+        assert other > judge.bound(len(got), prompt(length), pattern)
 
 
 class TestStatic:
@@ -143,8 +161,10 @@ class TestStatic:
 
     def test_prompts_are_read_as_by_transformers(self, client: Client, judge: Judge) -> None:
         for length in LENGTHS:
-            got = prompt_logprobs(client, length, None)
-            assert judge.apart(got, length, QUARTER) < judge.bound(length, QUARTER)
+            judge.check(prompt_logprobs(client, length, None), prompt(length), QUARTER)
+
+    def test_answers_are_those_of_transformers(self, judge: Judge, answers: list[Any]) -> None:
+        judge.check_answers([(length, QUARTER) for length in LENGTHS], answers)
 
     def test_shared_layers_ran_no_indexer(self, client: Client, answers: list[Any]) -> None:
         state = client.server_info()["internal_states"][0]["indexcache"]
