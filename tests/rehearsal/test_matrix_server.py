@@ -42,6 +42,8 @@ class Case:
         pattern: the server's.
         cards: how many ranks it has.
         family: of its checkpoint.
+        rehearses: features of SGLang, by their names in ``serving.features``.
+        in_every_run: whether ``make test`` runs it too, not only ``make rehearse``.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Case:
     pattern: str = QUARTER
     cards: int = 1
     family: str = "glm-5"
+    rehearses: tuple[str, ...] = ()
+    in_every_run: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -68,17 +72,39 @@ class Case:
 
 
 CASES = [
-    Case("a window", DECODE_GRAPHS, pattern=f"{QUARTER}+w8"),
-    Case("tensor parallelism", (*TP_2, *DECODE_GRAPHS), cards=2),
-    Case("dp_attention", (*LIVE, *DP_2, *EAGER), cards=2),
-    Case("dp_attention and graphs", (*DP_2, *DECODE_GRAPHS), cards=2),
-    Case("chunked prefill", (*LIVE, *EAGER, "--chunked-prefill-size", "128")),
-    Case("pipeline parallelism", ("--pp-size", "2", *EAGER), cards=2),
+    Case("a window", DECODE_GRAPHS, pattern=f"{QUARTER}+w8", in_every_run=True),
+    Case(
+        "tensor parallelism",
+        (*TP_2, *DECODE_GRAPHS),
+        cards=2,
+        rehearses=("tensor parallelism", "CUDA graphs"),
+        in_every_run=True,
+    ),
+    Case("dp_attention", (*LIVE, *DP_2, *EAGER), cards=2, rehearses=("dp_attention",)),
+    Case("dp_attention with graphs", (*DP_2, *DECODE_GRAPHS), cards=2, rehearses=("dp_attention",)),
+    Case(
+        "chunked prefill",
+        (*LIVE, *EAGER, "--chunked-prefill-size", "128"),
+        rehearses=("chunked prefill",),
+    ),
+    Case(
+        "pipeline parallelism",
+        ("--pp-size", "2", *EAGER),
+        cards=2,
+        rehearses=("pipeline parallelism",),
+    ),
     Case("DeepSeek-V3.2", (*LIVE, *EAGER), family="deepseek-v3.2"),
 ]
+IN_TEST_SERVER = {"radix cache", "overlap schedule"}
+"""Rehearsed by ``test_server.py``: prefixes there, and the schedule that SGLang has by default."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name.replace(" ", "_"))
+def _parameter(case: Case) -> Any:
+    marks = () if case.in_every_run else (pytest.mark.matrix,)
+    return pytest.param(case, marks=marks, id=case.name.replace(" ", "_"))
+
+
+@pytest.fixture(scope="module", params=map(_parameter, CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     chosen: Case = request.param
     return chosen
