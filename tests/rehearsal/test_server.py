@@ -36,16 +36,18 @@ def prompt(length: int) -> list[int]:
     return [draw.randrange(3, 900) for _ in range(length)]
 
 
-def parameters(pattern: str | None) -> dict[str, Any]:
+def parameters(pattern: str | None, tokens: int = ANSWER) -> dict[str, Any]:
     named = {"custom_params": {"indexcache_pattern": pattern}} if pattern else {}
-    return {"temperature": 0.0, "max_new_tokens": ANSWER, "ignore_eos": True, **named}
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **named}
 
 
-def ask(client: Client, *asked: tuple[int, str | None]) -> list[list[tuple[float, int]]]:
+def ask(
+    client: Client, *asked: tuple[int, str | None], tokens: int = ANSWER
+) -> list[list[tuple[float, int]]]:
     """The greedy answers to prompts of given lengths and patterns, as one request."""
     replies = client.generate(
         input_ids=[prompt(length) for length, _ in asked],
-        sampling_params=[parameters(pattern) for _, pattern in asked],
+        sampling_params=[parameters(pattern, tokens) for _, pattern in asked],
         return_logprob=True,
     )
     return [
@@ -87,8 +89,10 @@ class Judge:
         """``got``: ``[n]`` log-probabilities of the last ``n`` tokens, as SGLang told them."""
         assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
 
-    def check_answers(self, asked: list[tuple[int, str]], answers: list[Any]) -> None:
-        """That decoding computed what transformers computes for prompt and answer in one forward.
+    def answers_apart(
+        self, asked: list[tuple[int, str]], answers: list[Any]
+    ) -> tuple[float, float]:
+        """How far answers are from one forward over prompt and answer, and the bound of that.
 
         One answer is a few tokens, so they are judged together.
         """
@@ -98,7 +102,7 @@ class Judge:
             got = torch.tensor([logprob for logprob, _ in answer])
             apart += self.apart(got, tokens, pattern)
             bound += self.bound(len(got), tokens, pattern)
-        assert apart < bound
+        return apart, bound
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +168,8 @@ class TestStatic:
             judge.check(prompt_logprobs(client, length, None), prompt(length), QUARTER)
 
     def test_answers_are_those_of_transformers(self, judge: Judge, answers: list[Any]) -> None:
-        judge.check_answers([(length, QUARTER) for length in LENGTHS], answers)
+        apart, bound = judge.answers_apart([(length, QUARTER) for length in LENGTHS], answers)
+        assert apart < bound
 
     def test_shared_layers_ran_no_indexer(self, client: Client, answers: list[Any]) -> None:
         state = client.server_info()["internal_states"][0]["indexcache"]
@@ -178,3 +183,31 @@ class TestStatic:
         override = ("--json-model-override-args", json.dumps({"indexer_types": kinds}))
         with rehearse(*DECODE_GRAPHS, *override, backend="dsa") as stock:
             assert ask(stock, *((length, None) for length in LENGTHS)) == answers
+
+
+class TestWindow:
+    """S layers see the last 8 tokens besides their list, in prefill and in decode graphs."""
+
+    WINDOW = f"{QUARTER}+w8"
+
+    @pytest.fixture(scope="class")
+    def client(self, rehearse: Rehearse) -> Iterator[Client]:
+        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", self.WINDOW) as client:
+            yield client
+
+    def test_prompts_are_read_as_by_transformers_and_not_as_without(
+        self, client: Client, judge: Judge
+    ) -> None:
+        for length in LENGTHS:
+            got, tokens = prompt_logprobs(client, length, None), prompt(length)
+            judge.check(got, tokens, self.WINDOW)
+            without = judge.apart(got, tokens, QUARTER)
+            assert without > judge.bound(len(got), tokens, self.WINDOW)
+
+    def test_answers_from_graphs_are_transformers_and_not_those_without(
+        self, client: Client, judge: Judge
+    ) -> None:
+        answers = ask(client, *((length, None) for length in LENGTHS), tokens=12)
+        apart, bound = judge.answers_apart([(length, self.WINDOW) for length in LENGTHS], answers)
+        without, _ = judge.answers_apart([(length, QUARTER) for length in LENGTHS], answers)
+        assert apart < bound < without
