@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import search_tables
+from benchmarks import recent_window, search_tables
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
@@ -31,6 +31,7 @@ PAGES = tuple(
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "docs/heal.md",
+        "docs/patterns.md",
     )
 )
 RESULTS = Path("benchmarks/results")
@@ -71,7 +72,7 @@ def _quality_errors(folder: Path, path: str) -> str:
     rows = []
     for row in found["rows"]:
         world, loses = row["world"], row["world"]["loss"] > 0
-        wrong, right = ("no_loss", "loss") if loses else ("loss", "no_loss")
+        wrong, right = ("no_loss", "loss") if loses else ("any_loss", "no_loss")
         times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
         beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
         rows.append(
@@ -167,6 +168,11 @@ def _healing_memory(folder: Path, path: str) -> str:
     return heal_memory.table(json.loads((folder / path).read_text())["rows"])
 
 
+def _window(folder: Path, path: str) -> str:
+    """Points against all F, by pattern and window."""
+    return recent_window.table(json.loads((folder / path).read_text())["cells"])
+
+
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
@@ -191,6 +197,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "expect": (_expect, "expect.json"),
     "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
+    "window": (_window, "window/result.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

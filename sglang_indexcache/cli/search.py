@@ -314,11 +314,20 @@ def overlap_command(
 ) -> None:
     """Measure how much of their selection every two layers have in common, by transformers.
 
+    It also tells how much of the last 8, 64 and 256 tokens each layer's selection holds. Where that
+    is little, a recent window (a pattern such as uniform:1/4+w8) may keep answers right.
+
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
     """
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-    from sglang_indexcache.search.overlap import draw_overlap, measure, numbers, read
+    from sglang_indexcache.search.overlap import (
+        draw_overlap,
+        measure,
+        numbers,
+        read,
+        recent_in_words,
+    )
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.support.files import write_json
 
@@ -330,6 +339,7 @@ def overlap_command(
     places = track(range(batches), "measuring", console=out, transient=True)
     counter = measure(evaluator, setup.checkpoint.own, places)
     out.print(read(counter.matrix()).in_words(), highlight=False)
+    out.print(recent_in_words(counter.recent(), drawn), highlight=False)
     facts = {"identity": setup.identity(evaluator), "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)

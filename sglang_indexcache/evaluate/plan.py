@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import Planned
+from sglang_indexcache.evaluate.evaluation import ENDPOINTS, Planned
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.stats.power import Design
+from sglang_indexcache.stats.power import Design, spread_over_cells
 from sglang_indexcache.support.words import counted
 
+DISCORDANCE, CORRELATION = 0.02, 0.1
+"""Assumed before anything is measured: paired questions that differ, and how they do together."""
+LEAST_CONTEXTS = 32
+"""Of each task and length, if the user does not say how many."""
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every 4th context of a cell."""
 CONTROL_SHARE = 0.75
@@ -40,6 +45,23 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
     step: int = 10 ** max(len(str(room)) - 2, 0)
     last = room // step * step
     return (*found, last) if not found or last > found[-1] else tuple(found)
+
+
+def enough_contexts(
+    cells: int, questions: int, margin: float, looks: int, least: int = LEAST_CONTEXTS
+) -> int:
+    """Contexts of each cell with which a plan can show its margin, under what is assumed here.
+
+    Args:
+        cells: tasks times lengths.
+        questions: behind one context.
+        margin: 0.01 is one point.
+        looks: the number is a multiple of them.
+        least: no fewer, so that each cell can see a control lose.
+    """
+    one = Design(looks, margin, looks)
+    needed = one.needed(*spread_over_cells([(1, questions)] * cells, DISCORDANCE, CORRELATION))
+    return looks * math.ceil(max(least, needed / cells) / looks)
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,7 @@ class EvaluationPlan:
         looks: likewise.
         seed: of the first context of each cell; the others count from there.
         taken: rows of a user's files.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -89,8 +112,11 @@ class EvaluationPlan:
     looks: int = 4
     seed: int = 0
     taken: tuple[SelectedRows, ...] = ()
+    endpoint: str = "answers"
 
     def __post_init__(self) -> None:
+        if self.endpoint not in ENDPOINTS:
+            raise QualityError(f"no endpoint is called {self.endpoint!r}: {' or '.join(ENDPOINTS)}")
         for task in self.tasks:
             if task.lower() in JUDGED:
                 raise QualityError(
@@ -125,6 +151,12 @@ class EvaluationPlan:
         contexts = sum(map(len, self.cells.values()))
         return Design(contexts, margin=self.margin, looks=self.looks)
 
+    @property
+    def assumed(self) -> tuple[float, float, float]:
+        """Spread of a context's difference before anything is measured, as ``design`` takes it."""
+        asked = [(len(rows), self.questions_of(task)) for (task, _), rows in self.cells.items()]
+        return spread_over_cells(asked, DISCORDANCE, CORRELATION)
+
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
         """Numbers of their contexts in the order of asking: seeds, or rows of a file."""
@@ -132,7 +164,8 @@ class EvaluationPlan:
         found: dict[Cell, Sequence[int]] = {
             (task, length): seeds for length in self.lengths for task in self.tasks
         }
-        return found | {(cell.task, cell.length): cell.rows for cell in self.taken}
+        found |= {(cell.task, cell.length): cell.rows for cell in self.taken}
+        return dict(sorted(found.items(), key=lambda one: -one[0][1]))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -148,6 +181,16 @@ class EvaluationPlan:
         """Tokens of the longest context with its question and answer."""
         return max(self.sizes.values(), default=0) if not self.tasks else max(self.lengths)
 
+    @property
+    def all_lengths(self) -> list[int]:
+        """Of its cells, rising."""
+        return sorted({length for _, length in self.cells})
+
+    @property
+    def longest_cell(self) -> int:
+        """The longest of these, which is asked first."""
+        return self.all_lengths[-1]
+
     def questions_of(self, task: str) -> int:
         """Behind one of its contexts; one behind a file's."""
         return self.questions if task in self.tasks else 1
@@ -161,7 +204,8 @@ class EvaluationPlan:
     def planned(self) -> tuple[Planned, ...]:
         """Every context, in the order of asking: the control, then round by round over the cells.
 
-        So each look has the same share of every cell, and whatever drifts hits all cells alike.
+        So each look has the same share of every cell, and whatever drifts hits all cells alike. The
+        longest come first: their rate, the slowest, says how long everything takes at most.
         """
         control = [
             Planned(context_name(task, self.control_length, n), task, self.control_length, 0, False)
@@ -201,7 +245,8 @@ class EvaluationPlan:
             "margin": self.margin,
             "looks": self.looks,
             "seed": self.seed,
-            **({"taken": taken} if taken else {}),
+            "taken": taken,
+            "endpoint": self.endpoint,
         }
 
     @classmethod
@@ -211,7 +256,7 @@ class EvaluationPlan:
         values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
         values["taken"] = tuple(
             SelectedRows(task, length, tuple(rows), tuple(sizes), available)
-            for task, length, rows, sizes, available in values.get("taken", ())
+            for task, length, rows, sizes, available in values["taken"]
         )
         return cls(**values)
 
