@@ -190,7 +190,8 @@ class Questions:
         margin, contexts = self.margin / 100, self.contexts
         if contexts is None:
             cells = max(len(tasks), 1) * len(lengths)
-            contexts = enough_contexts(cells, QUESTIONS if tasks else 1, margin, self.looks)
+            behind = QUESTIONS if tasks else 1
+            contexts = enough_contexts(cells, behind, margin, self.looks, self.endpoint)
         with out.status("") as status:  # a line in a log, a moving one in a terminal
 
             def on_row(name: str, rows: int) -> None:

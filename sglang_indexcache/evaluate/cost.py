@@ -13,6 +13,7 @@ from sglang_indexcache.evaluate.plan import (
     AGAIN_EVERY,
     CORRELATION,
     DISCORDANCE,
+    PROBABILITY_DEVIATION,
     EvaluationPlan,
     SelectedRows,
     context_name,
@@ -22,6 +23,12 @@ from sglang_indexcache.study.cost import Cost
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.words import counted
 
+_ASSUMED = {
+    "answers": f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} "
+    "within a context",
+    "probability": "a context's difference in probability has a standard deviation of "
+    f"{100 * PROBABILITY_DEVIATION:g} points",
+}
 PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
 
@@ -102,9 +109,8 @@ def in_words(
         ),
         (
             "can show",
-            f"a loss of {100 * shown:.1f} points, with {design.power:.0%} probability, "
-            f"if {DISCORDANCE:.0%} of the pairs differ (correlation {CORRELATION:g} within a "
-            "context); both are assumed here, and measured in the report",
+            f"a loss of {100 * shown:.1f} points, with {design.power:.0%} probability, if "
+            f"{_ASSUMED[plan.endpoint]} (assumed here, measured in the report)",
         ),
     ]
     if (contexts := design.needed(*plan.assumed)) > design.contexts:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,9 @@ from sglang_indexcache.support.words import counted
 
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed before anything is measured: paired questions that differ, and how they do together."""
+PROBABILITY_DEVIATION = 0.05
+"""Assumed of a context's difference in probability: 4.9 points were measured of a searched 1/4 on
+the small checkpoint, 1.75 of 1/2. All contexts differ."""
 LEAST_CONTEXTS = 32
 """Of each task and length, if the user does not say how many."""
 AGAIN_EVERY = 4
@@ -47,8 +51,23 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
     return (*found, last) if not found or last > found[-1] else tuple(found)
 
 
+def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
+    """Spread of a context's difference before anything is measured, as `Design` takes it.
+
+    Args:
+        cells: contexts of each, and questions behind one of its contexts.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+    """
+    if endpoint == "answers":
+        return spread_over_cells(cells, DISCORDANCE, CORRELATION)
+    total = sum(count for count, _ in cells)
+    weights = [total / (len(cells) * count) for count, _ in cells]
+    squares = (count / total * one**2 for (count, _), one in zip(cells, weights, strict=True))
+    return PROBABILITY_DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
+
+
 def enough_contexts(
-    cells: int, questions: int, margin: float, looks: int, least: int = LEAST_CONTEXTS
+    cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
 ) -> int:
     """Contexts of each cell with which a plan can show its margin, under what is assumed here.
 
@@ -57,11 +76,15 @@ def enough_contexts(
         questions: behind one context.
         margin: 0.01 is one point.
         looks: the number is a multiple of them.
-        least: no fewer, so that each cell can see a control lose.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+
+    Returns:
+        At least :data:`LEAST_CONTEXTS`, so that each cell can see a control lose.
     """
-    one = Design(looks, margin, looks)
-    needed = one.needed(*spread_over_cells([(1, questions)] * cells, DISCORDANCE, CORRELATION))
-    return looks * math.ceil(max(least, needed / cells) / looks)
+    needed = Design(looks, margin, looks).needed(
+        *assumed_spread([(1, questions)] * cells, endpoint)
+    )
+    return looks * math.ceil(max(LEAST_CONTEXTS, needed / cells) / looks)
 
 
 @dataclass(frozen=True)
@@ -155,7 +178,7 @@ class EvaluationPlan:
     def assumed(self) -> tuple[float, float, float]:
         """Spread of a context's difference before anything is measured, as ``design`` takes it."""
         asked = [(len(rows), self.questions_of(task)) for (task, _), rows in self.cells.items()]
-        return spread_over_cells(asked, DISCORDANCE, CORRELATION)
+        return assumed_spread(asked, self.endpoint)
 
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
@@ -231,34 +254,22 @@ class EvaluationPlan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a journal of this plan must agree with."""
-        taken = [
-            [cell.task, cell.length, list(cell.rows), list(cell.sizes), cell.available]
-            for cell in self.taken
-        ]
-        return {
-            "tasks": list(self.tasks),
-            "lengths": list(self.lengths),
-            "contexts": self.contexts,
-            "questions": self.questions,
-            "selects_all": self.selects_all,
-            "margin": self.margin,
-            "looks": self.looks,
-            "seed": self.seed,
-            "taken": taken,
-            "endpoint": self.endpoint,
-        }
+        """What a journal of this plan must agree with; JSON values."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> EvaluationPlan:
         """The plan with this identity."""
-        values = dict(identity)
-        values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
-        values["taken"] = tuple(
-            SelectedRows(task, length, tuple(rows), tuple(sizes), available)
-            for task, length, rows, sizes, available in values["taken"]
-        )
-        return cls(**values)
+        values = _tuples(identity)
+        return cls(**values | {"taken": tuple(SelectedRows(**cell) for cell in values["taken"])})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON values with tuples for lists."""
+    if isinstance(value, Mapping):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def context_name(task: str, length: int, seed: int) -> str:

@@ -22,33 +22,11 @@ from sglang_indexcache.evaluate.tasks.chat import around, has_template
 from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, _shortened, fitted, strata
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS, prose
 from sglang_indexcache.support.text import machine_text, make_tokenizer
+from tests.evaluate.fake_server import Words
 from tests.evaluate.tasks.solvers import SOLVERS
 
 TINY = Path(__file__).parents[3] / "sglang_indexcache" / "demo" / "tiny-dsa"
 LENGTHS = (1024, 8192, 131072)
-
-
-class Words:
-    """A third tokenizer that is quick and merges nothing: words, spaces and signs."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[str, int] = {}
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
-        found = [re.findall(r" ?\w+|\s|[^\w\s]", one) for one in text]
-        return {
-            "input_ids": [
-                [self.pieces.setdefault(p, len(self.pieces)) for p in one] for one in found
-            ]
-        }
-
-    def get_vocab(self) -> dict[str, int]:
-        words = sorted(set(re.findall(r"[A-Za-z]+", haystack())))
-        return {f"\u0120{word}": place for place, word in enumerate(words)}
-
-    def decode(self, ids: list[int]) -> str:
-        names = list(self.pieces)
-        return "".join(names[i] for i in ids)
 
 
 @cache
