@@ -188,20 +188,11 @@ def test_a_shared_rule_is_defined_once() -> None:
     assert {name: places[name] for name in wanted} == wanted
 
 
-MOST_LINES = {
-    "ask": 1450, "bench": 2206, "cli": 2000, "data": 800, "demo": 564, "evaluate": 5800,
-    "heal": 3400, "kernels": 3760, "search": 3700, "serving": 7000, "stats": 950, "study": 582,
-    "support": 317, "": 2500,
-}  # fmt: skip
-"""Of each folder's Python; "" is the modules at the top. These were reached: lower a number that is
-beaten, and raise one only for what users have asked for."""
-MOST_MODULES = 212
+MOST_LINES, MOST_MODULES = 34_000, 212
+"""Of the package's Python. They were reached: lower one that is beaten, and raise one only for what
+users have asked for."""
 
 
 def test_the_package_does_not_grow() -> None:
-    lines: dict[str, int] = defaultdict(int)
-    for path in PATHS.values():
-        folder = path.relative_to(PACKAGE).parent.parts
-        lines[folder[0] if folder else ""] += path.read_text().count("\n")
-    assert {name: n for name, n in lines.items() if n > MOST_LINES.get(name, 0)} == {}
+    assert sum(path.read_text().count("\n") for path in PATHS.values()) <= MOST_LINES
     assert len(PATHS) <= MOST_MODULES
