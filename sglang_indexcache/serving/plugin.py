@@ -129,6 +129,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         return original(runner)
     adapter.check_in_effect(runner, plan)
     active = activate(plan)
+    active.traffic.look_at(plan, runner)
     live.install()
     requests.install(plan)
     foreign_kv.install()
@@ -405,7 +406,7 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     if platform_cpu.is_active():
         merged |= fp8.overrides(config)
     cfg = resolving_view(server_args)
-    fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    fields: dict[str, Any] = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
     if cfg.speculative_draft_attention_backend == BACKEND_NAME:  # drafts have indexers of their own
         fields["speculative_draft_attention_backend"] = "dsa"
     if plan.mode == "live":
@@ -413,6 +414,10 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
         fields["cuda_graph_backend_prefill"] = "disabled"
         if not plan.graphs:
             fields["cuda_graph_backend_decode"] = "disabled"
+    if cfg.enable_metrics:
+        from sglang_indexcache.serving.metrics import collectors
+
+        fields["stat_loggers"] = collectors(cfg.stat_loggers)
     declare_resolution(
         server_args,
         BACKEND_NAME,

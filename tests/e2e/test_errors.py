@@ -42,8 +42,9 @@ GLM_CASES = [
 
 
 FORKING = """
-import json, os, runpy, sys, warnings
-import sglang.launch_server, sglang_indexcache.serving.plugin, transformers
+import json, os, runpy, sys
+import sglang.launch_server, sglang.srt.configs.model_config, sglang_indexcache.serving.plugin
+import sglang.srt.layers.attention.attention_registry
 del sys.modules["sglang.launch_server"]
 for line in sys.stdin:
     case = json.loads(line)
