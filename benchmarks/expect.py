@@ -19,17 +19,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.forward import Deployment, Forwards
-from sglang_indexcache.bench.plan import Composed, choose_patterns
+from sglang_indexcache.bench.plan import choose_patterns
 from sglang_indexcache.bench.results import METRICS, paper_speedup
-from sglang_indexcache.bench.roofline import find_gpu
 from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
-from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench.shapes import checkpoint_of, find_gpu
 from sglang_indexcache.bench.tables import NAMES, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.lengths import format_length
 
@@ -61,16 +60,16 @@ PAPERS_SKIPPED = 47 - 12
 
 def gains(deployment: Deployment) -> dict[str, Any]:
     """Gains of one deployment, and what they rest on."""
-    source = Composed(deployment)
-    patterns, said = choose_patterns(RATIOS, deployment.shape)
+    source = Forwards(deployment)
+    patterns, said = choose_patterns(RATIOS, deployment.measured.shape)
     found: dict[str, Any] = {}
     for metric in METRICS:
         found[metric] = {}
         for name, pattern in patterns:
-            cells = {n: source.cell(metric, pattern, n) for n in CONTEXTS}
+            cells = {n: source.gain(metric, pattern, n) for n in CONTEXTS}
             found[metric][name] = {
                 str(n): None
-                if cell is None or cell.milliseconds is None or cell.off is None
+                if cell is None
                 else {
                     "every_indexer_ms": round(cell.milliseconds, 3),
                     "gain": round(cell.gain, 4),
@@ -102,7 +101,7 @@ def held_out(card: str) -> Iterator[dict[str, Any]]:
                 for (k, size), one in getattr(forwards.layers, phase).items()
                 if k == kind and (phase == "decode" or size >= SHORTEST)
                 for x, error in one.errors()
-                if x >= forwards.deployment.shape.topk
+                if x >= forwards.deployment.shape.index_topk
             ]
             yield {
                 "card": card,
@@ -196,7 +195,7 @@ def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
         ]
         total = sum(theirs("static_ctx", isl=p + n, osl=1, prefix=p) for p, n in chunks)
         step = theirs("static_gen", isl=context, osl=2)
-        full = deployment.shape.layers
+        full = deployment.shape.num_hidden_layers
         for phase, their, our in (
             ("prefill", total, forwards.prefill(full, context)),
             ("decode", step, forwards.decode(full, 1, context)),
@@ -216,7 +215,7 @@ def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
 def measure() -> dict[str, Any]:
     """Everything."""
     return {
-        "environment": environment().model_dump(),
+        "environment": machine(),
         "wheel": f"{WHEEL} {version(WHEEL)}",
         "engine": "SGLang 0.5.14",
         "contexts": CONTEXTS,
@@ -231,7 +230,7 @@ def measure() -> dict[str, Any]:
 
 def papers_gain(metric: str, ratio: str, context: int) -> float:
     """The paper's own, of its 30B model on eight H100 with dp_attention."""
-    checkpoint = checkpoint_of(PRESETS["30b"])
+    checkpoint = checkpoint_of("30b")
     pattern = Library.default().resolve(ratio, checkpoint).pattern
     return paper_speedup(dict(checkpoint.shape), pattern, metric)[format_length(context)]  # type: ignore[arg-type]
 

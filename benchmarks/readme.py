@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import search_tables
 from sglang_indexcache.bench import tables
-from sglang_indexcache.bench.results import LatencyResult, load
+from sglang_indexcache.bench.results import load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.serving.features import FEATURES
@@ -39,7 +39,7 @@ _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->
 
 
 def _latency(folder: Path, path: str) -> str:
-    result = load(LatencyResult, folder / path)
+    result = load(folder / path)
     return tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
 
 
@@ -54,12 +54,12 @@ def _features(_folder: Path, _path: str) -> str:
 
 
 def _amdahl(folder: Path, path: str) -> str:
-    grid = tables.amdahl_grid(load(LatencyResult, folder / path))
+    grid = tables.amdahl_grid(load(folder / path))
     return grid.to_markdown() if grid else NOT_MEASURED + "\n"
 
 
 def _memory(folder: Path, path: str) -> str:
-    return tables.memory_grid(load(LatencyResult, folder / path)).to_markdown()
+    return tables.memory_grid(load(folder / path)).to_markdown()
 
 
 def _quality_errors(folder: Path, path: str) -> str:

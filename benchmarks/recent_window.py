@@ -30,8 +30,8 @@ from sglang_indexcache.support.files import write_json, write_whole
 RESULTS = Path(__file__).parent / "results" / "window"
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 WINDOWS = (0, 4, 8, 16)
-UNIFORM = tuple(f"uniform:1/{ratio}" for ratio in (2, 3, 4, 6))
-SEARCHED = ("1/2", "1/4", "1/8")
+BLIND = tuple(f"uniform:1/{ratio}" for ratio in (2, 4, 3, 6))
+SEARCHED = ("1/4", "1/8")
 ALL_FULL = "full"
 
 Cell = dict[str, Any]
@@ -46,17 +46,19 @@ class Setting:
         length: of the contexts, tokens.
         contexts: how many.
         arms: patterns, each with its window.
+        part: a letter, where a list and a length have several evaluations.
     """
 
     topk: int
     length: int
     contexts: int
     arms: tuple[str, ...]
+    part: str = ""
 
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"top{self.topk}-{self.length}"
+        return f"top{self.topk}-{self.length}{self.part}"
 
 
 def with_windows(patterns: tuple[str, ...], windows: tuple[int, ...]) -> tuple[str, ...]:
@@ -66,12 +68,14 @@ def with_windows(patterns: tuple[str, ...], windows: tuple[int, ...]) -> tuple[s
 
 CONTROL = (f"{ALL_FULL}+w8",)
 SETTINGS = (
-    Setting(64, 512, 24, (*with_windows(UNIFORM, WINDOWS), *CONTROL)),
-    Setting(64, 256, 24, (*with_windows(UNIFORM, (0, 8)), *with_windows(SEARCHED, (0, 8)))),
-    Setting(256, 1024, 16, (*with_windows(UNIFORM[:3], (0, 8)), *CONTROL)),
-    Setting(64, 1024, 16, with_windows(UNIFORM[:3], (0, 8))),
-    Setting(32, 256, 24, (*with_windows(UNIFORM, (0, 8)), *CONTROL)),
-    Setting(64, 2048, 8, with_windows(UNIFORM[:3], (0, 8))),
+    Setting(64, 256, 24, (*with_windows(BLIND[:2], (0, 8)), *CONTROL)),
+    Setting(64, 512, 24, (*with_windows(BLIND[:2], (0, 8)), *CONTROL)),
+    Setting(64, 256, 24, with_windows(BLIND[:2], (4, 16)), "b"),
+    Setting(64, 256, 24, (*with_windows(BLIND[2:], (0, 8)), *with_windows(SEARCHED, (0, 8))), "c"),
+    Setting(256, 1024, 16, (*with_windows(BLIND[:2], (0, 8)), *CONTROL)),
+    Setting(64, 1024, 16, with_windows(BLIND[:2], (0, 8))),
+    Setting(32, 256, 24, (*with_windows(BLIND[:2], (0, 8)), *CONTROL)),
+    Setting(64, 2048, 8, with_windows(BLIND[:2], (0, 8))),
 )
 """In the order in which they are run; what does not fit the time is not measured."""
 
@@ -100,7 +104,7 @@ def run(setting: Setting, work: Path) -> None:
                 *("--model", str(model), "--url", f"http://127.0.0.1:{server.port}"),
                 *("--task", "notes", "--length", str(setting.length)),
                 *("--contexts", str(setting.contexts)),
-                *("--looks", "1", "--margin", "5", "--yes", "--output", str(work / setting.name)),
+                *("--looks", "3", "--margin", "5", "--yes", "--output", str(work / setting.name)),
             ],
             check=True,
         )

@@ -24,9 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.bench.environment import environment
-from sglang_indexcache.bench.latency import read_target
-from sglang_indexcache.bench.prompts import random_prompts
+from sglang_indexcache.bench.latency import random_prompts, read_target
 from sglang_indexcache.bench.results import Configuration, configurations
 from sglang_indexcache.bench.servers import StartedServers
 from sglang_indexcache.bench.tables import Grid
@@ -34,6 +32,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
 PROMPT, REQUESTS, STEPS = 512, 64, 16
@@ -248,7 +247,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, required=True, help="rounds so far; goes on there")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    where = environment()
+    where = machine()
     if (done := len(read(arguments.journal)[BASE])) < arguments.rounds:
         with tempfile.TemporaryDirectory() as logs:
             measure(done, arguments.rounds, arguments.journal, Path(logs))
@@ -256,7 +255,7 @@ def main() -> None:
     batch = median(turn.decode for turn in turns[BASE])
     share = STEPS * row_code_seconds(REQUESTS) / batch
     found = {
-        "environment": where.model_dump(),
+        "environment": where,
         "model": "tiny-dsa, as shipped, every layer F",
         "arms": ARMS,
         "rounds": len(turns[BASE]),

@@ -29,7 +29,7 @@ class SyntheticEvaluator:
         tokens: per batch, for the cost count.
     """
 
-    in_flight = 1
+    kind, in_flight = "synthetic", 1
 
     def __init__(
         self,
@@ -63,10 +63,9 @@ class SyntheticEvaluator:
         return np.exp(self._noise * data.standard_normal(shape))
 
     @property
-    def identity(self) -> dict[str, str]:
-        """What the journal and the pattern file say about where the losses come from."""
-        digest = hashlib.sha256(repr(self._arguments).encode()).hexdigest()
-        return {"evaluator": "synthetic", "checkpoint": digest, "data": digest}
+    def digest(self) -> str:
+        """Tells landscapes apart."""
+        return hashlib.sha256(repr(self._arguments).encode()).hexdigest()
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
         """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""

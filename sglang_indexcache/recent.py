@@ -1,12 +1,15 @@
 """The recent window in plain torch: a list of selected tokens, and those of the last w it lacks.
 
-What transformers and the CPU platform run, and what the CUDA kernel (``kernels/window.py``) is
-held against.
+What transformers and the CPU platform run, and what the CUDA kernel is held against
+(``kernels/window/triton.py``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch.nn.functional import pad
 
 NOTHING = -1
 """An entry of a list that names no token, as ``kernels.contract.PADDING``."""
@@ -45,3 +48,55 @@ def union(lists: torch.Tensor, recent: torch.Tensor) -> torch.Tensor:
     both = torch.cat([lists, recent.to(lists.dtype).masked_fill(held, NOTHING)], dim=-1)
     order = (both == NOTHING).to(torch.int8).argsort(dim=-1, stable=True)
     return both.gather(-1, order)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """How the entries of lists name a row's tokens; positions in its request if neither is given.
+
+    Attributes:
+        table: ``[R, L]`` int32, the pool slot of every token, with ``owners``.
+        owners: ``[T]`` integers, each row's line of ``table``.
+        offsets: ``[T]`` integers, where each row's request begins among tokens laid end to end.
+    """
+
+    table: torch.Tensor | None = None
+    owners: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """``[T, w]`` entries that name ``positions``, -1 where those are."""
+        if self.table is not None and self.owners is not None:
+            named = self.table[self.owners.long()[:, None], positions.clamp_min(0).long()]
+        elif self.offsets is not None:
+            named = positions + self.offsets[:, None]
+        else:
+            return positions
+        return named.masked_fill(positions < 0, NOTHING)
+
+
+def widen(
+    lists: torch.Tensor,
+    visible: torch.Tensor,
+    windows: torch.Tensor | int,
+    width: int,
+    addresses: Addresses,
+    multiple: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists with their rows' recent windows, as attention kernels take them.
+
+    Args:
+        lists: ``[T, k]`` int32 entries as ``addresses`` has them; -1 for nothing.
+        visible: ``[T]`` integers: how many tokens of its request each row sees.
+        windows: how many of the last of them it sees anyway, one number or ``[T]``.
+        width: the widest of them.
+        addresses: what entries mean.
+        multiple: of which the lists' new length is one.
+
+    Returns:
+        ``[T, n]`` int32, n at least k + width: each row's entries together at its start, then -1;
+        and ``[T]`` int32, how many they are.
+    """
+    wide = union(lists, addresses.of(last_tokens(visible, windows, width)))
+    missing = -wide.shape[1] % multiple
+    return pad(wide, (0, missing), value=NOTHING), (wide >= 0).sum(-1, dtype=torch.int32)

@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"},
     ),
     "study": (BASE, TABLES | {"matplotlib"}),
-    "kernels": ({"errors", "support.files"}, TORCH | CUDA_BUILD),
+    "kernels": ({"errors", "recent", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),
     "search": (
         BASE | {"ask", "data", "hf", "recent", "stats", "study", "support"},

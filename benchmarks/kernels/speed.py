@@ -16,11 +16,11 @@ from benchmarks.kernels.workloads import (
     Family,
     Workload,
     attention_tensors,
+    gpu_of_driver,
     indexer_tensors,
     logits_tensors,
     workloads,
 )
-from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OpName
 
@@ -97,8 +97,7 @@ def measure(work: Workload, machine: dispatch.Machine) -> dict[str, Any]:
     times = {name: summary(each) for name, each in interleaved(ready, device, SECONDS_EACH).items()}
     card = gpu_of_driver(machine.name)
     if card is not None:
-        fp8 = not work.family.startswith("mla")
-        seconds, by = card.bound(work.flops, work.memory_bytes, fp8=fp8)
+        seconds, by = work.bound(card)
         for one in times.values():
             one["of_bound"] = seconds * 1e6 / one["median_us"]
         missing["bound"] = f"{seconds * 1e6:.1f} us by {by}"

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from sglang_indexcache.bench.roofline import attention_flops, score_flops
+from sglang_indexcache.bench.shapes import GPUS, Gpu
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     INDEX_DIM,
@@ -26,6 +26,13 @@ from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
 
 Family: TypeAlias = Literal["select_prefill", "select_decode", "topk", "mla_prefill", "mla_decode"]
+
+
+def gpu_of_driver(name: str) -> Gpu | None:
+    """The data sheet of the GPU that the driver calls ``name``; PCIe and NVL versions have none."""
+    if "PCIe" in name or "NVL" in name:
+        return None
+    return next((gpu for model, gpu in GPUS.items() if model.upper() in name), None)
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,16 @@ class Workload:
     def flops(self) -> int:
         """Multiplications and additions of the matrix products, none for heads of padding."""
         if self.family.startswith("select"):
-            return int(score_flops(self.pairs, self.heads, INDEX_DIM))
+            return 2 * INDEX_DIM * self.heads * self.pairs
         if self.family.startswith("mla"):
-            selected = self.rows * self.topk
-            return int(attention_flops(selected, self.heads, LATENT_DIM, VALUE_DIM))
+            return 2 * (LATENT_DIM + VALUE_DIM) * self.heads * self.rows * self.topk
         return 0
+
+    def bound(self, gpu: Gpu) -> tuple[float, str]:
+        """The least seconds that a card needs for it, and what sets them."""
+        compute = self.flops / (gpu.bf16 if self.family.startswith("mla") else gpu.fp8)
+        memory = self.memory_bytes / gpu.bandwidth
+        return (compute, "matrix unit") if compute > memory else (memory, "memory")
 
     @property
     def memory_bytes(self) -> int:

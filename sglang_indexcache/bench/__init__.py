@@ -2,5 +2,5 @@
 
 ``latency`` measures SGLang servers over HTTP and leaves one JSON file (``results``), from which its
 ``tables`` and ``figures`` are made. ``plan`` composes what a deployment gains from ``rows`` that
-NVIDIA measured on real cards (``forward``), and falls back on a ``roofline``.
+NVIDIA measured on real cards (``forward``).
 """

@@ -1,10 +1,8 @@
-"""The paper's figures from our results: relative speed-up, indexer share, scaling."""
+"""The paper's bar figure from our results: relative speed-up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sglang_indexcache.bench.results import LatencyResult, Metric, paper_speedup
 from sglang_indexcache.bench.tables import label
@@ -26,7 +24,8 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
     the paper's own figure, where it has one for this shape and context.
     """
     metrics = result.metrics
-    figure, axes = _panels(len(metrics))
+    width = 3.9 * len(metrics) if metrics[1:] else 5.6
+    figure, axes = make_figure(width, 3.4, columns=len(metrics))
     width = 0.8 / len(result.configurations)
     for axis, metric in zip(axes, metrics, strict=True):
         for number, configuration in enumerate(result.configurations):
@@ -60,43 +59,3 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
     axes[0].set_ylabel("relative to DSA, %")
     axes[0].legend(fontsize=8, frameon=False, loc="upper left")
     save_figure(figure, path)
-
-
-def draw_shares(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
-    """The indexers' share of the time by context length (paper, figure in the introduction).
-
-    Args:
-        curves: share by length, by name (prefill, decode, ...).
-        path: a .png file.
-    """
-    figure, [axis] = _panels(1)
-    for name, curve in curves.items():
-        lengths = sorted(curve)
-        axis.plot(lengths, [100 * curve[n] for n in lengths], marker="o", ms=4, label=name)
-    _context_axis(axis, sorted({n for curve in curves.values() for n in curve}))
-    axis.set_ylabel("indexers' share of the time, %")
-    axis.set_ylim(0, 100)
-    axis.legend(fontsize=8, frameon=False)
-    save_figure(figure, path)
-
-
-def share_curves(result: LatencyResult) -> dict[str, dict[int, float]]:
-    """The baseline's indexer share by metric and length, where the server told it."""
-    curves: dict[str, dict[int, float]] = {}
-    for metric in result.metrics:
-        shares = {n: result.indexer_share(metric, n) for n in result.lengths}
-        if None not in shares.values():
-            curves[_PANELS[metric]] = {n: share for n, share in shares.items() if share}
-    return curves
-
-
-def _context_axis(axis: Any, lengths: Sequence[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [format_length(n) for n in lengths])
-    axis.minorticks_off()
-    axis.set_xlabel("context, tokens")
-
-
-def _panels(count: int) -> tuple[Any, list[Any]]:
-    width, height = (3.9 * count, 3.4) if count > 1 else (5.6, 3.6)
-    return make_figure(width, height, columns=count)

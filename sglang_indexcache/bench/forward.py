@@ -8,21 +8,30 @@ sampling, and the tokenizer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sglang_indexcache.bench.roofline import INDEX_K_BYTES, KV_BYTES, MEMORY_PART, find_gpu
+from sglang_indexcache.bench.results import METRICS, Metric
 from sglang_indexcache.bench.rows import ENGINE, LatencyEstimate, Layers, Series, Wheel
-from sglang_indexcache.bench.shapes import ModelShape, preset
+from sglang_indexcache.bench.shapes import PRESETS, ModelShape, find_gpu
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.pattern import Pattern
 
+NO_RATE = "no rate for this"
 MOST_OFF = 0.1
 """A figure that may be off by more is not given: "no rate for this"."""
 USED_MEMORY = 0.9
 """Of a GPU, for weights and KV cache: near what SGLang takes by default."""
 EXPERT_LOADS = "power_law_1.01"
 """How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
+MEMORY_PART = 0.8
+"""Of the bandwidth that a norm reaches: an assumption."""
+INDEX_K_BYTES = 128 + 4
+"""Of a token's index key: e4m3 and a float32 scale."""
+KV_BYTES = {"fp8": 656, "bf16": 1152}
+"""Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Deployment:
 
     Attributes:
         model: a name of :data:`MODELS`.
-        gpu: a name of :data:`sglang_indexcache.bench.roofline.GPUS`.
+        gpu: a name of :data:`sglang_indexcache.bench.shapes.GPUS`.
         gpus: how many.
         dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
         kv: of the latent cache, "fp8" or "bf16"; "" is the engine's default on that GPU.
@@ -88,7 +97,7 @@ class Deployment:
     @property
     def shape(self) -> ModelShape:
         """Of the model."""
-        return preset(self.measured.shape)
+        return PRESETS[self.measured.shape]
 
     @property
     def cache(self) -> str:
@@ -104,21 +113,33 @@ class Deployment:
     def weight_bytes(self) -> float:
         """On one GPU; the attention's are repeated in each rank of data-parallel attention."""
         shape, size = self.shape, 1 if "fp8" in self.measured.weights else 2
-        attention = shape.layers * (shape.attention_parameters / (self.gpus / self.dp))
-        indexers = shape.layers * shape.indexer_parameters
+        layers = shape.num_hidden_layers
+        attention = layers * (shape.attention_parameters / (self.gpus / self.dp))
+        indexers = layers * shape.indexer_parameters
         return size * (attention + indexers + shape.mlp_parameters / self.gpus)
 
     @property
     def cache_tokens(self) -> int:
         """Of one rank beside the weights, every layer F; negative if the weights do not fit."""
         room = USED_MEMORY * find_gpu(self.gpu).memory - self.weight_bytes
-        return int(room / (self.shape.layers * (KV_BYTES[self.cache] + INDEX_K_BYTES)))
+        each = KV_BYTES[self.cache] + INDEX_K_BYTES
+        return int(room / (self.shape.num_hidden_layers * each))
 
     def __str__(self) -> str:
         ranks = f"--tp {self.gpus}" + (
             f" --dp {self.dp} --enable-dp-attention" if self.dp > 1 else ""
         )
         return f"{self.model}, {self.gpus} x {find_gpu(self.gpu).name}, {ranks}, {self.cache} cache"
+
+    def check_fits(self) -> None:
+        """Raise BenchError if the weights leave no room for a cache."""
+        gpu = find_gpu(self.gpu)
+        if self.cache_tokens <= 0:
+            raise BenchError(
+                f"the weights do not fit: {self.model} takes {self.weight_bytes / 1e9:.0f} GB of "
+                f"each of {self.gpus} GPUs, and {gpu.name} has {gpu.memory / 1e9:.0f}. Take a GPU "
+                "with more memory (--gpu h200 or b200), or fewer ranks of attention (--dp)."
+            )
 
     def check(self) -> None:
         """Raise BenchError on a deployment that cannot be."""
@@ -129,6 +150,23 @@ class Deployment:
         if self.cache not in KV_BYTES:
             raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {self.kv!r}")
         find_gpu(self.gpu)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a pattern gains.
+
+    Attributes:
+        milliseconds: with every indexer.
+        gain: the speed-up over that.
+        off: what either may be off by, as a part.
+        requests: of a rank at once.
+    """
+
+    milliseconds: float
+    gain: float
+    off: float
+    requests: int = 1
 
 
 class Forwards:
@@ -148,14 +186,16 @@ class Forwards:
         self._wheel = Wheel(deployment.gpu, data)
         names, gpus = deployment.measured, deployment.gpus
         kv = {"fp8": "fp8", "bf16": "bfloat16"}[deployment.cache]
-        heads = self._shape.heads // (gpus // deployment.dp)
+        heads = self._shape.num_attention_heads // (gpus // deployment.dp)
         self.layers: Layers = self._wheel.layers(names.full, names.shared, heads, names.weights, kv)
         self._experts = self._wheel.series(
             f"moe/{ENGINE}/moe_perf",
             "num_tokens",
             {
-                "hidden_size": self._shape.hidden, "inter_size": self._shape.expert_width,
-                "topk": self._shape.active_experts, "num_experts": self._shape.experts,
+                "hidden_size": self._shape.hidden_size,
+                "inter_size": self._shape.moe_intermediate_size,
+                "topk": self._shape.num_experts_per_tok,
+                "num_experts": self._shape.n_routed_experts,
                 "moe_dtype": names.weights, "moe_tp_size": gpus, "moe_ep_size": 1,
                 "distribution": EXPERT_LOADS,
             },
@@ -187,7 +227,10 @@ class Forwards:
         ]
         if self.deployment.dp > 1:
             said.insert(2, "Gather and scatter of the ranks' tokens count as two all-reduces.")
-        return (*said, self.deployment.measured.note)
+        said.append(self.deployment.measured.note)
+        if self.contradictions:
+            said.append(f"Rows that contradict others, left out: {'; '.join(self.contradictions)}.")
+        return tuple(said)
 
     @property
     def contradictions(self) -> tuple[str, ...]:
@@ -195,10 +238,37 @@ class Forwards:
         used = [
             one
             for one in self.layers.contradictions
-            if one.x >= self._shape.topk
+            if one.x >= self._shape.index_topk
             and (one.phase == "generation" or one.size == self.deployment.chunk)
         ]
         return tuple(one.text for one in used)
+
+    def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
+        """What a pattern gains; None where nothing is known, or what is may be too far off."""
+        requests = self.requests(context) if metric == "full" else 1
+        full, mine = (
+            self.prefill(count, context)
+            if metric == "prefill"
+            else self.decode(count, requests, context)
+            for count in (len(pattern), len(pattern.full_layers))
+        )
+        if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
+            return None
+        return Gain(full.value, full.value / mine.value, max(full.off, mine.off), requests)
+
+    def range_said(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
+        """How far off gains may be: the worst of what rows held out were predicted wrongly."""
+        found = [
+            self.gain(metric, one, n) for metric in METRICS for one in patterns for n in contexts
+        ]
+        offs = [one.off for one in found if one is not None]
+        if not offs:
+            return ""
+        return (
+            f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from "
+            f"its neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says "
+            f"'{NO_RATE}'."
+        )
 
     def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
         """Milliseconds to read a prompt, one on each rank; None where rows are missing."""
@@ -234,7 +304,11 @@ class Forwards:
     ) -> LatencyEstimate | None:
         if full is None or shared is None or around is None:
             return None
-        counted = ((full_layers, full), (self._shape.layers - full_layers, shared), (1, around))
+        counted = (
+            (full_layers, full),
+            (self._shape.num_hidden_layers - full_layers, shared),
+            (1, around),
+        )
         value = sum(count * part.value for count, part in counted)
         return LatencyEstimate(value, sum(count * p.value * p.off for count, p in counted) / value)
 
@@ -243,24 +317,25 @@ class Forwards:
         shape, gpus, names = self._shape, self.deployment.gpus, self.deployment.measured
         experts = self._experts.at(tokens)
         reduce = self._reduce[graph]
-        moved = LatencyEstimate(0.0) if reduce is None else reduce.at(tokens * shape.hidden)
+        moved = LatencyEstimate(0.0) if reduce is None else reduce.at(tokens * shape.hidden_size)
         if experts is None or moved is None:
             return None
         per_rank = tokens // self.deployment.dp
-        gpu = find_gpu(self.deployment.gpu)
-        norm = 1e3 * per_rank * shape.hidden * 4 * 2 / (gpu.bandwidth * MEMORY_PART)
+        gpu, hidden = find_gpu(self.deployment.gpu), shape.hidden_size
+        norm = 1e3 * per_rank * hidden * 4 * 2 / (gpu.bandwidth * MEMORY_PART)
 
         def mlp(width: int) -> float:
-            up = self._product(tokens, 2 * width // gpus, shape.hidden, names.weights)
-            return up + self._product(tokens, shape.hidden, width // gpus, names.weights)
+            up = self._product(tokens, 2 * width // gpus, hidden, names.weights)
+            return up + self._product(tokens, hidden, width // gpus, names.weights)
 
-        moe = experts.value + mlp(shape.shared_experts * shape.expert_width)
-        moe += self._product(tokens, shape.experts, shape.hidden, "bfloat16")
-        sparse = shape.layers - shape.dense_layers
-        value = shape.layers * 2 * (moved.value + norm) + sparse * moe
-        value += shape.dense_layers * mlp(shape.dense_width)
-        value += self._product(heads, shape.vocab // gpus, shape.hidden, "bfloat16")
-        wrong = sparse * experts.value * experts.off + 2 * shape.layers * moved.value * moved.off
+        layers, dense = shape.num_hidden_layers, shape.first_k_dense_replace
+        moe = experts.value + mlp(shape.n_shared_experts * shape.moe_intermediate_size)
+        moe += self._product(tokens, shape.n_routed_experts, hidden, "bfloat16")
+        value = layers * 2 * (moved.value + norm) + (layers - dense) * moe
+        value += dense * mlp(shape.intermediate_size)
+        value += self._product(heads, shape.vocab_size // gpus, hidden, "bfloat16")
+        wrong = (layers - dense) * experts.value * experts.off
+        wrong += 2 * layers * moved.value * moved.off
         return LatencyEstimate(value, wrong / value)
 
     def _find_product(self, rows: int, width: int, depth: int, weights: str) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Literal
 
@@ -23,11 +24,10 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.bench import figures, tables
-from sglang_indexcache.bench.environment import busy_cores, environment
-from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     METRICS,
     Configuration,
+    Environment,
     LatencyResult,
     LatencySample,
     Metric,
@@ -42,16 +42,20 @@ from sglang_indexcache.bench.servers import (
     indexer_seconds,
     server_facts,
 )
-from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError, CheckpointError
-from sglang_indexcache.study.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import busy_cores, checkpoint_digest, machine
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length
 
-WARM_UP_TOKENS = 4
+_WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8
 """SGLang keeps a few slots of the pool to itself."""
+
+_SPECIAL_TOKENS = 10
+"""Token ids below are often special."""
+_UNUSED_SHARE = 0.1
+"""So are those at the vocabulary's end."""
 
 Report = Callable[[str], None]
 Step = tuple[int, Literal["single", "full"]]
@@ -167,7 +171,7 @@ def run(
         IndexCacheError: naming what a server did wrong.
     """
     settings.check()
-    machine = environment()
+    here = Environment(**machine())
     visits: list[Visit] = []
     samples: list[LatencySample] = []
     warm: set[str] = set()
@@ -176,16 +180,12 @@ def run(
         foreign = busy_cores(settings.watch_seconds)
         with servers.visit(configuration) as client:
             check_served(client, configuration, target.model)
-            here = server_facts(client)
-            visits.append(
-                Visit(
-                    configuration=configuration.name, round=number, facts=here, busy_cores=foreign
-                )
-            )
-            visit = _Visit(client, target, settings, configuration, number, here)
-            if not servers.side_by_side or configuration.name not in warm:
+            facts, name = server_facts(client), configuration.name
+            visits.append(Visit(configuration=name, round=number, facts=facts, busy_cores=foreign))
+            visit = _Visit(client, target, settings, configuration, number, facts)
+            if not servers.side_by_side or name not in warm:
                 visit.warm_up()
-                warm.add(configuration.name)
+                warm.add(name)
             for sample in visit.measure(steps):
                 samples.append(sample)
                 report(
@@ -193,7 +193,7 @@ def run(
                     f"({sample.requests} at once)"
                 )
     return LatencyResult(
-        environment=machine,
+        environment=here,
         side_by_side=servers.side_by_side,
         started_here=servers.started_here,
         model=target.model,
@@ -218,61 +218,53 @@ def _turns(
                 yield number, configuration, turn
 
 
+@dataclass(frozen=True)
 class _Visit:
     """All measurements on one server."""
 
-    def __init__(
-        self,
-        client: Client,
-        target: TargetModel,
-        settings: Settings,
-        configuration: Configuration,
-        number: int,
-        server: ServerFacts,
-    ) -> None:
-        self._client = client
-        self._target = target
-        self._settings = settings
-        self._configuration = configuration
-        self._round = number
-        self._server = server
+    client: Client
+    target: TargetModel
+    settings: Settings
+    configuration: Configuration
+    round: int
+    server: ServerFacts
 
     def measure(self, steps: Sequence[Step]) -> Iterator[LatencySample]:
         """Take some steps, then check that the pattern was obeyed."""
         needed = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
         if not needed:
             return
-        before = self._client.states()
+        before = self.client.states()
         for length, kind in needed:
             if kind == "single":
                 yield from self._single(length)
             else:
                 yield self._full(length)
-        check_served(self._client, self._configuration, self._target.model)
-        said, pattern = self._client.states(), self._configuration.pattern
-        check_obeyed(before, said, [pattern], self._client.name, alone=True)
+        check_served(self.client, self.configuration, self.target.model)
+        said, pattern = self.client.states(), self.configuration.pattern
+        check_obeyed(before, said, [pattern], self.client.name, alone=True)
 
     def concurrency(self, length: int) -> int:
         """Requests at once on all ranks for the full KV cache."""
-        return (self._settings.full_concurrency or self._room(length)) * self._server.dp
+        return (self.settings.full_concurrency or self._room(length)) * self.server.dp
 
     def _room(self, length: int) -> int:
         """Requests that the KV cache of one rank holds at once."""
-        page = self._server.page
-        pages = -(-(length + self._settings.new_tokens) // page)
-        return (self._server.capacity - _SPARE_TOKENS) // (pages * page)
+        page = self.server.page
+        pages = -(-(length + self.settings.new_tokens) // page)
+        return (self.server.capacity - _SPARE_TOKENS) // (pages * page)
 
     def _one_fills(self, length: int) -> bool:
         """Whether a rank's cache is full with one request: then that is measured already."""
-        return self.concurrency(length) == self._server.dp
+        return self.concurrency(length) == self.server.dp
 
     def _check_room(self, length: int) -> None:
-        wanted = max(1, self._settings.full_concurrency if "full" in self._settings.metrics else 1)
+        wanted = max(1, self.settings.full_concurrency if "full" in self.settings.metrics else 1)
         if self._room(length) < wanted:
             what = "a prompt" if wanted == 1 else f"{wanted} prompts"
             raise BenchError(
-                f"the KV cache holds {self._server.capacity} tokens a rank, too few for {what} of "
-                f"{length} and {self._settings.new_tokens} new tokens each. Give the servers more "
+                f"the KV cache holds {self.server.capacity} tokens a rank, too few for {what} of "
+                f"{length} and {self.settings.new_tokens} new tokens each. Give the servers more "
                 "--max-total-tokens, lower --full-concurrency or leave the length out."
             )
 
@@ -282,38 +274,38 @@ class _Visit:
         Raises:
             BenchError: a length does not fit the KV cache.
         """
-        for length in self._settings.lengths:
+        for length in self.settings.lengths:
             self._check_room(length)
-        chunk = self._server.chunked_prefill
-        longest = 2 * chunk if chunk > 0 else max(self._settings.lengths)
-        for length in sorted({min(length, longest) for length in self._settings.lengths}):
-            self._send(length, self._server.dp, WARM_UP_TOKENS, "warm-up")
-        if "full" in self._settings.metrics:
-            for count in sorted({self.concurrency(length) for length in self._settings.lengths}):
-                self._send(self._server.page, count, WARM_UP_TOKENS, "warm-up")
+        chunk = self.server.chunked_prefill
+        longest = 2 * chunk if chunk > 0 else max(self.settings.lengths)
+        for length in sorted({min(length, longest) for length in self.settings.lengths}):
+            self._send(length, self.server.dp, _WARM_UP_TOKENS, "warm-up")
+        if "full" in self.settings.metrics:
+            for count in sorted({self.concurrency(length) for length in self.settings.lengths}):
+                self._send(self.server.page, count, _WARM_UP_TOKENS, "warm-up")
 
     def _send(
         self, length: int, count: int, new_tokens: int, *seed: object
     ) -> list[StreamedAnswer]:
-        prompts = random_prompts(count, length, self._target.vocab_size, self._round, length, *seed)
-        self._client.flush_cache()
-        pattern = self._configuration.pattern if self._server.mode == "live" else None
-        return stream(self._client, prompts, new_tokens, pattern=pattern)
+        prompts = random_prompts(count, length, self.target.vocab_size, self.round, length, *seed)
+        self.client.flush_cache()
+        pattern = self.configuration.pattern if self.server.mode == "live" else None
+        return stream(self.client, prompts, new_tokens, pattern=pattern)
 
     def _timed(
         self, length: int, count: int, *seed: object
     ) -> tuple[list[StreamedAnswer], IndexerTime]:
         """Answers, and the seconds that the indexers took for them."""
-        before = indexer_seconds(self._client)
-        answers = self._send(length, count, self._settings.new_tokens, *seed)
-        after = indexer_seconds(self._client)
+        before = indexer_seconds(self.client)
+        answers = self._send(length, count, self.settings.new_tokens, *seed)
+        after = indexer_seconds(self.client)
         if not any(after):
             return answers, (None, None)
         return answers, (after[0] - before[0], after[1] - before[1])
 
     def _single(self, length: int) -> Iterator[LatencySample]:
         """One request a rank: TTFT and decode rate."""
-        metrics, count = self._settings.metrics, self._server.dp
+        metrics, count = self.settings.metrics, self.server.dp
         answers, (prefill, decode) = self._timed(length, count, "single")
         if "prefill" in metrics:
             first = median(answer.first_token for answer in answers)
@@ -329,18 +321,18 @@ class _Visit:
         """As many requests as fit: the rate of a rank while all of them decode."""
         count = self.concurrency(length)
         answers, (_, decode) = self._timed(length, count, "full")
-        window = steady_window(answers)
-        # SGLang prefills first, so all but a few decode steps lie behind the window's start.
-        decoding = max(answer.last_token for answer in answers) - window.start
-        rate = window.rate / self._server.dp
+        rate, start = steady_rate(answers)
+        # SGLang prefills first, so all but a few decode steps lie behind the steady state's start.
+        decoding = max(answer.last_token for answer in answers) - start
+        rate /= self.server.dp
         return self._sample(length, "full", rate, count, _share(decode, decoding))
 
     def _sample(
         self, length: int, metric: Metric, value: float, requests: int, share: float | None
     ) -> LatencySample:
         return LatencySample(
-            configuration=self._configuration.name,
-            round=self._round,
+            configuration=self.configuration.name,
+            round=self.round,
             length=length,
             metric=metric,
             value=value,
@@ -358,14 +350,61 @@ def _share(part: float | None, whole: float) -> float | None:
     return None if part is None or part > whole else part / whole
 
 
+def steady_rate(answers: Sequence[StreamedAnswer]) -> tuple[float, float]:
+    """The steady state of a batch: from the last request's first token to the first one's last.
+
+    As SGLang's ``benchmark/stream_metrics.py`` defines it.
+
+    Returns:
+        Tokens per second of all requests together, and when it began: seconds since they were sent.
+
+    Raises:
+        BenchError: one request had ended before another began.
+    """
+    start = max(answer.first_token for answer in answers)
+    end = min(answer.last_token for answer in answers)
+    if end <= start:
+        raise BenchError(
+            f"{len(answers)} requests never decoded all at once: one ended before another had its "
+            "first token. Ask for more --new-tokens or fewer requests (--full-concurrency)."
+        )
+    tokens = sum(_tokens_at(answer, end) - _tokens_at(answer, start) for answer in answers)
+    return tokens / (end - start), start
+
+
+def _tokens_at(answer: StreamedAnswer, when: float) -> float:
+    """Tokens generated at ``when``, interpolated between two chunks."""
+    before = (0.0, 0)
+    for time, tokens in answer.arrivals:
+        if time >= when:
+            share = (when - before[0]) / (time - before[0]) if time > before[0] else 1.0
+            return before[1] + share * (tokens - before[1])
+        before = (time, tokens)
+    return float(before[1])
+
+
+def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> list[list[int]]:
+    """``count`` prompts of ``length`` random token ids; the same seed gives the same prompts.
+
+    They are sent as ids, so no tokenizer can change their length, and differ from the first token
+    on, so that not even a page of two of them is the same.
+
+    Raises:
+        BenchError: no tokens to draw, or more prompts than first tokens.
+    """
+    drawn = range(_SPECIAL_TOKENS, int(vocab_size * (1 - _UNUSED_SHARE)))
+    if length < 1 or count > len(drawn):
+        raise BenchError(f"cannot make {count} different prompts of {length} tokens")
+    source = Random("/".join(map(str, seed)))
+    firsts = source.sample(drawn, count)
+    return [[first, *source.choices(drawn, k=length - 1)] for first in firsts]
+
+
 def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
     """Write ``latency.json``, ``.md`` and figures; returns the files."""
-    written = [folder / "latency.json", folder / "latency.md", folder / "latency-speedup.png"]
+    names = ("latency.json", "latency.md", "latency-speedup.png")
+    written = [folder / name for name in names]
     save(result, written[0])
     write_whole(written[1], tables.report(result))
     figures.draw_speedups(result, written[2])
-    shares = figures.share_curves(result)
-    if shares:
-        written.append(folder / "latency-share.png")
-        figures.draw_shares(shares, written[-1])
     return written

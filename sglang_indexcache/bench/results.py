@@ -7,13 +7,13 @@ no table can disagree with the file it is made from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from sglang_indexcache.bench.environment import Environment
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library, Strict
@@ -29,6 +29,18 @@ METRICS: dict[Metric, str] = {
 }
 """The paper's three metrics (Table 1), in its order. Its throughput is of one GPU, which is a
 data-parallel rank there; ours is of a rank."""
+
+
+class Environment(Strict):
+    """The machine and the software of one measurement: see ``study.provenance.machine``."""
+
+    date: str
+    cpu: str
+    cores: int
+    gpus: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    load_before: float
 
 
 class Configuration(Strict):
@@ -153,22 +165,17 @@ class LatencySample(Strict):
     indexer_share: float | None = None
 
 
-class Speedup(Strict):
+@dataclass(frozen=True)
+class Speedup:
     """One configuration against the baseline, over the rounds.
 
     Attributes:
-        configuration: which.
-        metric: which.
-        length: prompt tokens.
         median: of the rounds' ratios; above 1 is faster.
         low: smallest of them.
         high: largest.
         ideal: what Amdahl's law gives for the baseline's own indexer share; None if unknown.
     """
 
-    configuration: str
-    metric: Metric
-    length: int
     median: float
     low: float
     high: float
@@ -267,29 +274,14 @@ class LatencyResult(Strict):
             for number in mine
         ]
         share = self.indexer_share(metric, length)
-        removed = removed_share(self.baseline.parsed, self._configuration(configuration).parsed)
-        return Speedup(
-            configuration=configuration,
-            metric=metric,
-            length=length,
-            median=median(ratios),
-            low=min(ratios),
-            high=max(ratios),
-            ideal=None if share is None else amdahl(share, removed),
-        )
+        mine_of = next(c for c in self.configurations if c.name == configuration).parsed
+        removed = 1 - len(mine_of.full_layers) / len(self.baseline.parsed.full_layers)
+        ideal = None if share is None else amdahl(share, removed)
+        return Speedup(median(ratios), min(ratios), max(ratios), ideal)
 
     def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
         wanted = (configuration, metric, length)
         return [s for s in self.samples if (s.configuration, s.metric, s.length) == wanted]
-
-    def _configuration(self, name: str) -> Configuration:
-        return next(c for c in self.configurations if c.name == name)
-
-
-def removed_share(baseline: Pattern, pattern: Pattern) -> float:
-    """Part of the baseline's indexers that ``pattern`` does without; layers cost the same."""
-    kept = len(pattern.full_layers) / len(baseline.full_layers)
-    return 1.0 - kept
 
 
 def amdahl(share: float, removed: float) -> float:
@@ -327,25 +319,24 @@ def paper_speedup(
     return {}
 
 
-_Result = TypeVar("_Result", bound=BaseModel)
-
-
-def save(result: BaseModel, path: Path) -> None:
+def save(result: LatencyResult, path: Path) -> None:
     """Write a result; a reader never sees half a file."""
     write_whole(path, result.model_dump_json(indent=1) + "\n")
 
 
-def load(kind: type[_Result], path: Path) -> _Result:
+def load(path: Path) -> LatencyResult:
     """Read a result.
 
     Raises:
         BenchError: the file is missing or not such a result.
     """
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+        return LatencyResult.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise BenchError(f"{path} is not a {kind.__name__}: {where}: {first['msg']}") from error
+        raise BenchError(
+            f"{path} is not a result of bench latency: {where}: {first['msg']}"
+        ) from error

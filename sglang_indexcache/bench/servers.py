@@ -1,11 +1,10 @@
-"""The servers that a benchmark measures: started one at a time, or running already."""
+"""The servers that a benchmark measures: started here, or running already."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
@@ -15,24 +14,8 @@ from sglang_indexcache.errors import BenchError, ServerError
 TIMEOUT = 3600.0
 """Seconds: a prefill of a full KV cache says nothing for long."""
 
-
 _OUR_FLAGS = ("--model-path", "--model", "--attention-backend", "--indexcache-pattern", "--port")
 _KEY_FLAGS = ("--api", "--admin")  # argparse takes beginnings, too
-
-
-class Servers(Protocol):
-    """Where configurations are served.
-
-    Attributes:
-        side_by_side: whether a visit costs nothing, so that turns can be short.
-        started_here: whether they run on this machine with flags that are known.
-    """
-
-    side_by_side: bool
-    started_here: bool
-
-    def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
-        """A server that serves ``configuration``, ready, for the block's duration."""
 
 
 class StartedServers:
@@ -49,6 +32,9 @@ class StartedServers:
         logs: folder for the servers' logs.
         environment: variables for the servers.
         side_by_side: keep every server up.
+
+    Attributes:
+        visited: the server of the last visit.
 
     Raises:
         BenchError: ``arguments`` has a flag that the benchmark sets.
@@ -78,12 +64,11 @@ class StartedServers:
         self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
         if side_by_side:
             self._command.append("--sleep-on-idle")
-        self._logs = logs
-        self._environment = environment
+        self._logs, self._environment = logs, environment
         self.side_by_side = side_by_side
         self._kept = ExitStack()
         self._running: dict[str, Server] = {}
-        self._visited: Server | None = None
+        self.visited: Server
 
     def __enter__(self) -> StartedServers:
         return self
@@ -93,49 +78,24 @@ class StartedServers:
 
     @contextmanager
     def visit(self, configuration: Configuration) -> Iterator[Client]:
-        """See :class:`Servers`; what the log says last is part of a failure's message."""
-        if self.side_by_side:
-            if configuration.name not in self._running:
-                server = self._kept.enter_context(self._server(configuration))
-                self._running[configuration.name] = server
-            self._visited = server = self._running[configuration.name]
-            with _explained(server):
-                yield _patient_client(server)
-            return
-        with self._server(configuration) as server, _explained(server):
-            self._visited = server
-            yield _patient_client(server)
+        """A server that serves ``configuration``, ready, for the block's duration.
 
-    @property
-    def visited(self) -> Server:
-        """The server of the last visit.
-
-        Raises:
-            BenchError: there was none.
+        What its log says last is part of a failure's message.
         """
-        if self._visited is None:
-            raise BenchError("no server was visited yet")
-        return self._visited
-
-    def _server(self, configuration: Configuration) -> Server:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
-        command = [*self._command, "--indexcache-pattern", configuration.value]
-        return Server(command, log, env=self._environment)
-
-
-def _patient_client(server: Server) -> Client:
-    server.wait_until_ready(timeout=TIMEOUT)
-    return Client(server.client.url, timeout=TIMEOUT)
-
-
-@contextmanager
-def _explained(server: Server) -> Iterator[None]:
-    """Add the end of the server's log to what goes wrong with it."""
-    try:
-        yield
-    except (BenchError, ServerError) as error:
-        raise BenchError(f"{error}\nThe server's log ends:\n{server.log_tail()}") from error
+        if (server := self._running.get(configuration.name)) is None:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
+            command = [*self._command, "--indexcache-pattern", configuration.value]
+            server = Server(command, log, env=self._environment)
+            if self.side_by_side:
+                self._running[configuration.name] = self._kept.enter_context(server)
+        self.visited = server
+        with nullcontext() if self.side_by_side else server:
+            try:
+                server.wait_until_ready(timeout=TIMEOUT)
+                yield Client(server.client.url, timeout=TIMEOUT)
+            except (BenchError, ServerError) as error:
+                raise BenchError(f"{error}\nThe server's log ends:\n{server.log_tail()}") from error
 
 
 class RunningServers:
@@ -152,10 +112,12 @@ class RunningServers:
     def __init__(self, clients: Mapping[str, Client]) -> None:
         self._clients = clients
 
-    @contextmanager
-    def visit(self, configuration: Configuration) -> Iterator[Client]:
-        """See :class:`Servers`."""
-        yield self._clients[configuration.name]
+    def visit(self, configuration: Configuration) -> AbstractContextManager[Client]:
+        """See :class:`StartedServers`."""
+        return nullcontext(self._clients[configuration.name])
+
+
+Servers = StartedServers | RunningServers
 
 
 def open_servers(
@@ -220,16 +182,16 @@ def server_facts(client: Client) -> ServerFacts:
         BenchError: it does not tell its KV capacity.
     """
     info = client.server_info()
-    states = info["internal_states"]
+    ranks = info["internal_states"]
     try:
-        capacity = min(int(state["memory_usage"]["token_capacity"]) for state in states)
+        capacity = min(int(rank["memory_usage"]["token_capacity"]) for rank in ranks)
     except (KeyError, TypeError) as error:
         raise BenchError(f"the server at {client.url} does not tell its KV capacity") from error
     ours = client.states()[0]
     return ServerFacts(
         device=info["device"],
         tp=info["tp_size"],
-        dp=len(states),  # dp_size is 1 under dp_attention
+        dp=len(ranks),  # dp_size is 1 under dp_attention
         dp_attention=bool(info.get("enable_dp_attention")),
         chunked_prefill=info["chunked_prefill_size"],
         page=info["page_size"],
@@ -245,6 +207,7 @@ def indexer_seconds(client: Client) -> tuple[float, float]:
     Zeros where the server does not count them: on a GPU, kernels run behind the clock.
     """
     spent = [state.indexer_seconds for state in client.states()]
-    prefill = sum(one["prefill"] for one in spent) / len(spent)
-    decode = sum(one["decode"] for one in spent) / len(spent)
-    return prefill, decode
+    return (
+        sum(one["prefill"] for one in spent) / len(spent),
+        sum(one["decode"] for one in spent) / len(spent),
+    )

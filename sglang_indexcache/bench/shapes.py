@@ -1,167 +1,128 @@
-"""Dimensions of the models that the paper and its readers care about, and of any checkpoint."""
+"""What a prediction needs to know: the dimensions of models, and NVIDIA's data sheets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from sglang_indexcache.checkpoint import Checkpoint, read_config
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.library import Strict
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
-class ModelShape(Strict):
-    """What decides the cost of a DSA model's layer. Names are those of the HF config.
+class ModelShape(BaseModel):
+    """What decides the cost of a DSA model's layer: fields of the HF config, by their names."""
 
-    Attributes:
-        name: how results call it.
-        layers: in the model.
-        hidden: width of the residual stream.
-        heads: MLA heads.
-        q_lora: rank of the query's low-rank projection.
-        kv_lora: width of the latent, which is also the value.
-        nope: width of a head's part without rotary embedding.
-        rope: width of the rotary part.
-        v: width of a head's value after the up-projection.
-        index_heads: of the indexer.
-        index_dim: width of an index key.
-        topk: selected tokens.
-        experts: routed experts.
-        active_experts: of them, per token.
-        expert_width: intermediate width of an expert.
-        shared_experts: always active.
-        dense_layers: first layers with a dense MLP instead of experts.
-        dense_width: its intermediate width.
-        vocab: of the output projection.
-    """
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    q_lora: int
-    kv_lora: int = 512
-    nope: int
-    rope: int = 64
-    v: int
-    index_heads: int
-    index_dim: int = 128
-    topk: int = 2048
-    experts: int
-    active_experts: int
-    expert_width: int
-    shared_experts: int = 1
-    dense_layers: int
-    dense_width: int
-    vocab: int
-
-    @property
-    def latent(self) -> int:
-        """Width of a row of the KV cache."""
-        return self.kv_lora + self.rope
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    intermediate_size: int
+    vocab_size: int
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
 
     @property
     def attention_parameters(self) -> int:
         """Of one layer's MLA: its five projections."""
-        head = self.nope + self.rope
+        heads, rope = self.num_attention_heads, self.qk_rope_head_dim
         return (
-            self.hidden * self.q_lora
-            + self.q_lora * self.heads * head
-            + self.hidden * self.latent
-            + self.kv_lora * self.heads * (self.nope + self.v)
-            + self.heads * self.v * self.hidden
+            self.hidden_size * self.q_lora_rank
+            + self.q_lora_rank * heads * (self.qk_nope_head_dim + rope)
+            + self.hidden_size * (self.kv_lora_rank + rope)
+            + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+            + heads * self.v_head_dim * self.hidden_size
         )
 
     @property
     def indexer_parameters(self) -> int:
         """Of one layer's indexer."""
-        queries = self.q_lora * self.index_heads * self.index_dim
-        return queries + self.hidden * (self.index_dim + self.index_heads)
-
-    @property
-    def active_mlp_parameters(self) -> int:
-        """That a token uses in one MoE layer."""
-        active = self.active_experts + self.shared_experts
-        return 3 * self.hidden * self.expert_width * active + self.hidden * self.experts
+        heads, width = self.index_n_heads, self.index_head_dim
+        return self.q_lora_rank * heads * width + self.hidden_size * (width + heads)
 
     @property
     def mlp_parameters(self) -> int:
         """Of all layers' experts and dense MLPs, and of embedding and output projection."""
-        experts = 3 * self.expert_width * (self.experts + self.shared_experts) + self.experts
-        sparse = self.hidden * experts * (self.layers - self.dense_layers)
-        return sparse + self.hidden * (3 * self.dense_width * self.dense_layers + 2 * self.vocab)
+        experts = 3 * self.moe_intermediate_size * (self.n_routed_experts + self.n_shared_experts)
+        sparse = self.num_hidden_layers - self.first_k_dense_replace
+        dense = 3 * self.intermediate_size * self.first_k_dense_replace
+        each = sparse * (experts + self.n_routed_experts) + dense + 2 * self.vocab_size
+        return self.hidden_size * each
 
 
-_FIELDS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "q_lora": "q_lora_rank",
-    "kv_lora": "kv_lora_rank",
-    "nope": "qk_nope_head_dim",
-    "rope": "qk_rope_head_dim",
-    "v": "v_head_dim",
-    "index_heads": "index_n_heads",
-    "index_dim": "index_head_dim",
-    "topk": "index_topk",
-    "experts": "n_routed_experts",
-    "active_experts": "num_experts_per_tok",
-    "expert_width": "moe_intermediate_size",
-    "dense_width": "intermediate_size",
-    "vocab": "vocab_size",
+PRESETS = {name: ModelShape(**fields) for name, fields in SHAPES.items()}
+
+
+def checkpoint_of(name: str) -> Checkpoint:
+    """A checkpoint of the preset ``name`` with every indexer, for the pattern library."""
+    family = next((f for f in FAMILIES if name in f.shapes), TRAINABLE["glm_moe_dsa"])
+    return Checkpoint.from_config({**SHAPES[name], "architectures": [family.architecture]})
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """The shape of a checkpoint folder.
+
+    Raises:
+        BenchError: a config without a field that is needed.
+        CheckpointError: a folder without a readable config.json.
+    """
+    config: Mapping[str, Any] = read_config(folder)
+    try:
+        return ModelShape(**(config.get("text_config") or config))
+    except ValidationError as error:
+        raise BenchError(
+            f"{folder / 'config.json'} has no {error.errors()[0]['loc'][0]}, which a DSA model's "
+            "config has"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One of NVIDIA's data sheets.
+
+    Attributes:
+        name: as NVIDIA's.
+        bf16, fp8: FLOP/s of dense products.
+        bandwidth: of the memory, bytes/s.
+        memory: bytes.
+    """
+
+    name: str
+    bf16: float
+    fp8: float
+    bandwidth: float
+    memory: float
+
+
+GPUS = {
+    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12, 80e9),
+    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12, 141e9),
+    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12, 180e9),
 }
-"""What the HF config calls a shape's fields."""
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    return ModelShape(
-        name=name,
-        shared_experts=config.get("n_shared_experts") or 0,
-        dense_layers=config.get("first_k_dense_replace") or 0,
-        **{ours: config[theirs] for ours, theirs in _FIELDS.items()},
-    )
-
-
-PRESETS = {name: _from_config(name, fields) for name, fields in SHAPES.items()}
-
-
-def preset(name: str) -> ModelShape:
-    """A shape by name.
+def find_gpu(name: str) -> Gpu:
+    """A data sheet by name.
 
     Raises:
         BenchError: there is none.
     """
-    if name not in PRESETS:
-        raise BenchError(
-            f"--model {name} is neither a folder nor a known model. Known are GLM-5-FP8, "
-            f"{', '.join(PRESETS)}."
-        )
-    return PRESETS[name]
-
-
-def checkpoint_of(shape: ModelShape) -> Checkpoint:
-    """A checkpoint of this shape with every indexer, for the pattern library."""
-    family = next((f for f in FAMILIES if shape.name in f.shapes), TRAINABLE["glm_moe_dsa"])
-    fields = {theirs: getattr(shape, ours) for ours, theirs in _FIELDS.items()}
-    return Checkpoint.from_config({**fields, "architectures": [family.architecture]})
-
-
-def shape_of(model: str) -> ModelShape:
-    """A preset by name, or the shape of a checkpoint folder.
-
-    Raises:
-        BenchError: neither, or a config without a field that is needed.
-        CheckpointError: a folder without a readable config.json.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        return preset(model)
-    config = read_config(folder)
-    try:
-        return _from_config(folder.resolve().name, config.get("text_config") or config)
-    except KeyError as error:
-        raise BenchError(
-            f"{folder / 'config.json'} has no {error}, which a DSA model's config has"
-        ) from error
+    if name.lower() not in GPUS:
+        raise BenchError(f"no rates are known for {name!r}; there are {', '.join(GPUS)}")
+    return GPUS[name.lower()]

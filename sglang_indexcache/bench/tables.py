@@ -9,13 +9,11 @@ from statistics import median
 from rich.box import SIMPLE
 from rich.table import Table
 
-from sglang_indexcache.bench.environment import Environment
 from sglang_indexcache.bench.results import (
     METRICS,
     Configuration,
     LatencyResult,
     Metric,
-    Model,
     paper_speedup,
 )
 from sglang_indexcache.support.lengths import format_length
@@ -126,14 +124,10 @@ def _paper_rows(result: LatencyResult, metric: Metric) -> list[tuple[str, ...]]:
     for configuration in result.configurations[1:]:
         cited = paper_speedup(result.model.shape, configuration.parsed, metric)
         if cited:
-            cells = [_cited(cited, length) for length in result.lengths]
+            known = (cited.get(format_length(length)) for length in result.lengths)
+            cells = ("" if speed is None else f"{speed:.2f}x" for speed in known)
             rows.append((f"paper, IndexCache ({configuration.name}), H100, dp 8", *cells))
     return rows
-
-
-def _cited(cited: dict[str, float], length: int) -> str:
-    found = cited.get(format_length(length))
-    return "" if found is None else f"{found:.2f}x"
 
 
 def amdahl_grid(result: LatencyResult) -> Grid | None:
@@ -180,19 +174,34 @@ def report(result: LatencyResult) -> str:
 
 def conditions(result: LatencyResult) -> str:
     """How it was measured, in a few sentences."""
+    where, facts = result.environment, [visit.facts for visit in result.visits]
+    versions = ", ".join(f"{name} {number}" for name, number in where.versions.items())
+    lines = [f"{where.date}, commit {where.commit or 'unknown'}, {versions}."]
+    name = ", ".join(where.gpus) or f"{where.cores} cores of {where.cpu}"
+    if result.started_here:
+        lines.append(f"Machine: {name}.")
+    else:
+        lines.append(f"Client: {name}; the servers ran already, their flags are not known.")
     order = " ".join(configuration.name for configuration in result.configurations)
-    lines = [
-        *where_and_when(result.environment, result.started_here),
+    lines.append(
         f"{result.rounds} rounds of [{order}], {result.new_tokens} new tokens a request, "
-        f"{_turns(result)}.",
-    ]
+        f"{_turns(result)}."
+    )
     if "full" in result.metrics:
         full = ", ".join(_fullness(result, length) for length in result.lengths)
         lines.append(f"Full KV cache, requests a rank and the part of the pool they fill: {full}.")
-    lines += foreign_work(result.environment, [visit.busy_cores for visit in result.visits])
-    modes = {visit.facts.mode for visit in result.visits}
-    lines += what_was_served(result.model, result.arguments, modes)
-    return "\n".join(lines) + "\n"
+    if busy := [visit.busy_cores for visit in result.visits if visit.busy_cores is not None]:
+        lines.append(
+            f"Load average before: {where.load_before:g}; foreign work before a visit: "
+            f"at most {max(busy):g} of {where.cores} cores."
+        )
+    if result.arguments:
+        lines.append(f"Server flags: `{' '.join(result.arguments)}`.")
+    if any(one.mode == "live" for one in facts):
+        lines.append(
+            "Servers in live mode: S layers go on writing index keys, which static mode saves too."
+        )
+    return "\n".join([*lines, *([result.model.note] if result.model.note else [])]) + "\n"
 
 
 def _turns(result: LatencyResult) -> str:
@@ -212,34 +221,3 @@ def _fullness(result: LatencyResult, length: int) -> str:
     a_rank = sample.requests // facts.dp
     part = a_rank * (length + result.new_tokens) / facts.capacity
     return f"{a_rank} of {format_length(length)} ({part:.0%})"
-
-
-def where_and_when(machine: Environment, started_here: bool) -> list[str]:
-    """Date, commit, versions, machine."""
-    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
-    name = ", ".join(machine.gpus) or f"{machine.cores} cores of {machine.cpu}"
-    lines = [f"{machine.date}, commit {machine.commit or 'unknown'}, {versions}."]
-    if started_here:
-        return [*lines, f"Machine: {name}."]
-    return [*lines, f"Client: {name}; the servers ran already, their flags are not known."]
-
-
-def foreign_work(machine: Environment, busy: Sequence[float | None]) -> list[str]:
-    """What else the machine did, where that is known."""
-    seen = [cores for cores in busy if cores is not None]
-    if not seen:
-        return []
-    return [
-        f"Load average before: {machine.load_before:g}; foreign work before a visit: "
-        f"at most {max(seen):g} of {machine.cores} cores."
-    ]
-
-
-def what_was_served(model: Model, arguments: Sequence[str], modes: set[str]) -> list[str]:
-    """Flags, mode and the note about the checkpoint."""
-    lines = [f"Server flags: `{' '.join(arguments)}`."] if arguments else []
-    if "live" in modes:
-        lines.append(
-            "Servers in live mode: S layers go on writing index keys, which static mode saves too."
-        )
-    return [*lines, model.note] if model.note else lines

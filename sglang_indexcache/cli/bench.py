@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -20,22 +20,6 @@ from sglang_indexcache.cli.common import (
     out,
 )
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-RoundsOption = Annotated[
-    int, typer.Option(metavar="N", help="How often every pattern has its turn: A B A B.")
-]
-NoteOption = Annotated[
-    str,
-    typer.Option(
-        metavar="TEXT", help="A sentence to keep with the result, such as what the weights are."
-    ),
-]
-SideBySideOption = Annotated[
-    bool,
-    typer.Option("--side-by-side", help="Keep all servers up, so that turns are one request long."),
-]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
 """Server flags come behind ``--``."""
 PAPERS_PATTERNS, PAPERS_CONTEXTS = ("full", "1/2", "1/4"), ("10K", "60K", "120K", "200K")
@@ -54,7 +38,9 @@ def latency_command(
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
     admin_api_key: AdminApiKeyOption = None,
-    rounds: RoundsOption = 3,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", help="How often every pattern has its turn: A B A B.")
+    ] = 3,
     new_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens that each request generates.")
     ] = 64,
@@ -70,8 +56,15 @@ def latency_command(
             metavar="N", help="Requests a rank for the full KV cache; 0 takes as many as fit."
         ),
     ] = 0,
-    note: NoteOption = "",
-    side_by_side: SideBySideOption = False,
+    note: Annotated[
+        str, typer.Option(metavar="TEXT", help="A sentence to keep with the result.")
+    ] = "",
+    side_by_side: Annotated[
+        bool,
+        typer.Option(
+            "--side-by-side", help="Keep all servers up, so that turns are one request long."
+        ),
+    ] = False,
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
@@ -101,20 +94,19 @@ def latency_command(
     with open_servers(
         model, served, clients, flags, output / "logs", side_by_side=side_by_side
     ) as servers:
-        result = latency.run(target, servers, served, settings, arguments=flags, report=_say)
-    written = latency.write_latency(result, output)
-    grids = (tables.latency_grid(result), tables.amdahl_grid(result))
-    _show([grid.to_terminal() for grid in grids if grid is not None], written)
-
-
-def _say(text: str) -> None:
-    out.print(text, highlight=False)
-
-
-def _show(grids: list[Table], written: list[Path]) -> None:
-    for grid in grids:
-        out.print(grid)
-    out.print(f"wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
+        result = latency.run(
+            target,
+            servers,
+            served,
+            settings,
+            arguments=flags,
+            report=partial(out.print, highlight=False),
+        )
+    for grid in (tables.latency_grid(result), tables.amdahl_grid(result)):
+        if grid is not None:
+            out.print(grid.to_terminal())
+    written = ", ".join(map(str, latency.write_latency(result, output)))
+    out.print(f"wrote {written}", soft_wrap=True)
 
 
 @app.command("plan")
@@ -123,8 +115,8 @@ def plan_command(
         str,
         typer.Option(
             metavar="NAME|FOLDER",
-            help="GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured; or 30b, or a "
-            "checkpoint's folder, with a roofline if nobody measured its shape.",
+            help="GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or a folder with "
+            "the config.json of one of them.",
         ),
     ],
     pattern: PatternsOption = None,
@@ -149,26 +141,19 @@ def plan_command(
             help="Format of the KV cache; left out: SGLang's default on that card.",
         ),
     ] = "",
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Show beside it what your own servers did: the latency.json of bench latency.",
-        ),
-    ] = None,
 ) -> None:
     """What a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
-    from sglang_indexcache.bench import plan
+    from sglang_indexcache.bench.plan import choose_patterns, plan, plan_grid
     from sglang_indexcache.support.lengths import parse_length
 
-    shape, source = plan.choose_source(model, gpu, gpus, dp, kv)
-    patterns, said = plan.choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    own = plan.OwnRows(rows, shape) if rows else None
-    out.print(plan.plan_grid(source, patterns, contexts, own).to_terminal())
-    sentences = [*source.sources, plan.range_said(source, patterns, contexts), *said]
-    for sentence in filter(None, [*sentences, *(own.sources if own else ())]):
-        _say(sentence)
+    forwards = plan(model, gpu, gpus, dp, kv)
+    shape = forwards.deployment.measured.shape
+    patterns, said = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
+    out.print(plan_grid(forwards, patterns, contexts).to_terminal())
+    ranges = forwards.range_said([one for _, one in patterns], contexts)
+    for sentence in filter(None, [*forwards.sources, ranges, *said]):
+        out.print(sentence, highlight=False)

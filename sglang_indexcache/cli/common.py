@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -17,7 +14,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from sglang_indexcache.errors import IndexCacheError, OutputError, SettingsError
+from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.support.files import check_writable
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
@@ -40,29 +38,13 @@ CONTEXTS = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)"
 
 
 def writable(folder: Path | None) -> Path | None:
-    """Try a folder for results before anything is measured, and leave it as it was.
-
-    The options below call it, so that a command that takes ``--output`` need not.
+    """Try the folder of ``--output`` first: the option below calls it.
 
     Raises:
         OutputError: no file can be written there.
     """
-    if folder is None:
-        return None
-    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-    except OSError as error:
-        raise OutputError(
-            f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
-        ) from error
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
+    if folder is not None:
+        check_writable(folder)
     return folder
 
 

@@ -141,7 +141,7 @@ def run(
         from_disk=from_disk,
     )
     if dry_run:
-        from sglang_indexcache.bench.roofline import find_gpu
+        from sglang_indexcache.bench.shapes import find_gpu
         from sglang_indexcache.heal.plan import dry_run as planned
         from sglang_indexcache.heal.plan import machine_of
         from sglang_indexcache.study.cost import print_plan

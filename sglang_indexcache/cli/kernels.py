@@ -96,34 +96,20 @@ def _check(runner: Runner, group_name: str) -> tuple[int, int]:
     return passed, failed
 
 
-@app.command("build", epilog="Example: indexcache kernels build --show")
-def build_command(
-    show: Annotated[
-        bool, typer.Option("--show", help="Print the registers and spills of every kernel.")
-    ] = False,
-) -> None:
+@app.command("build", epilog="Example: indexcache kernels build")
+def build_command() -> None:
     """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
     from time import monotonic
 
-    from rich.box import SIMPLE
-    from rich.table import Table
-
     from sglang_indexcache.kernels.build import FOLDERS, build
-    from sglang_indexcache.kernels.disassembly import usage
     from sglang_indexcache.kernels.dispatch import outlook
 
-    table = Table("kernel", "registers", "stack bytes", "spilled bytes", box=SIMPLE)
     out.print(outlook(), markup=False, soft_wrap=True)
     for folder in FOLDERS:
         started = monotonic()
         library = build(folder, say=out.print)
         took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
         out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
-        for kernel in usage(library.log.read_text()):
-            numbers = kernel.registers, kernel.stack, kernel.spills
-            table.add_row(kernel.kernel, *map(str, numbers))
-    if show:
-        out.print(table)
 
 
 def _say_machine(machine: Machine) -> None:

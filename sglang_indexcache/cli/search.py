@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +17,6 @@ from sglang_indexcache.cli.common import (
     ConfigOption,
     connect,
     group,
-    json_or_text,
-    name_and_value,
     out,
     writable,
 )
@@ -26,10 +24,9 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
-    from sglang_indexcache.ask.pool import LoadPolicy
     from sglang_indexcache.ask.score import Engine
-    from sglang_indexcache.search.calibration import Score
-    from sglang_indexcache.search.sources import Data, Source
+    from sglang_indexcache.search.calibration import Calibration, Score
+    from sglang_indexcache.search.evaluators import TokenEvaluator
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
@@ -55,14 +52,12 @@ UrlsOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-EnginesOption = Annotated[
-    list[str] | None,
+DtypeOption = Annotated[
+    str | None,
     typer.Option(
-        "--engine",
-        metavar="ENGINE",
-        help="Without --url: transformers (float32, the default), transformers:bfloat16, or SGLang "
-        "started in this process: sglang, with keywords of sglang.Engine such as tp_size=8, one "
-        "in each --engine.",
+        "--dtype",
+        metavar="float32|bfloat16",
+        help="Without --url, transformers runs the model in this process: in float32, if not said.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -137,7 +132,7 @@ def run_command(
     config: ConfigOption = None,  # noqa: ARG001
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
-    engine: EnginesOption = None,
+    dtype: DtypeOption = None,
     at_once: AtOnceOption = None,
     low_priority: LowPriorityOption = False,
     data: DataOption = "machine",
@@ -151,8 +146,8 @@ def run_command(
         typer.Option(
             "--target",
             metavar="TARGET",
-            help="Where to leave a pattern: a ratio such as 1/4, a count of F layers, or the "
-            "largest loss, such as +0.5%. Repeat it. The default is 1/2, 1/4 and 1/8.",
+            help="Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat "
+            "it. The default is 1/2, 1/4 and 1/8.",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -161,7 +156,7 @@ def run_command(
         typer.Option(
             metavar="METHOD",
             help="How to search: both (fast and forward, the default where the budget allows it), "
-            "fast, forward, similarity, greedy, or greedy:4 in 4 pipeline blocks.",
+            "fast, forward, similarity or greedy.",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -208,33 +203,35 @@ def run_command(
     """
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
-    from sglang_indexcache.search.session import measured_rate, print_dry_run, run_search
-    from sglang_indexcache.search.sources import Data, PlannedSource
-    from sglang_indexcache.study.cost import Rate
-    from sglang_indexcache.study.identity import check_writable
+    from sglang_indexcache.search.session import measured_rate, plan, run_search
+    from sglang_indexcache.search.setup import Setup
+    from sglang_indexcache.study.cost import Rate, print_plan
 
-    if not dry_run:
-        check_writable(output, SearchError)
     chosen = Options.parse(method, budget) if method else None
-    measured = Data(data, _length(context), batches, 1, held_out, seed, score=_score(score))
-    servers = connect(url, api_key)
-    load = _load(servers, at_once, low_priority)
-    source = _source(measured, model, servers, engine, load)
-    with (PlannedSource(model, measured) if dry_run else source).open() as setup:
-        constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
-        targets = parse_targets(target, constraints)
-        tokens = setup.evaluator.batch_tokens
-        if chosen is None:
-            searched = tokens[: len(tokens) - setup.held_out]
-            chosen, why = Options.best(constraints, targets, searched, budget)
-            if why:
-                out.print(why, highlight=False)
-        calls = max(len(servers), 1) * (at_once or 1)
-        known = Rate(rate, "given by --rate") if rate else measured_rate(output, tokens, calls)
-        if dry_run:
-            print_dry_run(setup, constraints, targets, chosen, out, known)
-        else:
-            run_search(setup, constraints, targets, chosen, output, out, known)
+    measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
+    setup = Setup.read(
+        model,
+        data,
+        context=_length(context),
+        batches=batches,
+        held_out=held_out,
+        seed=seed,
+        score=_score(score),
+    )
+    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
+    targets = parse_targets(target, constraints)
+    tokens = setup.calibration.batch_tokens
+    if chosen is None:
+        chosen, why = Options.best(constraints, targets, tokens[:batches], budget)
+        if why:
+            out.print(why, highlight=False)
+    calls = max(len(url or ()), 1) * (at_once or 1)
+    known = Rate(rate, "given by --rate") if rate else measured_rate(output, tokens, calls)
+    if dry_run:
+        print_plan(out, plan(setup, constraints, targets, chosen, known))
+    else:
+        evaluator = measuring(setup.calibration)
+        run_search(setup, evaluator, constraints, targets, chosen, output, out, known)
 
 
 @app.command("compare")
@@ -250,7 +247,7 @@ def compare_command(
     model: ModelOption,
     url: UrlsOption = None,
     api_key: ApiKeyOption = None,
-    engine: EnginesOption = None,
+    dtype: DtypeOption = None,
     at_once: AtOnceOption = None,
     low_priority: LowPriorityOption = False,
     data: DataOption = "machine",
@@ -264,7 +261,7 @@ def compare_command(
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
     """
     from sglang_indexcache.search.compare import compare, draw_comparison
-    from sglang_indexcache.search.sources import Data
+    from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import print_plan
     from sglang_indexcache.support.files import write_json
 
@@ -272,15 +269,17 @@ def compare_command(
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
-    measured = Data(data, _length(context), 1, 1, held_out, use_held_out=True, score=_score(score))
-    servers = connect(url, api_key)
-    source = _source(measured, model, servers, engine, _load(servers, at_once, low_priority))
-    with source.open() as setup:
-        parsed = [setup.resolve(value) for value in patterns]
-        print_plan(out, setup.rows)
-        with out.status("measuring ..."):
-            first, *others = parsed
-            found = compare(setup.token_evaluator, first, others, setup.counted)
+    measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
+    read = Setup.read(
+        model, data, context=_length(context), batches=1, held_out=held_out, score=_score(score)
+    )
+    setup = replace(read, calibration=read.calibration.held_out_alone())
+    first, *others = [setup.resolve(value) for value in patterns]
+    print_plan(out, setup.rows)
+    evaluator = measuring(setup.calibration)
+    identity = setup.identity(evaluator)
+    with out.status("measuring ..."):
+        found = compare(evaluator, first, others, setup.calibration.batch_counted)
     reference, *titles = [_label(value) for value in patterns]
     named = list(zip(titles, found, strict=True))
     for title, comparison in named:
@@ -288,9 +287,9 @@ def compare_command(
     numbers = [{"name": title, **comparison.numbers()} for title, comparison in named]
     facts = {
         "reference": reference,
-        "identity": setup.identity,
+        "identity": identity,
         "data": setup.data,
-        "documents": setup.reading,
+        "documents": setup.calibration.reading,
     }
     write_json(output / "compare.json", {**facts, "comparisons": numbers})
     draw_comparison(named, output / "compare.png", setup.objective)
@@ -315,72 +314,70 @@ def overlap_command(
 ) -> None:
     """Measure how much of their selection every two layers have in common, by transformers.
 
+    It also tells how much of the last 8, 64 and 256 tokens each layer's selection holds. Where that
+    is little, a recent window (a pattern such as uniform:1/4+w8) may keep answers right.
+
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
     """
     from sglang_indexcache.search.calibration import Score
-    from sglang_indexcache.search.overlap import draw_overlap, measure, numbers, read
-    from sglang_indexcache.search.sources import Data, Local
+    from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+    from sglang_indexcache.search.overlap import (
+        draw_overlap,
+        measure,
+        numbers,
+        read,
+        recent_in_words,
+    )
+    from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.support.files import write_json
 
-    measured = Data(data, _length(context), batches, seed=seed, score=Score.ALL)
-    with Local(model, measured).open() as setup:
-        drawn = setup.resolve(pattern) if pattern else None
-        places = track(range(batches), "measuring", console=out, transient=True)
-        counter = measure(setup.evaluator, setup.checkpoint.own, places)
+    setup = Setup.read(
+        model, data, context=_length(context), batches=batches, seed=seed, score=Score.ALL
+    )
+    drawn = setup.resolve(pattern) if pattern else None
+    evaluator = TransformersEvaluator(model, setup.calibration)
+    places = track(range(batches), "measuring", console=out, transient=True)
+    counter = measure(evaluator, setup.checkpoint.own, places)
     out.print(read(counter.matrix()).in_words(), highlight=False)
-    facts = {"identity": setup.identity, "data": setup.data}
+    out.print(recent_in_words(counter.recent(), drawn), highlight=False)
+    facts = {"identity": setup.identity(evaluator), "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)
     out.print(f"numbers and figure are in {output}")
 
 
-def _source(
-    data: Data,
+def _measuring(
     model: Path,
     servers: Sequence[Engine],
-    engine: list[str] | None,
-    load: LoadPolicy,
-) -> Source:
-    """What measures, as the options of a command describe it."""
-    from sglang_indexcache.search.sources import InProcess, Local, Served
-
-    if servers and engine:
-        raise SearchError("give --url or --engine, not both")
-    if servers:
-        return Served(model, data, tuple(servers), load, _tell)
-    kind, *more = engine or ["transformers"]
-    if kind.startswith("transformers"):
-        _, colon, dtype = kind.partition(":")
-        if more or (colon and dtype not in ("float32", "bfloat16")):
-            raise SearchError(
-                "--engine is transformers, transformers:bfloat16, sglang, or keywords of "
-                f"sglang.Engine such as tp_size=8; got {' '.join([kind, *more])!r}"
-            )
-        return Local(model, data, dtype or "float32")
-    keywords = [kind, *more] if kind != "sglang" else more
-    return InProcess(model, data, lambda: _engine(model, keywords))
-
-
-def _load(servers: Sequence[Engine], at_once: int | None, low_priority: bool) -> LoadPolicy:
-    """How to ask the servers, of which there must be some to ask in any way."""
-    from sglang_indexcache.ask.pool import LoadPolicy
+    dtype: str | None,
+    at_once: int | None,
+    low_priority: bool,
+) -> Callable[[Calibration], TokenEvaluator]:
+    """What measures, as the options of a command describe it; nothing is loaded or asked yet."""
+    from sglang_indexcache.ask.pool import LoadPolicy, Pool
+    from sglang_indexcache.search.evaluators import ServedEvaluator
 
     asked = {"--at-once": at_once, "--low-priority": low_priority}
-    if not servers and (flag := next((flag for flag, value in asked.items() if value), None)):
+    if servers:
+        if dtype:
+            raise SearchError("--dtype is for transformers; a server has its own")
+        load = LoadPolicy(None, at_once or 1, low_priority)
+        return lambda data: ServedEvaluator(Pool(servers, load, _tell), data)
+    if flag := next((flag for flag, value in asked.items() if value), None):
         raise SearchError(f"{flag} is for the servers of --url")
-    return LoadPolicy(None, at_once or 1, low_priority)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+
+    def local(data: Calibration) -> TokenEvaluator:
+        from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+
+        return TransformersEvaluator(model, data, dtype or "float32")
+
+    return local
 
 
 def _tell(line: str) -> None:
     out.print(f"[yellow]servers[/yellow]  {escape(line)}", highlight=False)
-
-
-def _engine(model: Path, keywords: list[str]) -> AbstractContextManager[Engine]:
-    from sglang_indexcache.serving.in_process import InProcessEngine
-
-    pairs = (name_and_value(text, "--engine") for text in keywords)
-    values = {name: json_or_text(value) for name, value in pairs}
-    return InProcessEngine(model_path=str(model), **values)
 
 
 def _length(context: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""What the demo saw, what that shows, and how it is told.
+"""What the demo saw, and how it is told.
 
 A figure is printed only if its own spread supports it. The rule is one of ranges, because a few
 rounds on a machine that does other things as well give no normal distribution to reckon with.
@@ -6,11 +6,10 @@ rounds on a machine that does other things as well give no normal distribution t
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -25,92 +24,26 @@ MIN_ROUNDS = 6
 """Servers of equal speed give six ratios on one side of 1 in 1 of 32 demos; three, in 1 of 4."""
 WIDEST = 1.5
 """Highest ratio over lowest, beyond which only their range is told."""
-CHANCE = 0.05
-"""How rarely chance alone may give what is called a difference in answers."""
 QUIET_CORES = 0.3
 """Cores' worth of foreign work that a measurement hardly feels."""
 UNSHOWN = "no difference shown"
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The median of some values, the lowest and the highest."""
+def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
+    """How many times faster ``other`` was: the median ratio, its range, or that nothing was shown.
 
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
-
-
-@dataclass(frozen=True)
-class DemoSpeedup:
-    """How many times faster one server was than another: the ratios of so many rounds."""
-
-    ratios: Spread
-    rounds: int
-
-    @classmethod
-    def of(cls, base: Sequence[float], other: Sequence[float]) -> DemoSpeedup:
-        """From the seconds of each round, all above zero; both servers in the same order."""
-        ratios = [slow / fast for slow, fast in zip(base, other, strict=True)]
-        return cls(Spread.of(ratios), len(ratios))
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether there were enough rounds and every one of them says who is faster."""
-        one_side = self.ratios.low > 1 or self.ratios.high < 1
-        return one_side and self.rounds >= MIN_ROUNDS
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the rounds agree well enough for one number."""
-        return self.ratios.high <= WIDEST * self.ratios.low
-
-    def __str__(self) -> str:
-        """The median if the rounds support one, else their range or that nothing was shown."""
-        low, high = f"{self.ratios.low:.2f}x", f"{self.ratios.high:.2f}x"
-        if not self.is_shown:
-            return f"{UNSHOWN} ({low} to {high})"
-        if not self.is_steady:
-            return f"{low} to {high}, too unsteady for one number"
-        return f"{self.ratios.median:.2f}x ({low} to {high})"
-
-
-@dataclass(frozen=True)
-class PairedAnswers:
-    """How often two servers were right about the same questions."""
-
-    both: int
-    only_base: int
-    only_other: int
-    neither: int
-
-    @classmethod
-    def of(cls, base: Sequence[bool], other: Sequence[bool]) -> PairedAnswers:
-        """From whether each was right, question by question."""
-        pairs = list(zip(base, other, strict=True))
-        kinds = ((True, True), (True, False), (False, True), (False, False))
-        return cls(*(pairs.count(kind) for kind in kinds))
-
-    @property
-    def chance(self) -> float:
-        """How often equally good servers would differ at least so one-sidedly.
-
-        The exact two-sided sign test over the questions that only one answered rightly
-        (McNemar's).
-        """
-        fewer, differ = min(self.only_base, self.only_other), self.only_base + self.only_other
-        tail = sum(math.comb(differ, count) for count in range(fewer + 1))
-        return min(1.0, 2 * tail * 0.5**differ)
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether chance alone is an unlikely reason for the difference."""
-        return self.chance < CHANCE
+    Args:
+        base: seconds of each round, above zero.
+        other: those of the other server, in the same order.
+    """
+    ratios = [slow / fast for slow, fast in zip(base, other, strict=True)]
+    low, high = min(ratios), max(ratios)
+    between = f"{low:.2f}x to {high:.2f}x"
+    if len(ratios) < MIN_ROUNDS or low <= 1 <= high:
+        return f"{UNSHOWN} ({between})"
+    if high > WIDEST * low:
+        return f"{between}, too unsteady for one number"
+    return f"{median(ratios):.2f}x ({between})"
 
 
 @dataclass
@@ -133,10 +66,6 @@ class Contender:
     per_token: list[float] = field(default_factory=list)
     state: RankState | None = None
 
-    def is_right(self, asked: Sequence[DemoQuestion]) -> list[bool]:
-        """Question by question."""
-        return [said == question.answer for said, question in zip(self.said, asked, strict=True)]
-
 
 @dataclass
 class DemoFindings:
@@ -158,9 +87,11 @@ class DemoFindings:
 
     def __post_init__(self) -> None:
         self.both = base, other = self.base, self.other
-        self.prefill = DemoSpeedup.of(base.prefill, other.prefill)
-        self.decode = DemoSpeedup.of(base.per_token, other.per_token)
-        self.answers = PairedAnswers.of(base.is_right(self.asked), other.is_right(self.asked))
+        self.prefill = times_faster(base.prefill, other.prefill)
+        self.decode = times_faster(base.per_token, other.per_token)
+        answers = [question.answer for question in self.asked]
+        said = zip(base.said, other.said, answers, strict=True)
+        self.right = [(a == answer, b == answer) for a, b, answer in said]
 
     def record(self) -> dict[str, Any]:
         """Every sample, for a file."""
@@ -180,21 +111,26 @@ class DemoFindings:
                 {"fact": q.fact, "question": q.ending, "answer": q.answer} for q in self.asked
             ],
             "busy_cores": self.busy,
-            "prefill": str(self.prefill),
-            "decode": str(self.decode),
-            "answers": asdict(self.answers) | {"chance": self.answers.chance},
+            "prefill": self.prefill,
+            "decode": self.decode,
         }
 
     def tell(self, console: Console) -> None:
         """Print an answer, the figures, and what they mean."""
         self._tell_answer(console)
-        for told in (self._answers_in_words(), self._table(), self._summary()):
+        counts = [self.right.count((a, b)) for a in (True, False) for b in (True, False)]
+        answers = (
+            f"\nOf {len(self.asked)} such questions both answered {counts[0]} rightly, only "
+            f"{self.base.name} {counts[1]}, only {self.other.name} {counts[2]}, neither "
+            f"{counts[3]}. So few can only show a large difference: `indexcache eval run` asks as "
+            "many as it takes."
+        )
+        for told in (answers, self._table(), self._summary()):
             console.print(told, highlight=False)
 
     def _tell_answer(self, console: Console) -> None:
         """The first question that both answered rightly, or else the first of all."""
-        pairs = list(zip(*(one.is_right(self.asked) for one in self.both), strict=True))
-        number = pairs.index((True, True)) if (True, True) in pairs else 0
+        number = self.right.index((True, True)) if (True, True) in self.right else 0
         question = self.asked[number]
         console.print(
             f"\n[bold]Question {number + 1} of {len(self.asked)}.[/bold] The model reads a piece "
@@ -210,27 +146,10 @@ class DemoFindings:
             markup=False,
             highlight=False,
         )
-        for one, is_right in zip(self.both, pairs[number], strict=True):
+        for one, is_right in zip(self.both, self.right[number], strict=True):
             console.print("  [green]✓[/green]" if is_right else "  [red]✗[/red]", end="")
             said = f' {one.name:>5} says "{one.said[number].strip()}"'
             console.print(said, markup=False, highlight=False)
-
-    def _answers_in_words(self) -> str:
-        answers, count = self.answers, len(self.asked)
-        told = (
-            f"\nOf {count} such questions both answered {answers.both} rightly, only "
-            f"{self.base.name} {answers.only_base}, only {self.other.name} {answers.only_other}, "
-            f"neither {answers.neither}. "
-        )
-        if answers.only_base == answers.only_other == 0:
-            return told + "They never differ, which so few questions cannot turn into a proof."
-        chance = (
-            f"If both were equally good, chance would favour one so much in {answers.chance:.1%} "
-        )
-        if answers.is_shown:
-            return told + chance + "of such demos only: this difference is probably real."
-        rest = f"of such demos: {UNSHOWN}, and {count} questions can only show a large one."
-        return told + chance + rest
 
     def _table(self) -> Table:
         title = f"\nPrompts of {self.prompt_tokens} tokens on this machine's CPU"
@@ -246,21 +165,19 @@ class DemoFindings:
         per_token = (str(state.index_k_bytes_per_token) for state in states)
         table.add_row("index-K bytes/token", *per_token)
         prefills = (_spread(one.prefill, 1, ".2f") for one in self.both)
-        table.add_row("prefill, s", *prefills, str(self.prefill))
+        table.add_row("prefill, s", *prefills, self.prefill)
         decodes = (_spread(one.per_token, 1000, ".1f") for one in self.both)
-        table.add_row("decode, ms/token", *decodes, str(self.decode))
+        table.add_row("decode, ms/token", *decodes, self.decode)
         return table
 
     def _summary(self) -> str:
-        known = [cores for cores in self.busy if cores is not None]
         told = (
             f"How many times faster was {self.other.name} than {self.base.name}, over "
-            f"{self.prefill.rounds} rounds in turns? Prefill: {self.prefill}. "
-            f"Decode: {self.decode}."
+            f"{len(self.busy)} rounds in turns? Prefill: {self.prefill}. Decode: {self.decode}."
         )
-        if known and max(known) > QUIET_CORES:
+        if (busiest := max((cores or 0.0 for cores in self.busy), default=0.0)) > QUIET_CORES:
             told += (
-                f" Other programs kept up to {max(known):.1f} of {os.cpu_count()} cores busy, so "
+                f" Other programs kept up to {busiest:.1f} of {os.cpu_count()} cores busy, so "
                 "try again when the machine is quiet."
             )
         return told + (
@@ -271,5 +188,5 @@ class DemoFindings:
 
 
 def _spread(values: Sequence[float], unit: float, form: str) -> str:
-    spread = Spread.of([unit * value for value in values])
-    return f"{spread.median:{form}}\n{spread.low:{form}} to {spread.high:{form}}"
+    each = [unit * value for value in values]
+    return f"{median(each):{form}}\n{min(each):{form}} to {max(each):{form}}"

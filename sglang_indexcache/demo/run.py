@@ -13,10 +13,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.bench.environment import busy_cores, environment
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.demo.findings import MIN_ROUNDS, Contender, DemoFindings
 from sglang_indexcache.demo.material import DemoQuestion, Material
+from sglang_indexcache.study.provenance import busy_cores, machine
 from sglang_indexcache.support.files import write_json
 
 PATTERNS = {"all F": "full", "1/4": "1/4"}
@@ -48,7 +48,7 @@ def run(folder: Path, console: Console) -> None:
             read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    machine = environment()
+    where = machine()
     console.print(INTRODUCTION, highlight=False)
     with ExitStack() as stack:
         servers = _start(folder, stack)
@@ -67,7 +67,7 @@ def run(folder: Path, console: Console) -> None:
             one.state = one.client.states()[0]
     findings = DemoFindings(base, other, asked, PROMPT_TOKENS, busy)
     record = folder / "demo.json"
-    write_json(record, {"environment": machine.model_dump(), **findings.record()})
+    write_json(record, {"environment": where, **findings.record()})
     findings.tell(console)
     console.print(f"\nEvery sample is in {record}, the servers' logs beside it.", highlight=False)
 

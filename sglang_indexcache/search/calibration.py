@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
-from sglang_indexcache.data.documents import Conversation, Document, read_documents
+from sglang_indexcache.data.documents import MACHINE, Conversation, Document, read_documents
 from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
 
@@ -164,26 +165,15 @@ class Calibration:
         each = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
         return f"{min(each)}" if min(each) == max(each) else f"{min(each)} to {max(each)}"
 
-    def followed_by(self, held_out: Calibration) -> Calibration:
-        """These sequences to search on, those of ``held_out`` after them."""
-        return replace(
-            self,
-            sequences=self.sequences + held_out.sequences,
-            counted=self.counted + held_out.counted,
-            held_out=len(held_out.batches),
-        )
+    def held_out_alone(self) -> Calibration:
+        """The batches that a search must not search on."""
+        start = len(self.sequences) - self.held_out * self.per_batch
+        kept, counted = self.sequences[start:], self.counted[start:]
+        return replace(self, sequences=kept, counted=counted, held_out=0)
 
     @property
     def _starts(self) -> range:
         return range(0, len(self.sequences), self.per_batch)
-
-
-@dataclass(frozen=True)
-class Split:
-    """What is searched on, and what the answer is checked on."""
-
-    calibration: Calibration
-    held_out: Calibration
 
 
 def prepare(
@@ -197,7 +187,7 @@ def prepare(
     seed: int = 0,
     topk: int = 0,
     score: Score | None = None,
-) -> Split:
+) -> Calibration:
     """Read, tokenise, choose and split.
 
     A sequence is a whole document of at most ``context`` tokens. Longer text is cut into
@@ -234,21 +224,19 @@ def prepare(
     parts = _choose(reading, wanted)
     if any(len(parts[part]) < wanted[part] for part in parts):
         raise reading.too_little(wanted, {part: len(parts[part]) for part in parts})
-    chosen = [piece for part in parts.values() for piece in part]
-    short = sum(2 * len(piece) < context for piece in chosen)
-
-    def made(part: bool, name: str) -> Calibration:
+    short = sum(2 * len(piece) < context for part in parts.values() for piece in part)
+    for part in (False, True):
         random.Random(seed).shuffle(parts[part])
-        return Calibration(
-            tuple(piece.ids for piece in parts[part]),
-            per_batch,
-            name,
-            counted=tuple(objective.counted(piece.answers) for piece in parts[part]),
-            objective=objective,
-            reading=reading.in_words(short, len(chosen)),
-        )
-
-    return Split(made(False, source), made(True, f"{source} (held out)"))
+    pieces = [piece for part in (False, True) for piece in parts[part]]
+    return Calibration(
+        tuple(piece.ids for piece in pieces),
+        per_batch,
+        "Python standard library sources" if source == MACHINE else Path(source).name,
+        held_out,
+        counted=tuple(objective.counted(piece.answers) for piece in pieces),
+        objective=objective,
+        reading=reading.in_words(short, len(pieces)),
+    )
 
 
 def _default_score(source: str) -> Score:

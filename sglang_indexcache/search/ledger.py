@@ -276,7 +276,7 @@ class Ledger:
             if not math.isfinite(value):
                 raise SearchError(
                     f"under {pattern} the loss on batch {batch} is {value}. Look at that batch's "
-                    "text, or run the model in float32 (--dtype)."
+                    "text, or run the model in float32."
                 )
         if self._journal is not None:
             record = Measured(str(pattern), batches, values, found.layer_tokens, seconds)

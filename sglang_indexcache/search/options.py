@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.methods import METHODS, Method
-from sglang_indexcache.search.methods.both import Both
 from sglang_indexcache.search.methods.fast import Fast
+from sglang_indexcache.search.methods.forward import Both
 from sglang_indexcache.search.methods.greedy import Greedy, evaluations
 from sglang_indexcache.search.rules import Constraints, Targets
 
@@ -75,12 +74,14 @@ class Options:
 
     @classmethod
     def parse(cls, method: str, share: float | None = None, *, refine: bool = True) -> Options:
-        """From a method's name, such as ``fast`` or ``greedy:4`` (four blocks).
+        """From a method's name.
 
         Raises:
-            SearchError: an unknown name, or a number that does not belong to it.
+            SearchError: there is none of that name.
         """
-        return cls(_chosen(method), share, refine)
+        if method not in METHODS:
+            raise SearchError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
+        return cls(METHODS[method](), share, refine)
 
     @classmethod
     def best(
@@ -96,8 +97,6 @@ class Options:
             The options, and why they are not ``both``, in words; "" where they are.
         """
         one = cls(Fast(), share)
-        if targets.loss_budget is not None:
-            return one, "method: fast alone, because forward selection cannot stop at a loss budget"
         two = cls(Both(), share)
         try:
             budget = two.budget(constraints, targets, batch_tokens)
@@ -134,8 +133,8 @@ class Options:
             batch_tokens: tokens of each batch that is searched on.
 
         Raises:
-            SearchError: a share below what the method needs or of what keeps to none, a method
-                that needs more than exhaustive greedy here, or targets that it cannot aim at.
+            SearchError: a share below what the method needs or of what keeps to none, or a
+                method that needs more than exhaustive greedy here.
         """
         exhaustive = evaluations(constraints, targets) * sum(batch_tokens)
         needed = self.method.least(constraints, targets, batch_tokens)
@@ -170,18 +169,3 @@ class Options:
                 f"--budget {self.share:g} is too little: {self.method.in_words} needs at least "
                 f"{enough:g} of exhaustive greedy's tokens here. Give that, or leave --budget away."
             )
-
-
-def _chosen(text: str) -> Method:
-    """The method that ``text`` names, with its number where one is given."""
-    name, colon, number = text.partition(":")
-    if name not in METHODS:
-        raise SearchError(f"method {name!r} is unknown; there are {', '.join(METHODS)}")
-    row: Any = METHODS[name]
-    if not colon:
-        return row()  # type: ignore[no-any-return]
-    if not fields(row):
-        raise SearchError(f"method {name} takes no number, got {text!r}")
-    if not number.isdigit():
-        raise SearchError(f"method {name} takes a number, such as {name}:4, got {text!r}")
-    return row(int(number))  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.compare import axis_label
 from sglang_indexcache.search.ledger import Step
 from sglang_indexcache.search.rules import Mark
-from sglang_indexcache.search.run import Found, HeldOut, Search
-from sglang_indexcache.search.sources import Setup
+from sglang_indexcache.search.run import Found, Search
+from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import versions
 from sglang_indexcache.support.files import write_json, write_whole
 
 _SECONDS_BETWEEN_PLOTS = 10.0
-_PARTIAL = "partial"
+_PARTIAL, _HERE = "partial", "indexcache search"
 _LOSS = "calibration loss, nats per token (lower is better)"
 _HELD_OUT = "held-out loss, nats per token (lower is better)"
 _BLUE, _RED, _GREEN, _GREY = "#1f5fa8", "#c0392b", "#2c8a4b", "#8a8a8a"
@@ -36,141 +36,130 @@ class OutputFolder:
     Args:
         folder: where.
         search: the one that is reported.
-        origin: what it measures with, and the prefix of the patterns' names.
+        setup: what it measures.
+        identity: hashes and kind of evaluator: what its journal belongs to.
     """
 
-    def __init__(self, folder: Path, search: Search, origin: Setup) -> None:
-        self._folder, self._search, self._origin = folder, search, origin
+    def __init__(
+        self, folder: Path, search: Search, setup: Setup, identity: Mapping[str, str]
+    ) -> None:
+        self._folder, self._search, self._setup = folder, search, setup
+        self._origin = {
+            **identity,
+            "documents": setup.calibration.reading,
+            "seed": setup.seed,
+            "versions": versions(),
+        }
         self._plotted = 0.0
 
     def update(self, event: Step | Found) -> None:
         """Write what ``event`` changed."""
         if isinstance(event, Found):
-            self._write_entry(entry(self._search, event, self._origin))
+            self._write(self._entry(event))
             return
-        write_json(self._folder / "search.json", summary(self._search, self._origin))
+        write_json(self._folder / "search.json", self._summary())
         if time.monotonic() - self._plotted > _SECONDS_BETWEEN_PLOTS:
             self._draw()
             self._plotted = time.monotonic()
 
     def finish(self) -> None:
         """Write everything; of an interrupted search also the last pattern that it committed."""
-        partial = self._folder / f"{self._origin.name}-{_PARTIAL}.yaml"
-        if self._search.is_complete:
-            partial.unlink(missing_ok=True)
-        elif self._search.path:
-            self._write_entry(self._last_committed())
-        if not self._search.path:
+        search, name = self._search, f"{self._setup.name}-{_PARTIAL}"
+        if search.is_complete:
+            (self._folder / f"{name}.yaml").unlink(missing_ok=True)
+        if not search.path:
             return
-        for found in self._search.found.values():
-            self._write_entry(entry(self._search, found, self._origin))
-        write_json(self._folder / "search.json", summary(self._search, self._origin))
+        if not search.is_complete:
+            step = search.path[-1]
+            count = len(step.pattern.full_layers)
+            mark = Mark(count, f"{count}/{len(step.pattern)}")
+            last = Found(
+                mark, step.pattern, step.loss, step.standard_error, step.pattern, step.loss
+            )
+            self._write(self._entry(last).model_copy(update={"name": name}))
+        for found in search.found.values():
+            self._write(self._entry(found))
+        write_json(self._folder / "search.json", self._summary())
         self._draw()
 
     def _draw(self) -> None:
-        draw_losses(self._search, self._folder / "losses.png", self._origin.objective)
+        draw_losses(self._search, self._folder / "losses.png", self._setup.objective)
 
-    def _write_entry(self, item: Entry) -> None:
-        data = item.model_dump(mode="json", exclude_defaults=True)
+    def _write(self, entry: Entry) -> None:
+        data = entry.model_dump(mode="json", exclude_defaults=True)
         text = yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
-        write_whole(self._folder / f"{item.name}.yaml", text)
+        write_whole(self._folder / f"{entry.name}.yaml", text)
 
-    def _last_committed(self) -> Entry:
-        step = self._search.path[-1]
-        count = len(step.pattern.full_layers)
-        mark = Mark(count, f"{count}/{len(step.pattern)}")
-        found = Found(mark, step.pattern, step.loss, step.standard_error, step.pattern, step.loss)
-        item = entry(self._search, found, self._origin)
-        return item.model_copy(update={"name": f"{self._origin.name}-{_PARTIAL}"})
+    def _entry(self, found: Found) -> Entry:
+        """The library entry of one mark. Holds no times: the same search gives the same file."""
+        setup, retention = self._setup, found.mark.label
+        method = self._search.options.in_words(is_refined=found.is_refined)
+        return Entry(
+            name=f"{setup.name}-{retention.replace('/', 'of')}",
+            model=setup.model,
+            pattern=str(found.pattern),
+            full_layers=len(found.pattern.full_layers),
+            retention=retention,
+            method=MethodRecord(
+                name=method if found.is_final else "unfinished search",
+                objective=f"language-modelling loss of {setup.objective}",
+                data=setup.data,
+                details=self._details(found),
+            ),
+            source=Citation(title=_HERE, where="this file's method.details"),
+            quality=tuple(self._quality(found)),
+        )
 
+    def _quality(self, found: Found) -> Iterator[Quality]:
+        uniform = found.baselines.get("uniform")
+        rows = [(_LOSS, found.loss, self._search.start_loss, uniform[1] if uniform else None)]
+        if held := found.held_out:
+            rows.append((_HELD_OUT, held.loss, held.start, held.uniform))
+        for name, loss, full, blind in rows:
+            yield Quality(benchmark=name, score=loss, all_full=full, uniform=blind, where=_HERE)
 
-def entry(search: Search, found: Found, origin: Setup) -> Entry:
-    """The library entry of one mark. Holds no times: the same search gives the same file."""
-    retention = found.mark.label
-    return Entry(
-        name=f"{origin.name}-{retention.replace('/', 'of')}",
-        model=origin.model,
-        pattern=str(found.pattern),
-        full_layers=len(found.pattern.full_layers),
-        retention=retention,
-        method=MethodRecord(
-            name=_method(search, found),
-            objective=" of ".join(filter(None, ("language-modelling loss", origin.objective))),
-            data=origin.data,
-            details=_details(search, found, origin),
-        ),
-        source=Citation(title="indexcache search", where="this file's method.details"),
-        quality=tuple(_quality(search, found)),
-    )
+    def _details(self, found: Found) -> dict[str, Any]:
+        details: dict[str, Any] = {
+            **self._origin,
+            "added_loss_standard_error": _number(found.standard_error),
+            "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
+            "loss_curve": [
+                {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
+                for step in self._search.path
+            ],
+        }
+        if held := found.held_out:
+            low, high = held.added - held.half, held.added + held.half
+            details["held_out_added_loss"] = {"mean": held.added, "low": low, "high": high}
+        if found.is_final:
+            details["cost"] = self._cost()
+        return details
 
+    def _cost(self) -> dict[str, Any]:
+        search, exhaustive = self._search, self._search.budget.exhaustive
+        return {
+            "tokens": search.search_tokens,
+            "budget_tokens": search.budget.total if search.budget.is_kept else None,
+            "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
+            "exhaustive_greedy_tokens": exhaustive,
+            "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),
+        }
 
-def _method(search: Search, found: Found) -> str:
-    if not found.is_final:
-        return "unfinished search"
-    return search.options.in_words(is_refined=found.is_refined)
-
-
-def _quality(search: Search, found: Found) -> Iterator[Quality]:
-    uniform = found.baselines.get("uniform")
-    losses = (found.loss, search.start_loss, uniform[1] if uniform else None)
-    yield _losses(_LOSS, *losses)
-    if held_out := found.held_out:
-        yield _losses(_HELD_OUT, held_out.loss, held_out.start, held_out.uniform)
-
-
-def _losses(name: str, loss: float, all_full: float, uniform: float | None) -> Quality:
-    where = "indexcache search"
-    return Quality(benchmark=name, score=loss, all_full=all_full, uniform=uniform, where=where)
-
-
-def _details(search: Search, found: Found, origin: Setup) -> dict[str, Any]:
-    details: dict[str, Any] = {
-        **origin.identity,
-        "documents": origin.reading,
-        "seed": origin.seed,
-        "versions": versions(),
-        "added_loss_standard_error": _number(found.standard_error),
-        "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
-        "loss_curve": [
-            {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
-            for step in search.path
-        ],
-    }
-    if found.held_out:
-        details["held_out_added_loss"] = _interval(found.held_out)
-    if found.is_final:
-        details["cost"] = _cost(search)
-    return details
-
-
-def _cost(search: Search) -> dict[str, Any]:
-    exhaustive = search.budget.exhaustive
-    return {
-        "tokens": search.search_tokens,
-        "budget_tokens": search.budget.total if search.budget.is_kept else None,
-        "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
-        "exhaustive_greedy_tokens": exhaustive,
-        "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),
-    }
-
-
-def summary(search: Search, origin: Setup) -> dict[str, Any]:
-    """The whole search as plain data, complete or not."""
-    return {
-        "complete": search.is_complete,
-        "name": origin.name,
-        "method": search.in_words(),
-        "identity": dict(origin.identity),
-        "versions": versions(),
-        "objective": origin.objective,
-        "data": origin.data,
-        "documents": origin.reading,
-        "seed": origin.seed,
-        "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
-        "cost": _cost(search) if search.is_complete else None,
-        "steps": [_step(step) for step in search.path],
-        "marks": [_mark(found) for found in search.found.values()],
-    }
+    def _summary(self) -> dict[str, Any]:
+        """The whole search as plain data, complete or not."""
+        search = self._search
+        return {
+            "complete": search.is_complete,
+            "name": self._setup.name,
+            "method": search.in_words(),
+            "objective": self._setup.objective,
+            "data": self._setup.data,
+            **self._origin,
+            "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
+            "cost": self._cost() if search.is_complete else None,
+            "steps": [_step(step) for step in search.path],
+            "marks": [_mark(found) for found in search.found.values()],
+        }
 
 
 def _step(step: Step) -> dict[str, Any]:
@@ -201,12 +190,6 @@ def _mark(found: Found) -> dict[str, Any]:
         "baselines": {name: measured(*pair) for name, pair in found.baselines.items()},
         "held_out": asdict(found.held_out) if found.held_out else None,
     }
-
-
-def _interval(held_out: HeldOut) -> dict[str, float]:
-    """What the pattern adds to the start's loss, with its 95 % interval."""
-    added, half = held_out.added, held_out.half
-    return {"mean": added, "low": added - half, "high": added + half}
 
 
 def _number(value: float) -> float | None:

@@ -1,4 +1,8 @@
-"""How much of their selection two layers have in common (paper, appendix "Top-k Index Overlap")."""
+"""How much of their selection two layers have in common (paper, appendix "Top-k Index Overlap").
+
+And how much of the recent text each layer's selection holds: what it lacks of the last tokens, S
+layers that share it lack too, unless a pattern has a recent window.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Evaluator, Floats
 from sglang_indexcache.study.plots import make_figure, save_figure
+
+RECENT = (8, 64, 256)
+"""Last tokens, a query's own included, of which it is counted how many a selection holds."""
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""
@@ -31,6 +38,7 @@ class OverlapCounter:
 
     def __init__(self, num_layers: int, topk: int) -> None:
         self._total = np.zeros((num_layers, num_layers))
+        self._held = np.zeros((len(RECENT), num_layers))
         self._topk = topk
         self.queries = 0
 
@@ -44,7 +52,9 @@ class OverlapCounter:
         layers, length, _ = selected.shape
         step = max(1, _MASK_BYTES // (4 * layers * length))
         for start in range(self._topk, length, step):
-            self._add_queries(selected[:, start : start + step], length)
+            some = selected[:, start : start + step]
+            self._add_queries(some, length)
+            self._add_recent(some, start)
 
     def _add_queries(self, selected: NDArray[np.integer], length: int) -> None:
         layers, queries, _ = selected.shape
@@ -56,18 +66,38 @@ class OverlapCounter:
         self._total += common.sum(axis=0, dtype=np.float64) / self._topk
         self.queries += queries
 
+    def _add_recent(self, selected: NDArray[np.integer], first: int) -> None:
+        sees = np.arange(first, first + selected.shape[1]) + 1
+        back = sees[:, None] - 1 - selected
+        known = selected >= 0
+        for place, window in enumerate(RECENT):
+            held = (known & (back >= 0) & (back < window)).sum(axis=2)
+            self._held[place] += (held / np.minimum(sees, window)).sum(axis=1)
+
+    def recent(self) -> Floats:
+        """``[len(RECENT), N]`` float64: the share of the last tokens that each layer selects.
+
+        Raises:
+            SearchError: no query saw more than k tokens.
+        """
+        self._check_queries()
+        return self._held / self.queries
+
     def matrix(self) -> Floats:
         """``[N, N]`` float64: the mean over all queries counted.
 
         Raises:
             SearchError: no query saw more than k tokens.
         """
+        self._check_queries()
+        return self._total / self.queries
+
+    def _check_queries(self) -> None:
         if not self.queries:
             raise SearchError(
                 f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
                 "everything. Use a longer context."
             )
-        return self._total / self.queries
 
 
 @dataclass(frozen=True)
@@ -131,6 +161,24 @@ def served_overlap(matrix: Floats, pattern: Pattern) -> float:
     return float(np.mean(pairs)) if pairs else float("nan")
 
 
+def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
+    """What :meth:`OverlapCounter.recent` says of the lists that S layers inherit.
+
+    Args:
+        shares: ``[len(RECENT), N]``.
+        pattern: whose F layers' lists are meant; without one, every layer's.
+    """
+    layers = range(shares.shape[1])
+    shown = [n for n in layers if pattern is None or n in pattern.full_layers]
+    who = "every layer's list holds" if pattern is None else "the lists of the F layers hold"
+    told = [
+        f"  layer {layer:>3}  " + "  ".join(f"{share:4.0%}" for share in shares[:, layer])
+        for layer in shown
+    ]
+    lines = [f"Of the last {', '.join(map(str, RECENT))} tokens {who}, on average:", *told]
+    return "\n".join(lines)
+
+
 def measure(evaluator: Evaluator, own: Pattern, batches: Iterable[int]) -> OverlapCounter:
     """Run these batches with all indexers of ``own`` and add up what layers have in common.
 
@@ -158,6 +206,10 @@ def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
         "clusters": [[c[0], c[-1]] for c in reading.clusters],
         "worst_boundary": list(reading.worst_boundary),
         "adjacent": list(reading.adjacent),
+        "recent": {
+            str(window): [round(float(share), 6) for share in by_layer]
+            for window, by_layer in zip(RECENT, counter.recent(), strict=True)
+        },
         "matrix": [[round(float(v), 6) for v in row] for row in matrix],
     }
     if drawn is not None:

@@ -12,7 +12,6 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 
 _RATIO = re.compile(r"(\d+)/(\d+)")
-_BUDGET = re.compile(r"\+(\d+(?:\.\d+)?)%")
 _DEFAULT = ("1/2", "1/4", "1/8")
 
 
@@ -89,18 +88,6 @@ def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
     return {name: p for name, p in found.items() if constraints.fixed <= {*p.full_layers} <= most}
 
 
-def stage_starts(num_layers: int, stages: int) -> tuple[int, ...]:
-    """First layers of ``stages`` blocks of layers of even size, the longer ones first.
-
-    Raises:
-        SearchError: more stages than layers, or fewer than one.
-    """
-    if not 1 <= stages <= num_layers:
-        raise SearchError(f"{num_layers} layers cannot be cut into {stages} blocks")
-    size, longer = divmod(num_layers, stages)
-    return tuple(stage * size + min(stage, longer) for stage in range(stages))
-
-
 def parse_layers(text: str) -> list[int]:
     """``3,5,10-12`` as numbers.
 
@@ -131,46 +118,30 @@ class Mark:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a search leaves patterns and where it ends.
+    """Where a search leaves patterns; it ends at the last.
 
     Attributes:
         marks: most F layers first.
-        loss_budget: largest allowed loss over the start pattern's, relative (0.005 is +0.5 %);
-            None for no limit. The search ends before the flip that would exceed it.
     """
 
     marks: tuple[Mark, ...]
-    loss_budget: float | None = None
 
     @property
     def fewest(self) -> int:
-        """F layers at which the search ends at the latest."""
+        """F layers at which the search ends."""
         return self.marks[-1].full_layers
 
     def mark_at(self, full_layers: int) -> Mark | None:
         """The mark with exactly this many F layers."""
         return next((mark for mark in self.marks if mark.full_layers == full_layers), None)
 
-    def refuse_loss_budget(self, method: str) -> None:
-        """For a method that does not stop where the loss exceeds it.
-
-        Raises:
-            SearchError: there is a loss budget.
-        """
-        if self.loss_budget is not None:
-            raise SearchError(
-                f"{method} cannot stop at a loss budget (+{100 * self.loss_budget:g}%). Give "
-                "ratios or numbers of F layers, or search with --method fast or greedy."
-            )
-
 
 def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Targets:
     """Read what a user wrote.
 
     Args:
-        values: each a ratio (``1/4``: a quarter of the layers, rounded up), a count of F layers
-            (``12``), or a loss budget (``+0.5%``, at most one). A budget alone goes as far down
-            as the constraints allow. None is 1/2, 1/4 and 1/8.
+        values: each a ratio (``1/4``: a quarter of the layers, rounded up) or a count of F layers
+            (``12``). None is 1/2, 1/4 and 1/8.
         constraints: the rules of the search.
 
     Raises:
@@ -178,11 +149,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     """
     total, most = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
-    budgets: list[float] = []
     for value in _DEFAULT if values is None else values:
-        if match := _BUDGET.fullmatch(value):
-            budgets.append(float(match[1]) / 100)
-            continue
         mark = _mark(value, total)
         if not constraints.fewest <= mark.full_layers <= most:
             raise SearchError(
@@ -191,14 +158,9 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
                 "--keep-full stay F; layers without an indexer in the checkpoint stay S)"
             )
         marks.setdefault(mark.full_layers, mark)
-    if len(budgets) > 1:
-        raise SearchError("give at most one loss budget")
-    if values is not None and not values:
-        raise SearchError("give at least one target, such as 1/4, 12 or +0.5%")
-    budget = budgets[0] if budgets else None
     if not marks:
-        marks[constraints.fewest] = Mark(constraints.fewest, f"{constraints.fewest}/{total}")
-    return Targets(tuple(sorted(marks.values(), key=lambda m: -m.full_layers)), budget)
+        raise SearchError("give at least one target, such as 1/4 or 12")
+    return Targets(tuple(sorted(marks.values(), key=lambda m: -m.full_layers)))
 
 
 def _mark(value: str, total: int) -> Mark:
@@ -209,7 +171,4 @@ def _mark(value: str, total: int) -> Mark:
         return Mark(math.ceil(Fraction(above, below) * total), value)
     if value.isdigit() and int(value) > 0:
         return Mark(int(value), f"{value}/{total}")
-    raise SearchError(
-        f"target {value!r} is neither a ratio (1/4) nor a count of F layers (12) nor a loss "
-        "budget (+0.5%)"
-    )
+    raise SearchError(f"target {value!r} is neither a ratio (1/4) nor a count of F layers (12)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sglang_indexcache.pattern import Pattern
@@ -72,6 +72,20 @@ class Found:
         return self.searched_loss - self.loss
 
 
+def check_tokens(
+    constraints: Constraints, targets: Targets, searched: Sequence[int], held_out: Sequence[int]
+) -> int:
+    """What measuring the found patterns against others takes at most, beyond the budget.
+
+    Args:
+        constraints, targets: of the search.
+        searched: tokens of each batch that is searched on.
+        held_out: tokens of each that is not.
+    """
+    blind = sum(len(baselines(mark.full_layers, constraints)) for mark in targets.marks)
+    return blind * sum(searched) + (1 + 2 * len(targets.marks)) * sum(held_out)
+
+
 class Search:
     """One search. Deterministic: over the same ledger contents it gives the same answer.
 
@@ -99,20 +113,12 @@ class Search:
         self.is_complete = False
 
     @property
-    def check_tokens(self) -> int:
-        """What measuring the found patterns against others takes at most, beyond the budget."""
-        marks = len(self.targets.marks) + (self.targets.loss_budget is not None)
-        counts = [mark.full_layers for mark in self.targets.marks]
-        blind = sum(len(baselines(count, self.constraints)) for count in counts)
-        if self.targets.loss_budget is not None:
-            blind += 2
-        held_out = sum(self.ledger.batch_tokens[b] for b in self.ledger.held_out_batches)
-        return blind * self.ledger.full_evaluation + (1 + 2 * marks) * held_out
-
-    @property
     def expected_tokens(self) -> int | None:
         """Tokens of everything at most; None where nobody can say."""
-        return self.budget.total + self.check_tokens if self.budget.is_kept else None
+        ledger = self.ledger
+        held_out = [ledger.batch_tokens[batch] for batch in ledger.held_out_batches]
+        checks = check_tokens(self.constraints, self.targets, ledger.tokens_of_batches, held_out)
+        return self.budget.total + checks if self.budget.is_kept else None
 
     def in_words(self) -> str:
         """What ran, for provenance."""
@@ -121,7 +127,7 @@ class Search:
 
     def run(self) -> Iterator[Step | Found]:
         """Yield each step and each mark as it is passed, then each mark in its final form."""
-        rules, begun, pattern = self.constraints, self.ledger.spent, self.constraints.start
+        rules, begun = self.constraints, self.ledger.spent
         method = self.options.method
         for event in method.descend(self.ledger, rules, self.targets, self.budget.method):
             if isinstance(event, Step):
@@ -132,9 +138,6 @@ class Search:
             mark = self.targets.mark_at(len(pattern.full_layers))
             if mark is not None:
                 yield self._pass(mark, pattern)
-        count = len(pattern.full_layers)
-        if self.targets.loss_budget is not None and count not in self.found:
-            yield self._pass(Mark(count, f"{count}/{len(pattern)}"), pattern)
         end = begun + self.budget.total  # what the method left over is refinement's, too
         for place, passed in enumerate(list(self.found.values())):
             left = (end - self.ledger.spent) // (len(self.found) - place)

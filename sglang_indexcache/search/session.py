@@ -10,12 +10,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, SearchJournal, Step
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.rules import Constraints, Targets
-from sglang_indexcache.search.run import Found, Search
-from sglang_indexcache.search.sources import Setup
+from sglang_indexcache.search.run import Found, Search, check_tokens
+from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 
@@ -24,6 +25,7 @@ JOURNAL = "journal.jsonl"
 
 def run_search(
     setup: Setup,
+    evaluator: Evaluator,
     constraints: Constraints,
     targets: Targets,
     options: Options,
@@ -34,7 +36,8 @@ def run_search(
     """Search, or go on where an interrupted search of the same folder was.
 
     Args:
-        setup: what to measure with.
+        setup: what to measure.
+        evaluator: measures it.
         constraints: which layers may be flipped.
         targets: where to leave patterns, and where to end.
         options: how to search.
@@ -46,15 +49,15 @@ def run_search(
         KeyboardInterrupt: by Ctrl-C or SIGTERM; what was found until then is in ``output``.
         SearchError: the folder's journal is another search's, or an evaluation that failed.
     """
-    console = console or Console()
+    console, identity = console or Console(), setup.identity(evaluator)
     with (
         resumable(console, output, "what was found"),
-        SearchJournal(output / JOURNAL, setup.identity) as journal,
+        SearchJournal(output / JOURNAL, identity) as journal,
     ):
-        ledger = Ledger(setup.evaluator, journal, setup.held_out)
+        ledger = Ledger(evaluator, journal, setup.calibration.held_out)
         search = Search(ledger, constraints, targets, options)
-        folder = OutputFolder(output, search, setup)
-        print_plan(console, [*setup.rows, *plan(search, rate)])
+        folder = OutputFolder(output, search, setup, identity)
+        print_plan(console, plan(setup, constraints, targets, options, rate))
         resuming(console, len(journal.records), "evaluations", journal.path)
         try:
             with progress_at_most(console) as progress:
@@ -77,35 +80,36 @@ def run_search(
     return search
 
 
-def print_dry_run(
+def plan(
     setup: Setup,
     constraints: Constraints,
     targets: Targets,
     options: Options,
-    console: Console,
     rate: Rate | None,
-) -> None:
-    """Say what :func:`run_search` would do and what it costs; nothing is measured."""
-    search = Search(Ledger(setup.evaluator, None, setup.held_out), constraints, targets, options)
-    print_plan(console, [*setup.rows, *plan(search, rate)])
+) -> Iterator[tuple[str, str]]:
+    """What a search will do and forward at most: a name and a sentence each.
 
-
-def plan(search: Search, rate: Rate | None) -> Iterator[tuple[str, str]]:
-    """What the search will do and forward at most: a name and a sentence each."""
-    budget = search.budget
-    full = f"{search.ledger.full_evaluation:,}"
-    yield "method", search.options.in_words()
-    yield "targets", ", ".join(mark.label for mark in search.targets.marks)
+    Raises:
+        SearchError: a budget that it cannot keep; see :meth:`Options.budget`.
+    """
+    tokens = setup.calibration.batch_tokens
+    cut = len(tokens) - setup.calibration.held_out
+    searched, held_out = tokens[:cut], tokens[cut:]
+    budget = options.budget(constraints, targets, searched)
+    yield from setup.rows
+    yield "method", options.in_words()
+    yield "targets", ", ".join(mark.label for mark in targets.marks)
     if not budget.is_kept:
-        yield "budget", f"none, {search.options.in_words()} keeps to none"
+        yield "budget", f"none, {options.in_words()} keeps to none"
         return
+    checks, full = check_tokens(constraints, targets, searched, held_out), sum(searched)
     yield (
         "budget",
         f"{budget.total:,} tokens, {100 * budget.share:.1f} % of exhaustive greedy's, which are "
-        f"{budget.total / search.ledger.full_evaluation:.1f} patterns on all {full} tokens; then "
-        f"{search.check_tokens:,} at most to compare what was found",
+        f"{budget.total / full:.1f} patterns on all {full:,} tokens; then "
+        f"{checks:,} at most to compare what was found",
     )
-    yield "cost", Cost(budget.total + search.check_tokens, rate).in_words()
+    yield "cost", Cost(budget.total + checks, rate).in_words()
 
 
 def measured_rate(output: Path, batch_tokens: Sequence[int], calls: int) -> Rate | None:
@@ -147,51 +151,43 @@ def _show(event: Step | Found, search: Search, console: Console) -> None:
 
 
 def _show_result(search: Search, objective: str, console: Console) -> None:
-    table = Table(
-        "retention", "F", "loss", "over start", "held out", "uniform", "pattern", box=SIMPLE
-    )
+    names = ("retention", "F", "loss", "over start", "held out", "uniform", "pattern")
+    table = Table(*names, box=SIMPLE)
+    table.columns[-1].overflow = "fold"
     for found in search.found.values():
-        uniform = found.baselines.get("uniform")
+        uniform, held = found.baselines.get("uniform"), found.held_out
         table.add_row(
             found.mark.label,
             str(len(found.pattern.full_layers)),
             f"{found.loss:.5f}",
             f"{100 * (found.loss / search.start_loss - 1):+.3f} %",
-            _added(found),
+            f"{held.added:+.5f} ±{held.half:.5f}" if held else "not measured",
             f"{uniform[1]:.5f}" if uniform else "",
             str(found.pattern),
         )
-    table.columns[-1].overflow = "fold"
     console.print(table)
-    if objective:
-        console.print(f"every loss is that of {objective}, in nats per token", highlight=False)
+    for line in _remarks(search, objective):
+        console.print(line, highlight=False)
+
+
+def _remarks(search: Search, objective: str) -> Iterator[str]:
+    yield f"every loss is that of {objective}, in nats per token"
     if any(found.held_out for found in search.found.values()):
-        console.print(
+        yield (
             "held out: what the pattern adds on batches that the search did not choose it by, with "
-            "its 95 % interval. Judge it by that: the loss it was chosen by flatters it.",
-            highlight=False,
+            "its 95 % interval. Judge it by that: the loss it was chosen by flatters it."
         )
     flips = sum(step.layer is not None for step in search.path)
     if undecided := sum(not step.decided for step in search.path):
-        console.print(
+        yield (
             f"{undecided} of {flips} flips are undecided: the budget ended while "
             "several candidates were left. More budget (--budget) or more batches (--batches) "
-            "would tell. Decided is no proof either: each comparison has 95 % for itself alone.",
-            highlight=False,
+            "would tell. Decided is no proof either: each comparison has 95 % for itself alone."
         )
     share = search.search_tokens / search.budget.exhaustive
-    console.print(
+    yield (
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
     )
     if ahead := search.ledger.ahead_tokens:
-        console.print(
-            f"measured ahead by servers that would have idled, and not needed: {ahead:,} tokens",
-            highlight=False,
-        )
-
-
-def _added(found: Found) -> str:
-    if found.held_out is None:
-        return "not measured"
-    return f"{found.held_out.added:+.5f} ±{found.held_out.half:.5f}"
+        yield f"measured ahead by servers that would have idled, and not needed: {ahead:,} tokens"

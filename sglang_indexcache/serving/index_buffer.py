@@ -10,6 +10,7 @@ what those selected and what the others keep; what a layer was given is never wr
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -18,6 +19,8 @@ from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.rows import RowPatterns
+
+Wide = TypeVar("Wide")
 
 
 class IndexBuffer:
@@ -49,7 +52,7 @@ class IndexBuffer:
         self._rows: RowPatterns | None = None
         self._sources: tuple[int | None, ...] = ()
         self._indices: torch.Tensor | None = None
-        self._wide: tuple[tuple[object, ...], torch.Tensor] | None = None
+        self._wide: tuple[tuple[object, ...], Any] | None = None
 
     def begin(self, rows: RowPatterns | None = None) -> None:
         """Start a forward: forget the last one's indices, obey the same patterns to the end.
@@ -146,16 +149,14 @@ class IndexBuffer:
         """The widest recent window that a row sees in ``layer`` besides these indices; mostly 0."""
         return self.rows.window_at(self._active.position(layer))
 
-    def widened(
-        self, layer: int, indices: torch.Tensor, widen: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def widened(self, layer: int, indices: torch.Tensor, widen: Callable[..., Wide]) -> Wide:
         """``indices`` with the recent windows that rows have in ``layer``; made once for a group.
 
         Args:
             layer: one with a :meth:`window`.
             indices: what :meth:`read` gave.
             widen: of ``indices`` and the windows, ``[T]`` int32 or one number for all, and the
-                widest of them, makes the lists.
+                widest of them, makes the lists, and whatever goes with them.
         """
         # In a mixed batch a layer that is F for some rows has windows of its own.
         own = layer if self.is_full(layer) and self.rows.masks is not None else None
@@ -163,7 +164,8 @@ class IndexBuffer:
         if self._wide is None or self._wide[0] != group:
             windows = self.rows.windows_at(self._active.position(layer), indices.shape[0])
             self._wide = (group, widen(indices, windows, self.window(layer)))
-        return self._wide[1]
+        wide: Wide = self._wide[1]
+        return wide
 
     def adopt(self, layer: int, carried: torch.Tensor | None) -> None:
         """Take over what an earlier pipeline stage selected, if that is what ``layer`` shares.

@@ -43,6 +43,7 @@ from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
+from sglang_indexcache.serving.cuda import window
 from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose, describe
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
@@ -312,6 +313,8 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
     model = model_config_of(server_args)
     routes = choose(plan.kernels, cfg, model, machine or Machine.here())
     check_engine(routes, cfg, model)
+    if not platform_cpu.is_active():
+        window.check(cfg, plan, routes, getattr(model.hf_config, "index_kpool", None) or 1)
     if plan.kernels == "engine":
         return
     check_reference(plan.kernels, cfg)

@@ -34,9 +34,10 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     found = Findings()
     with found:
         _check_platform(plan)
-    with found:
-        for pattern in (*plan.policy.patterns, *plan.graph_patterns):
-            check_window(pattern)
+    for pattern in (*plan.policy.patterns, *plan.graph_patterns):
+        if plan.mode == "live":
+            with found:
+                check_live_window(pattern)
     with found:
         _check_ray(cfg)
     if plan.mode == "live":
@@ -54,13 +55,13 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     found.report()
 
 
-def check_window(pattern: Pattern) -> None:
-    """Raise SettingsError where no attention of this platform takes lists with a window."""
+def check_live_window(pattern: Pattern) -> None:
+    """Raise SettingsError for a window in live mode on a GPU."""
     if pattern.window and not platform_cpu.is_active():
         raise SettingsError(
-            f"{pattern} has a recent window, and windows are served on the CPU platform only: the "
-            "attention kernels of GPUs have not been given the wider lists yet. Name the pattern "
-            "without it."
+            f"{pattern} has a recent window, which GPUs serve in static mode only: decode graphs "
+            f"and attention kernels are chosen for one pattern there. Use {MODE.flag} static, or "
+            "name the pattern without its window."
         )
 
 

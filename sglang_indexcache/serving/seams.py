@@ -241,12 +241,12 @@ sglang.srt.layers.attention.dsa_backend
             whether indices are pool slots or offsets into a flattened batch
         set_dsa_prefill_impl(forward_batch): when a prefill is dense (use_mha) and takes no indices
         get_indexer_metadata(layer_id, forward_batch): the geometry of a forward
-        _forward_flashmla_sparse(q_all, kv_cache, page_table_1, sm_scale, attn_sink):
-            sparse attention, where ours takes over
+        _forward_flashmla_sparse(q_all, kv_cache, page_table_1, sm_scale, topk_length, attn_sink):
+            sparse attention, where ours takes over; how many entries each list has
         _forward_flashmla_kv(q_all, kv_cache, page_table_1, sm_scale):
             sparse attention, where ours takes over
-        _forward_fa3(q_nope, q_rope, kv_cache, page_table, sm_scale, logit_cap):
-            sparse attention, where ours takes over
+        _forward_fa3(q_nope, q_rope, kv_cache, page_table, cache_seqlens, sm_scale, logit_cap):
+            sparse attention, where ours takes over; how many entries each list has
     TopkTransformMethod: where it is imported from
     DSAMetadata.
         page_size, cu_seqlens_q, real_page_table, dsa_seqlens_expanded: the geometry of a forward

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.files import check_writable, write_json
 
 _SHORT = 100
 
@@ -68,10 +67,10 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
         Whether the run was begun before.
 
     Raises:
-        IndexCacheError: as ``error``: the file belongs to another run, or is damaged, or the
-            folder cannot be written.
+        IndexCacheError: as ``error``: the file belongs to another run, or is damaged.
+        OutputError: the folder cannot be written.
     """
-    check_writable(path.parent, error)
+    check_writable(path.parent)
     if not path.exists():
         write_json(path, dict(identity))
         return False
@@ -83,20 +82,3 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
         raise error(f"{path} is damaged. Give another --output.")
     check_same(then, json.loads(json.dumps(identity)), path=path, kind=kind, error=error)
     return True
-
-
-def check_writable(folder: Path, error: type[IndexCacheError]) -> None:
-    """Make ``folder`` and a file in it, before anything is measured for it.
-
-    Raises:
-        IndexCacheError: as ``error``: it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as trial:
-            trial.write(b"a trial")
-    except OSError as cause:
-        raise error(
-            f"nothing can be written to {folder} ({cause.strerror or cause}). Give another "
-            "--output, or make room there."
-        ) from cause

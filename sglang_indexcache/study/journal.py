@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.study.identity import check_same, check_writable
+from sglang_indexcache.study.identity import check_same
+from sglang_indexcache.support.files import check_writable
 
 _FORMAT = 1
 _Entry = TypeVar("_Entry")
@@ -36,7 +37,8 @@ class Journal:
 
     Raises:
         IndexCacheError: as ``error``: the file is another's (its identity differs), damaged before
-            its last line, or in use by another process; or its folder cannot be written.
+            its last line, or in use by another process.
+        OutputError: its folder cannot be written.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Journal:
     ) -> None:
         self.path, self._kind, self._error = path, kind, error
         self._guard = threading.Lock()
-        check_writable(path.parent, error)
+        check_writable(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         self._file = path.open("a+b")
         try:

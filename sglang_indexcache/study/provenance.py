@@ -19,7 +19,7 @@ from sglang_indexcache.errors import CheckpointError
 _WHOLE_BYTES, _SAMPLE_BYTES = 16 << 20, 4 << 10
 _PACKAGES = ("sglang", "torch", "transformers")
 _ROOT = Path(__file__).parents[2]
-_CPUINFO = Path("/proc/cpuinfo")
+_CPUINFO, _STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -106,6 +106,29 @@ def machine() -> dict[str, Any]:
         "commit": commit(),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def busy_cores(seconds: float = 1.0) -> float | None:
+    """How many cores' worth of work the machine does right now; None where Linux cannot tell.
+
+    Args:
+        seconds: how long to watch.
+    """
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None:
+        return None
+    total, idle = after[0] - before[0], after[1] - before[1]
+    return round((os.cpu_count() or 1) * (1 - idle / max(1, total)), 2)
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Clock ticks of all CPUs since boot: ``(all, idle)``."""
+    if not _STAT.exists():
+        return None
+    fields = [int(field) for field in _STAT.read_text().splitlines()[0].split()[1:]]
+    return sum(fields[:8]), fields[3] + fields[4]
 
 
 def commit() -> str:

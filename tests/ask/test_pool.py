@@ -25,7 +25,7 @@ from sglang_indexcache.errors import (
 )
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.served import ServedEvaluator
+from sglang_indexcache.search.evaluators import ServedEvaluator
 from sglang_indexcache.search.ledger import Ledger, SearchJournal
 from tests.fakes.server import FakeServer, serving
 

@@ -14,10 +14,16 @@ import pytest
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.bench import latency, servers
-from sglang_indexcache.bench.latency import Settings, TargetModel, read_target, run
-from sglang_indexcache.bench.results import LatencyResult, Model, configurations
+from sglang_indexcache.bench.latency import (
+    Settings,
+    TargetModel,
+    random_prompts,
+    read_target,
+    run,
+    steady_rate,
+)
+from sglang_indexcache.bench.results import LatencyResult, Model, configurations, load, save
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
-from sglang_indexcache.bench.steady import steady_window
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.pattern import Pattern
@@ -201,16 +207,13 @@ def test_a_server_that_ignores_the_pattern_it_reports(really: str) -> None:
 def test_a_full_cache_that_never_decodes_all_at_once() -> None:
     first, second = StreamedAnswer([(0.1, 1), (0.5, 5)]), StreamedAnswer([(0.6, 1), (1.0, 5)])
     with pytest.raises(BenchError, match="never decoded all at once"):
-        steady_window([first, second])
+        steady_rate([first, second])
 
 
 def test_a_steady_window_counts_only_what_lies_inside() -> None:
     first = StreamedAnswer([(0.0, 1), (1.0, 2), (3.0, 4)])
     second = StreamedAnswer([(2.0, 1), (3.0, 2), (4.0, 3)])
-    window = steady_window([first, second])
-    assert (window.start, window.end) == (2.0, 3.0)
-    assert window.tokens == pytest.approx(1 + 1)
-    assert window.rate == pytest.approx(2.0)
+    assert steady_rate([first, second]) == (pytest.approx((1 + 1) / (3.0 - 2.0)), 2.0)
 
 
 def measure_live(fake: FakeServer) -> LatencyResult:
@@ -333,11 +336,19 @@ def test_names_must_differ() -> None:
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    from sglang_indexcache.bench.results import load, save
-
     result = measure(good())
     save(result, tmp_path / "r.json")
-    assert load(LatencyResult, tmp_path / "r.json") == result
+    assert load(tmp_path / "r.json") == result
     (tmp_path / "r.json").write_text("{}")
-    with pytest.raises(BenchError, match="is not a LatencyResult: environment"):
-        load(LatencyResult, tmp_path / "r.json")
+    with pytest.raises(BenchError, match="is not a result of bench latency: environment"):
+        load(tmp_path / "r.json")
+
+
+def test_prompts_are_exact_and_share_no_prefix() -> None:
+    prompts = random_prompts(50, 33, 400, 1, "x")
+    assert {len(prompt) for prompt in prompts} == {33}
+    assert len({prompt[0] for prompt in prompts}) == 50
+    assert prompts == random_prompts(50, 33, 400, 1, "x")
+    assert prompts != random_prompts(50, 33, 400, 2, "x")
+    with pytest.raises(BenchError, match="cannot make 400 different prompts"):
+        random_prompts(400, 33, 400)

@@ -10,11 +10,10 @@ import pytest
 
 from benchmarks import readme
 from sglang_indexcache.bench import tables
-from sglang_indexcache.bench.environment import environment
 from sglang_indexcache.bench.latency import write_latency
-from sglang_indexcache.bench.prompts import random_prompts
 from sglang_indexcache.bench.results import (
     Configuration,
+    Environment,
     LatencyResult,
     LatencySample,
     Metric,
@@ -23,8 +22,9 @@ from sglang_indexcache.bench.results import (
     Visit,
     amdahl,
 )
-from sglang_indexcache.bench.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.bench.shapes import checkpoint_of
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.study.provenance import machine
 
 LENGTHS = (10_000, 200_000)
 BASE: dict[Metric, dict[int, float]] = {
@@ -60,9 +60,9 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
                             metric=metric, value=value, requests=1, indexer_share=share,
                         )
                     )  # fmt: skip
-    shape = dict(checkpoint_of(PRESETS["30b"]).shape)
+    shape = dict(checkpoint_of("30b").shape)
     return LatencyResult(
-        environment=environment(),
+        environment=Environment(**machine()),
         side_by_side=False,
         model=Model(name="m", architecture="a", digest="", shape=shape),
         arguments=("--tp", "8"),
@@ -183,19 +183,9 @@ def test_strange_samples_are_refused() -> None:
 def test_files_are_written(tmp_path: Path) -> None:
     written = write_latency(result(), tmp_path)
     assert {path.name for path in written} == {
-        "latency.json", "latency.md", "latency-speedup.png", "latency-share.png",
+        "latency.json", "latency.md", "latency-speedup.png",
     }  # fmt: skip
     assert all(path.stat().st_size > 500 for path in written)
-
-
-def test_prompts_are_exact_and_share_no_prefix() -> None:
-    prompts = random_prompts(50, 33, 400, 1, "x")
-    assert {len(prompt) for prompt in prompts} == {33}
-    assert len({prompt[0] for prompt in prompts}) == 50
-    assert prompts == random_prompts(50, 33, 400, 1, "x")
-    assert prompts != random_prompts(50, 33, 400, 2, "x")
-    with pytest.raises(BenchError, match="cannot make 400 different prompts"):
-        random_prompts(400, 33, 400)
 
 
 # -- the pages ---------------------------------------------------------------------------------

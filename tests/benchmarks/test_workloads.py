@@ -5,7 +5,6 @@ import torch
 
 from benchmarks.engine_kernels import engine_anchors, engine_default
 from benchmarks.kernels import speed, workloads
-from sglang_indexcache.bench.roofline import gpu_of_driver
 from sglang_indexcache.kernels import dispatch
 
 CPU = torch.device("cpu")
@@ -28,21 +27,21 @@ def test_a_workload_is_measured() -> None:
         assert speed.beats(work, found["times"], "cuda") is None
 
 
-def test_roofline() -> None:
+def test_the_least_that_a_card_needs() -> None:
     """The reference document's figures: 120K, 8192 rows, 32 heads on an H100."""
-    card = gpu_of_driver("NVIDIA H100 80GB HBM3")
+    card = workloads.gpu_of_driver("NVIDIA H100 80GB HBM3")
     assert card is not None
     work = workloads.Workload("select_prefill", 8192, 122_880, 32)
     assert work.pairs == sum(range(122_880 - 8191, 122_881))
-    seconds, by = card.bound(work.flops, work.memory_bytes, fp8=True)
+    seconds, by = work.bound(card)
     assert by == "matrix unit"
     assert seconds == pytest.approx(4.03e-3, rel=0.01)  # 3.93 ms with K = 1000
     decode = workloads.Workload("select_decode", 64, 120_000, 32)
-    seconds, by = card.bound(decode.flops, decode.memory_bytes, fp8=True)
+    seconds, by = decode.bound(card)
     assert by == "memory"
     assert seconds == pytest.approx(302.6e-6, rel=0.01)
-    assert gpu_of_driver("NVIDIA H100 PCIe") is None
-    assert gpu_of_driver("NVIDIA A100-SXM4-80GB") is None
+    assert workloads.gpu_of_driver("NVIDIA H100 PCIe") is None
+    assert workloads.gpu_of_driver("NVIDIA A100-SXM4-80GB") is None
 
 
 def test_every_workload_is_one_of_its_family() -> None:

@@ -16,7 +16,7 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench import latency
 from sglang_indexcache.bench.latency import Settings, TargetModel
-from sglang_indexcache.bench.results import Configuration, LatencyResult, configurations, load
+from sglang_indexcache.bench.results import Configuration, configurations, load
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.errors import BenchError, ServerError
 from tests.e2e.conftest import Serve, prompt
@@ -49,7 +49,7 @@ def test_servers_side_by_side(
 ) -> None:
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
     written = latency.write_latency(result, tmp_path)
-    assert load(LatencyResult, written[0]) == result
+    assert load(written[0]) == result
     assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
     assert index_k["full"] == 2 * index_k["half"]  # static mode: no index-K on S layers

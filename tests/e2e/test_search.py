@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +17,13 @@ from sglang_indexcache.errors import ServerError
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators import ServedEvaluator
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.evaluators.served import ServedEvaluator
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.session import run_search
-from sglang_indexcache.search.sources import Data, Served
+from sglang_indexcache.search.setup import Setup
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parity import decided_prompt
 from tests.oracle import Oracle
@@ -73,34 +70,31 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     assert served.loss(pattern, [2, 0, 1]).values == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
-def source_of(live: Client, glm: Path, load: LoadPolicy = ONE_CALL) -> Served:
-    return Served(glm, Data(context=160, batches=4), (live,), load)
-
-
-def search_into(folder: Path, source: Served) -> Search:
-    with source.open() as setup:
-        rules = Constraints.make(setup.checkpoint.own)
-        goals = parse_targets(["1/2", "2"], rules)
-        return run_search(replace(setup, name="e2e"), rules, goals, Options(), folder)
+def search_into(folder: Path, glm: Path, live: Client, load: LoadPolicy = ONE_CALL) -> Search:
+    setup = replace(Setup.read(glm, context=160, batches=4), name="e2e")
+    evaluator = ServedEvaluator(Pool([live], load), setup.calibration)
+    rules = Constraints.make(setup.checkpoint.own)
+    goals = parse_targets(["1/2", "2"], rules)
+    return run_search(setup, evaluator, rules, goals, Options(), folder)
 
 
 @pytest.fixture(scope="module")
 def searched(live: Client, glm: Path, library: Path) -> Search:
     """A search on the server while nobody else asked it; its patterns are in the library."""
-    return search_into(library, source_of(live, glm))
+    return search_into(library, glm, live)
 
 
 def test_a_search_over_http(live: Client, glm: Path, library: Path, searched: Search) -> None:
-    source = source_of(live, glm)
     assert searched.is_complete
     entry = load_entry(library / "e2e-1of2.yaml")
     assert entry.full_layers == 3
     # What the search reported is what the server gives when the pattern is served by name.
     state = live.switch_pattern("e2e-1of2")[0]
     assert state.pattern == entry.pattern
-    with source.open() as setup:
-        assert entry.method.details["checkpoint"] == setup.identity["checkpoint"]
-        served = setup.evaluator.loss(Pattern(entry.pattern), range(4))
+    setup = Setup.read(glm, context=160, batches=4)
+    assert entry.method.details["checkpoint"] == setup.digest
+    evaluator = ServedEvaluator(Pool([live]), setup.calibration)
+    served = evaluator.loss(Pattern(entry.pattern), range(4))
     assert served.mean == pytest.approx(entry.quality[0].score, abs=1e-4)
 
 
@@ -134,7 +128,7 @@ def test_a_search_under_other_traffic(
         others = [pool.submit(traffic, number) for number in range(len(names))]
         try:
             load = LoadPolicy(at_once=3, low_priority=True)
-            busy = search_into(tmp_path, source_of(live, glm, load))
+            busy = search_into(tmp_path, glm, live, load)
         finally:
             done.set()
         counts = [other.result() for other in others]
@@ -154,44 +148,3 @@ def test_a_static_server_is_refused(glm: Path, live: Client) -> None:
 
     with pytest.raises(ServerError, match="--indexcache-mode live"):
         Pool([Static()])  # type: ignore[list-item]
-
-
-def test_an_engine_in_this_process(glm: Path) -> None:
-    """Without a server: the same losses, and the engine's own reason when it refuses."""
-    script = f"""
-from pathlib import Path
-from sglang_indexcache.ask.pool import Pool
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.in_process import InProcessEngine
-from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.evaluators.served import ServedEvaluator
-from sglang_indexcache.errors import ServerError
-from tests.e2e.conftest import prompt
-
-if __name__ == "__main__":  # the engine starts its scheduler by spawning
-    data = Calibration((tuple(prompt(60, 1)), tuple(prompt(60, 2))), 1, "test")
-    expected = TransformersEvaluator(Path({str(glm)!r}), data).loss(Pattern("FSFSFS"), [0, 1])
-    with InProcessEngine(model_path={str(glm)!r}, dtype="float32") as engine:
-        found = ServedEvaluator(Pool([engine]), data).loss(Pattern("FSFSFS"), [0, 1])
-        assert abs(found.values - expected.values).max() < 1e-3, (found, expected)
-        assert engine.states()[0].pattern == "FFFFFF"
-        try:
-            engine.switch_pattern("FF")
-        except ServerError as error:
-            assert "2 characters and the model has 6" in str(error)
-        else:
-            raise AssertionError("a wrong pattern was accepted")
-    print("passed")
-"""
-    path = glm.parent / "engine_script.py"
-    path.write_text(script)
-    result = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert result.stdout.endswith("passed\n"), result.stderr[-3000:]

@@ -223,3 +223,52 @@ def test_a_server_with_them_answers_like_stock(
             for one, other in zip(wanted, found, strict=True)
         ]
         assert found[-1][0] == wanted[-1][0]
+
+
+# -- the recent window ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 8, 64, 1024])
+@pytest.mark.parametrize("form", ["slots", "offsets"])
+def test_windows_in_a_graph_are_the_references(form: str, width: int) -> None:
+    """Lists of a released model's length, by the kernel in a graph, whose inputs then change."""
+    from sglang_indexcache.kernels.window import triton as window
+    from sglang_indexcache.recent import Addresses, widen
+
+    rows, topk, reach = 64, 2048, 8192
+    draw = torch.Generator("cuda").manual_seed(width)
+
+    def inputs() -> Tensors:
+        visible = torch.randint(1, reach, (rows,), generator=draw, device="cuda")
+        order = torch.rand(rows, reach, generator=draw, device="cuda")
+        order[torch.arange(reach, device="cuda") >= visible[:, None]] = -1
+        lists = order.topk(topk).indices.int()
+        lists[torch.arange(topk, device="cuda") >= visible[:, None]] = -1
+        windows = torch.randint(0, width + 1, (rows,), generator=draw, device="cuda").int()
+        return lists, visible, windows
+
+    owners = torch.arange(rows, device="cuda") % 4
+    table = torch.randperm(4 * reach, generator=draw, device="cuda").int().view(4, reach)
+    at = Addresses(offsets=owners * reach)
+    if form == "slots":
+        at = Addresses(table=table, owners=owners)
+    held = tuple(torch.empty_like(one) for one in inputs())
+
+    def call() -> Tensors:
+        return window.widen(*held, width, at, 128)
+
+    def fill() -> None:
+        lists, visible, windows = inputs()
+        for one, new in zip(held, (at.of(lists).int(), visible, windows), strict=True):
+            one.copy_(new)
+
+    fill()
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for _ in range(3):
+        fill()
+        graph.replay()
+        for one, expected in zip(found, widen(*held, width, at, 128), strict=True):
+            assert torch.equal(one, expected)

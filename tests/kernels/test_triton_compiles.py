@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 from sglang_indexcache.kernels.indexer import triton as indexer
 from sglang_indexcache.kernels.sparse_mla import triton as sparse_mla
 from sglang_indexcache.kernels.topk import triton as topk
+from sglang_indexcache.kernels.window import triton as window
 
 pytestmark = pytest.mark.csrc
 
@@ -141,3 +142,20 @@ def test_arguments_that_are_one() -> None:
         table_stride=1,
         out_stride=1,
     )
+
+
+@architectures
+@pytest.mark.parametrize("form", ["slots", "offsets", "positions"])
+@pytest.mark.parametrize("each", [True, False])
+def test_window(architecture: int, form: str, each: bool) -> None:
+    types = dict.fromkeys(["lists", "out", "counts"], "*i32") | {"visible": "*i64"}
+    types |= {"windows": "*i32" if each else "i32", "lists_stride": "i64", "table_stride": "i64"}
+    types |= {"topk": "i32", "total": "i32"}
+    if form == "slots":
+        types |= {"table": "*i32", "owners": "*i64"}
+    if form == "offsets":
+        types |= {"offsets": "*i32"}
+    forms = {"AS_SLOTS": form == "slots", "AS_OFFSETS": form == "offsets", "EACH": each}
+    for width in (1, 64, 1024):
+        constants = {**forms, **window.tile(width)}
+        compiles(window._widen, architecture, types, {"num_warps": 4}, **constants)

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
     "selection",
     [
         ["test_grid.py", "-k", "triton"],
-        ["test_triton.py"],
+        ["test_triton.py", str(HERE / "test_window.py")],
     ],
 )
 def test_in_a_process_of_its_own(selection: list[str]) -> None:

@@ -10,15 +10,16 @@ from rich.console import Console
 
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.library import ModelInfo
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Evaluator
-from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.ledger import Ledger, Step
+from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.session import run_search
-from sglang_indexcache.search.sources import Setup
+from sglang_indexcache.search.setup import Setup
 
 
 def free(count: int) -> Constraints:
@@ -34,13 +35,18 @@ def landscape(count: int, seed: int = 0, batches: int = 8, **arguments: float) -
     return Ledger(SyntheticEvaluator(count, batches, seed, **arguments))  # type: ignore[arg-type]
 
 
+def greedy(ledger: Ledger, rules: Constraints, goal: Targets) -> list[Step]:
+    """Every step of the paper's algorithm, the start first."""
+    return list(Greedy().descend(ledger, rules, goal, 0))
+
+
 def made_up(evaluator: Evaluator, held_out: int = 0, name: str = "x") -> Setup:
-    """What a search of a landscape measures with."""
+    """What a search of a landscape measures."""
     count = evaluator.num_layers
     checkpoint = Checkpoint("Synthetic", tuple(range(count)), Pattern.full(count), {})
-    model = ModelInfo(name="synthetic", architectures=("Synthetic",), num_layers=count)
-    identity = getattr(evaluator, "identity", {"evaluator": "synthetic"})
-    return Setup(evaluator, checkpoint, model, name, identity, "made up", 0, held_out=held_out)
+    sequences = tuple((0,) * tokens for tokens in evaluator.batch_tokens)
+    data = Calibration(sequences, 1, "made up", held_out)
+    return Setup(checkpoint, data, getattr(evaluator, "digest", ""), name)
 
 
 def searched(
@@ -57,5 +63,5 @@ def searched(
     rules = Constraints.make(setup.checkpoint.own, keep_full)
     console = Console(file=io.StringIO(), width=400)
     marks, how = parse_targets(goals or None, rules), Options.parse(method, **options)
-    search = run_search(setup, rules, marks, how, output, console)
+    search = run_search(setup, evaluator, rules, marks, how, output, console)
     return search, console.file.getvalue()  # type: ignore[attr-defined]

@@ -28,27 +28,6 @@ def algorithm_1(count: int, loss: Loss, flips: int) -> list[str]:
     return trace
 
 
-def algorithm_1_in_blocks(blocks: list[list[int]], loss: Loss, rounds: int) -> list[str]:
-    """The pipeline variant: in a round each block in turn commits its best flip."""
-    count = sum(len(block) for block in blocks)
-    c = ["F"] * count
-    trace = []
-    for _ in range(rounds):
-        for block in blocks:
-            left = [layer for layer in block[1:] if c[layer] == "F"]
-            if not left:
-                continue
-
-            def value(layer: int) -> float:
-                tried = c.copy()
-                tried[layer] = "S"
-                return loss("".join(tried))
-
-            c[min(left, key=value)] = "S"
-            trace.append("".join(c))
-    return trace
-
-
 def forward_selection(count: int, loss: Loss, steps: int) -> list[str]:
     """From layer 0 alone upwards: the pattern after every step."""
     kept, trace = {0}, []

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import BatchLosses
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods.both import Both
 from sglang_indexcache.search.methods.fast import Fast
-from sglang_indexcache.search.methods.forward import Forward
+from sglang_indexcache.search.methods.forward import Both, Forward
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search
 from tests.search.helpers import free, landscape, targets
@@ -92,8 +90,3 @@ def test_it_is_the_default_where_the_budget_allows_it() -> None:
     options, why = Options.best(free(47), goal, tokens, share=0.1)
     assert options.method == Fast()
     assert "--budget 0.1 leaves each of two searches less" in why
-    options, why = Options.best(free(47), targets(47, "+1%"), tokens)
-    assert options.method == Fast()
-    assert "cannot stop at a loss budget" in why
-    with pytest.raises(SearchError, match="stop at a loss budget"):
-        Options(Both()).budget(free(47), targets(47, "+1%"), tokens)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.data.marking import Marker, is_held_out
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.calibration import Calibration, Score, Split, prepare
+from sglang_indexcache.search.calibration import Calibration, Score, prepare
 from tests.data.letters import Letters, letters, text_of
 
 SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
 
 
-def made(source: Path | str, **arguments: Any) -> Split:
+def made(source: Path | str, **arguments: Any) -> Calibration:
     return prepare(str(source), letters(), **(SIZES | arguments))
 
 
@@ -32,13 +32,15 @@ def lines(tmp_path: Path) -> Path:
 
 
 def test_takes_the_first_documents_of_each_part(lines: Path) -> None:
-    split = made(lines)
+    data = made(lines)
     every = [tuple(map(ord, f"line{i:04}")) for i in range(40)]
     parts = [[s for s in every if is_held_out(s) is kind] for kind in (False, True)]
-    assert {*split.calibration.sequences} == {*parts[0][:6]}
-    assert {*split.held_out.sequences} == {*parts[1][:2]}
-    assert split.calibration.batch_tokens == (16, 16, 16)
-    assert split.held_out.batch_tokens == (16,)
+    assert {*data.sequences[:6]} == {*parts[0][:6]}
+    assert {*data.sequences[6:]} == {*parts[1][:2]}
+    assert data.batch_tokens == (16, 16, 16, 16)
+    assert data.size == "3 batches of 2 x 8 tokens"
+    alone = data.held_out_alone()
+    assert (alone.sequences, alone.held_out, len(alone.counted)) == (data.sequences[6:], 0, 2)
 
 
 COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
@@ -59,7 +61,8 @@ def test_no_two_commands_mix_the_parts(
         path = write(Path(folder) / "data.jsonl", rows)
         mine = made(path, seed=seed, batches=counts[0], held_out=counts[1])
         later = made(path, seed=other, batches=counts[2], held_out=counts[3], score=score)
-    assert not set(mine.calibration.sequences) & set(later.held_out.sequences)
+    searched = mine.sequences[: counts[0] * SIZES["per_batch"]]
+    assert not set(searched) & set(later.held_out_alone().sequences)
 
 
 def test_one_sequence_in_four_is_held_out() -> None:
@@ -67,8 +70,8 @@ def test_one_sequence_in_four_is_held_out() -> None:
 
 
 def test_is_the_same_every_time_and_another_with_another_seed(lines: Path) -> None:
-    assert made(lines).calibration.digest == made(lines).calibration.digest
-    assert made(lines).calibration.digest != made(lines, seed=1).calibration.digest
+    assert made(lines).digest == made(lines).digest
+    assert made(lines).digest != made(lines, seed=1).digest
 
 
 def test_the_digest_sees_tokens_what_counts_and_batching() -> None:
@@ -95,9 +98,9 @@ def test_every_batch_counts_something() -> None:
 def test_two_documents_are_never_glued(tmp_path: Path) -> None:
     """Once they were joined by an end token and cut anywhere."""
     rows = [{"text": chr(97 + i % 26) * (5 + i % 4)} for i in range(60)]
-    split = made(write(tmp_path / "a.jsonl", rows))
+    data = made(write(tmp_path / "a.jsonl", rows))
     texts = {row["text"] for row in rows}
-    for sequence in split.calibration.sequences + split.held_out.sequences:
+    for sequence in data.sequences:
         assert text_of(sequence) in texts
 
 
@@ -105,30 +108,30 @@ def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
     """The key is at the start, what asks for it at the end; once a cut could part them."""
     rows = [{"prompt": f"{i:02}...", "response": f"={i:02}"} for i in range(40)]
     rows.insert(0, {"prompt": "too long for the context", "response": "=no"})
-    split = made(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
-    for sequence in split.calibration.sequences:
+    data = made(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
+    for sequence in data.sequences:
         text = text_of(sequence)
         assert text[:2] == text[-2:]
-    assert "1 left out with answers and more than 8 tokens" in split.calibration.reading
+    assert "1 left out with answers and more than 8 tokens" in data.reading
 
 
 def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
     texts = ["".join(f"{i:04}" for i in range(start, start + 100)) for start in (0, 200, 400)]
-    split = made(write(tmp_path / "a.jsonl", ({"text": text} for text in texts)), held_out=0)
+    data = made(write(tmp_path / "a.jsonl", ({"text": text} for text in texts)), held_out=0)
     windows = {text[i : i + 8] for text in texts for i in range(0, len(text), 8)}
-    assert {text_of(s) for s in split.calibration.sequences} <= windows
-    assert "texts cut into windows" in split.calibration.reading
+    assert {text_of(s) for s in data.sequences} <= windows
+    assert "texts cut into windows" in data.reading
 
 
 def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
     """Six of eight held-out windows were of documents whose other windows were searched on."""
     texts = ["".join(chr(300 + 40 * i + j) for j in range(40)) for i in range(60)]
     path = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
-    split = made(path, batches=40, held_out=20)
+    data = made(path, batches=40, held_out=20)
     of = {character: place for place, text in enumerate(texts) for character in text}
     sides = [
-        {of[chr(token)] for sequence in part.sequences for token in sequence}
-        for part in (split.calibration, split.held_out)
+        {of[chr(token)] for sequence in part for token in sequence}
+        for part in (data.sequences[:80], data.held_out_alone().sequences)
     ]
     assert min(map(len, sides)) > 3
     assert not sides[0] & sides[1]
@@ -139,12 +142,12 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
     short = [{"text": f"{i % 10}" * (1 + i % 3)} for i in range(30)]
     long = [{"text": f"{i:06}"} for i in range(3)]
-    split = made(write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0)
+    data = made(write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0)
     free = [row for row in long if not is_held_out(tuple(map(ord, row["text"])))]
-    lengths = sorted(len(s) for s in split.calibration.sequences)
+    lengths = sorted(len(s) for s in data.sequences)
     assert lengths == [3] * (4 - len(free)) + [6] * len(free)
     assert 0 < len(free) < 4
-    assert f"{4 - len(free)} of 4 sequences under half of 8" in split.calibration.reading
+    assert f"{4 - len(free)} of 4 sequences under half of 8" in data.reading
 
 
 def test_stops_reading_when_there_is_enough(tmp_path: Path) -> None:
@@ -159,11 +162,11 @@ def test_stops_reading_when_there_is_enough(tmp_path: Path) -> None:
 
 def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
     rows = [{"text": f"{i:04}"} for i in range(20)] + [{"text": f"{i:07}"} for i in range(40)]
-    split = made(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
-    assert {len(s) for s in split.calibration.sequences} == {7}
-    assert [mask.tolist() for mask in split.calibration.counted] == [4 * [False] + 2 * [True]] * 6
+    data = made(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
+    assert {len(s) for s in data.sequences} == {7}
+    assert [mask.tolist() for mask in data.counted] == [4 * [False] + 2 * [True]] * 8
     told = "20 left out because nothing that counts sees more than 4 tokens"
-    assert told in split.calibration.reading
+    assert told in data.reading
 
 
 # -- what counts -------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
     """Once every token did."""
     rows = [{"text": f"no{i:04}"} for i in range(5)]
     rows += [{"text": f"k {i:04} ", "answers": [[2, 4], [5, 6]]} for i in range(40)]
-    calibration = made(write(tmp_path / "a.jsonl", rows)).calibration
+    calibration = made(write(tmp_path / "a.jsonl", rows))
     assert calibration.objective.score is Score.ANSWERS
     for sequence, mask in zip(calibration.sequences, calibration.counted, strict=True):
         assert np.flatnonzero(mask).tolist() == [1, 2, 4]
@@ -183,20 +186,20 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
 
 
 def test_the_later_half_counts_where_nothing_is_marked(lines: Path) -> None:
-    calibration = made(lines).calibration
+    calibration = made(lines)
     assert calibration.objective.score is Score.LATE
     assert calibration.counted[0].tolist() == [False] * 3 + [True] * 4
-    assert made(lines, score=Score.ALL).calibration.counted[0].all()
+    assert made(lines, score=Score.ALL).counted[0].all()
 
 
 def test_what_the_data_marks_is_seen_in_its_first_hundred_documents(tmp_path: Path) -> None:
     plain = [{"text": f"line{i:04}"} for i in range(100)]
     marked = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
     path = write(tmp_path / "a.jsonl", plain + marked)
-    assert made(path).calibration.objective.score is Score.LATE
-    assert made(path, score=Score.ANSWERS).calibration.objective.score is Score.ANSWERS
+    assert made(path).objective.score is Score.LATE
+    assert made(path, score=Score.ANSWERS).objective.score is Score.ANSWERS
     path = write(tmp_path / "b.jsonl", plain[1:] + marked)
-    assert made(path).calibration.objective.score is Score.ANSWERS
+    assert made(path).objective.score is Score.ANSWERS
 
 
 def test_answers_that_nobody_marked(lines: Path) -> None:
@@ -205,7 +208,7 @@ def test_answers_that_nobody_marked(lines: Path) -> None:
 
 
 def test_the_machines_own_text() -> None:
-    calibration = made("machine", context=100).calibration
+    calibration = made("machine", context=100)
     assert {len(s) for s in calibration.sequences} == {100}
     assert calibration.size == "3 batches of 2 x 100 tokens"
 
@@ -221,11 +224,3 @@ def test_too_little(tmp_path: Path) -> None:
         made(long)
     with pytest.raises(SearchError, match="context of at least 2 tokens"):
         made(tmp_path, context=1)
-
-
-def test_what_is_held_out_follows(lines: Path) -> None:
-    split = made(lines)
-    both = split.calibration.followed_by(split.held_out)
-    assert (both.held_out, len(both.batches)) == (1, 4)
-    assert both.batches[3] == split.held_out.sequences
-    assert both.size == "3 batches of 2 x 8 tokens"

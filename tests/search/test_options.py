@@ -22,11 +22,6 @@ from tests.search.helpers import free, landscape, targets
     ("method", "refine", "words"),
     [
         ("fast", False, "fast greedy (lazy re-evaluation, paired racing)"),
-        (
-            "greedy:4",
-            True,
-            "exhaustive greedy (Algorithm 1), 4 pipeline blocks, screened refinement",
-        ),
     ],
 )
 def test_options_in_words(method: str, refine: bool, words: str) -> None:
@@ -89,11 +84,9 @@ def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
     layers = draw(st.sampled_from([4, 5, 8, 12, 20, 47, 80]))
     batches = draw(st.sampled_from([1, 2, 3, 8, 16, 33, 64]))
     names = ["fast", "forward", "both"]
-    names += ["greedy", "greedy:2"] if layers <= 12 else []
+    names += ["greedy"] if layers <= 12 else []
     method = draw(st.sampled_from(names))
     marks = draw(st.lists(st.integers(2, layers).map(str), min_size=1, max_size=3))
-    if method in ("fast", "greedy"):
-        marks += draw(st.sampled_from([[], [], ["+0.1%"], ["+1%"]]))
     keep = draw(st.sampled_from([[], [], [2], [1, 3]]))
     rules = Constraints.make(Pattern.full(layers), keep_full=keep)
     seed, noise = draw(st.integers(0, 10**6)), draw(st.sampled_from([0.1, 1.0]))
@@ -127,13 +120,13 @@ def test_no_search_forwards_more_than_was_said(
     ledger, rules, goal, options = case
     search = run(Search(ledger, rules, goal, options))
     assert search.search_tokens <= search.budget.total
-    assert ledger.spent <= search.budget.total + search.check_tokens
+    assert search.expected_tokens is not None
+    assert ledger.spent <= search.expected_tokens
     if not isinstance(options.method, Greedy):
         assert search.budget.total <= search.budget.exhaustive
     if options.share is not None:
         assert search.budget.total <= round(options.share * search.budget.exhaustive)
-    if goal.loss_budget is None:
-        assert set(search.found) == {mark.full_layers for mark in goal.marks}
+    assert set(search.found) == {mark.full_layers for mark in goal.marks}
 
 
 @pytest.mark.parametrize(("layers", "least"), [(47, 0.12), (78, 0.072)])

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
-from sglang_indexcache.search.overlap import OverlapCounter, read, served_overlap
+from sglang_indexcache.search.overlap import (
+    RECENT,
+    OverlapCounter,
+    read,
+    recent_in_words,
+    served_overlap,
+)
 
 
 def selections(seed: int, layers: int, length: int, k: int) -> np.ndarray:
@@ -75,3 +81,28 @@ def test_overlap_of_what_a_pattern_shares() -> None:
     assert served_overlap(blocks(), Pattern("FSFSSF")) == pytest.approx(0.9)
     assert served_overlap(blocks(), Pattern("FSSSSF")) == pytest.approx((0.9 + 3 * 0.2) / 4)
     assert np.isnan(served_overlap(blocks(), Pattern("FFFFFF")))
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_what_a_selection_holds_of_the_last_tokens(k: int) -> None:
+    draw = np.random.default_rng(k)
+    length, layers = 40, 3
+    selected = np.full((layers, length, k), -1)
+    for layer in range(layers):
+        for query in range(length):
+            chosen = draw.permutation(query + 1)[:k]
+            selected[layer, query, : len(chosen)] = chosen
+    counter = OverlapCounter(layers, k)
+    counter.add(selected)
+    found = counter.recent()
+    for place, window in enumerate(RECENT):
+        for layer in range(layers):
+            shares = []
+            for query in range(k, length):
+                near = set(range(max(0, query + 1 - window), query + 1))
+                shares.append(len(near & set(selected[layer, query].tolist())) / len(near))
+            assert found[place, layer] == pytest.approx(np.mean(shares))
+    told = recent_in_words(found, Pattern("FSF"))
+    assert "layer   0" in told
+    assert "layer   1" not in told
+    assert f"{found[0, 2]:.0%}" in told

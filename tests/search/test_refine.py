@@ -3,9 +3,8 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.exchange import refine
-from sglang_indexcache.search.methods.greedy import greedy
 from sglang_indexcache.search.rules import Constraints
-from tests.search.helpers import free, landscape, targets
+from tests.search.helpers import free, greedy, landscape, targets
 from tests.search.oracle import every_pattern
 
 PLENTY = 10**9
@@ -49,7 +48,7 @@ def test_finds_what_greedy_misses() -> None:
     gained = 0
     for seed in range(20):
         ledger = landscape(10, seed)
-        step = list(greedy(ledger, free(10), targets(10, "4")))[-1]
+        step = greedy(ledger, free(10), targets(10, "4"))[-1]
         refined, _ = refine(ledger, free(10), step.pattern, PLENTY)
         best = min(ledger.mean(Pattern(text)) for text in every_pattern(10, 4))
         assert best <= ledger.mean(refined) <= step.loss

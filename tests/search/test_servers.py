@@ -19,11 +19,12 @@ import sglang_indexcache
 from sglang_indexcache.ask import pool
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import free_port
-from sglang_indexcache.ask.pool import LoadPolicy
+from sglang_indexcache.ask.pool import LoadPolicy, Pool
+from sglang_indexcache.search.evaluators import ServedEvaluator
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.session import run_search
-from sglang_indexcache.search.sources import Data, Served
+from sglang_indexcache.search.setup import Setup
 from tests.fakes.server import FakeServer, serving
 from tests.search.test_resume import evaluations, results
 
@@ -62,13 +63,13 @@ class Process:
 
 def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1) -> None:
     clients = tuple(Client(f"http://127.0.0.1:{port}") for port in ports)
-    data = Data(str(TEXT), context=128, batches=8, held_out=2)
-    source = Served(TINY, data, clients, LoadPolicy(at_once=at_once), told.append)
-    with source.open() as setup:
-        rules = Constraints.make(setup.checkpoint.own)
-        goals = parse_targets(["1/2", "1/4"], rules)
-        with (output.parent / f"{output.name}.log").open("w") as log:
-            run_search(replace(setup, name="x"), rules, goals, Options(), output, Console(file=log))
+    setup = replace(Setup.read(TINY, str(TEXT), context=128, batches=8, held_out=2), name="x")
+    engines = Pool(clients, LoadPolicy(at_once=at_once), told.append)
+    evaluator = ServedEvaluator(engines, setup.calibration)
+    rules = Constraints.make(setup.checkpoint.own)
+    goals = parse_targets(["1/2", "1/4"], rules)
+    with (output.parent / f"{output.name}.log").open("w") as log:
+        run_search(setup, evaluator, rules, goals, Options(), output, Console(file=log))
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:

@@ -8,27 +8,20 @@ from sglang_indexcache.search.rules import (
     exchanged,
     flipped,
     parse_targets,
-    stage_starts,
 )
 from tests.search.helpers import free
 
 
-def test_ratios_counts_and_budget() -> None:
-    goals = parse_targets(["1/8", "1/2", "20", "+0.5%"], free(47))
+def test_ratios_and_counts() -> None:
+    goals = parse_targets(["1/8", "1/2", "20"], free(47))
     assert [(m.full_layers, m.label) for m in goals.marks] == [
         (24, "1/2"),
         (20, "20/47"),
         (6, "1/8"),
     ]
-    assert goals.loss_budget == 0.005
     assert goals.fewest == 6
     assert goals.mark_at(20) == goals.marks[1]
     assert goals.mark_at(21) is None
-
-
-def test_a_budget_alone_goes_as_far_as_it_may() -> None:
-    rules = Constraints.make(Pattern.full(10), keep_full=[3, 4])
-    assert parse_targets(["+2%"], rules).fewest == 3
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def test_a_budget_alone_goes_as_far_as_it_may() -> None:
         (["5/4"], "not a ratio between 0 and 1"),
         (["0"], "neither a ratio"),
         (["48"], "keeps 48 of 47 indexers, but this search can only reach 1 to 47"),
-        (["+1%", "+2%"], "at most one loss budget"),
+        (["+1%"], "neither a ratio"),
     ],
 )
 def test_bad_targets(values: list[str], message: str) -> None:
@@ -67,12 +60,6 @@ def test_targets_that_the_constraints_bar() -> None:
 def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
     with pytest.raises(SearchError, match=message):
         Constraints.make(Pattern("FSFFFF"), keep_full)
-
-
-def test_stage_starts_cover_the_layers() -> None:
-    assert stage_starts(47, 4) == (0, 12, 24, 36)
-    assert stage_starts(8, 4) == (0, 2, 4, 6)
-    assert stage_starts(5, 1) == (0,)
 
 
 def test_flips_and_exchanges() -> None:

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from sglang_indexcache.ask.protocol import OTHERS
-from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
-from sglang_indexcache.serving.in_process import InProcessEngine
-from tests.fakes import state
 from tests.serving.plans import plan
 
 PLAN = plan("FFFF", mode="live")
@@ -226,17 +223,6 @@ def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None
     assert not ask(scheduler(), "indexcache_pattern=full < 1K <= nobody")
     assert "no pattern is called 'nobody'" in serving.last_rejection
     assert serving.switches == 1
-
-
-def test_an_engine_in_this_process_that_cannot_say_what_it_does() -> None:
-    engine = InProcessEngine.__new__(InProcessEngine)
-    internal: list[dict[str, object]] = [{"indexcache": state("FF").to_json()}]
-    info = {"internal_states": internal}
-    engine._engine = SimpleNamespace(get_server_info=lambda: info)
-    assert engine.states() == [state("FF")]
-    internal.append({"indexcache": {"error": "KeyError: 'x'"}})
-    with pytest.raises(ServerError, match="cannot say what IndexCache does: KeyError: 'x'"):
-        engine.states()
 
 
 def test_no_file_of_the_servers_is_read(serving: active.ActivePattern, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""A run's folder belongs to that run, and is known to be writable before anything is measured."""
+"""A run's folder belongs to that run."""
 
 from pathlib import Path
 
 import pytest
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.study.identity import check_writable, claim, differences
+from sglang_indexcache.study.identity import claim, differences
 
 
 def test_differences_are_named_down_to_the_value_that_differs() -> None:
@@ -32,15 +32,3 @@ def test_a_folder_is_claimed_once_and_continued_with_the_same_options_alone(tmp_
     path.write_text("{")
     with pytest.raises(SearchError, match="damaged"):
         claim(path, options, "heal", SearchError)
-
-
-@pytest.mark.parametrize("below", ["", "below"])
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(SearchError, match=r"nothing can be written to .*another --output"):
-        check_writable(tmp_path / "file" / below, SearchError)
-
-
-def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new" / "folder", SearchError)
-    assert not list((tmp_path / "new" / "folder").iterdir())

@@ -13,8 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_indexcache.ask.pool import Pool
+from sglang_indexcache.ask.score import Prompt, score
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
 
 Floats = NDArray[np.float64]
 
@@ -66,6 +69,10 @@ class Evaluator(Protocol):
     """
 
     @property
+    def kind(self) -> str:
+        """What measures, for a journal's identity: numbers of two kinds are never mixed."""
+
+    @property
     def num_layers(self) -> int:
         """Length of a pattern."""
 
@@ -102,3 +109,43 @@ def standard_error(values: Floats) -> float:
     if len(values) < 2:
         return float("nan")
     return float(values.std(ddof=1) / np.sqrt(len(values)))
+
+
+class ServedEvaluator:
+    """Teacher-forced log-probabilities of running engines, which may serve others too.
+
+    Each request names its pattern. All sequences of a call go out as one request, so data-parallel
+    ranks work side by side. Calls may be made from ``in_flight`` threads.
+
+    Args:
+        pool: of engines. What they serve to others, and under which pattern, does not matter.
+        calibration: what to measure on.
+    """
+
+    kind = "sglang"
+
+    def __init__(self, pool: Pool, calibration: Calibration) -> None:
+        self._pool = pool
+        self.calibration = calibration
+        self.batch_tokens = calibration.batch_tokens
+        self.num_layers = len(pool.checkpoint[1])
+        self.in_flight = pool.in_flight
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+        """See :class:`Evaluator`."""
+        tokens = sum(self.batch_tokens[batch] for batch in batches)
+        losses = self.token_losses(pattern, batches)
+        counted = self.calibration.counted_in(batches)
+        return BatchLosses.of_tokens(losses, tokens * self.num_layers, counted)
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """See :class:`TokenEvaluator`."""
+        cut = self.calibration.batches
+        # Scored from their beginning: then no engine reads them from its cache.
+        prompts = [
+            Prompt(ids, str(pattern), scored=len(ids) - 1)
+            for batch in batches
+            for ids in cut[batch]
+        ]
+        scores = iter(self._pool.ask(lambda engine: score(engine, prompts)))
+        return [[-np.array(next(scores).logprobs) for _ in cut[batch]] for batch in batches]

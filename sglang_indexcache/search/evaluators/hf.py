@@ -65,6 +65,7 @@ class TransformersEvaluator:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self.kind = f"transformers {dtype}"
         config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))
         self.own = checkpoint.own

@@ -7,19 +7,15 @@ from typing import Protocol
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods.both import Both
 from sglang_indexcache.search.methods.fast import Fast
-from sglang_indexcache.search.methods.forward import Forward
+from sglang_indexcache.search.methods.forward import Both, Forward
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.methods.similarity import Similarity
 from sglang_indexcache.search.rules import Constraints, Targets
 
 
 class Method(Protocol):
-    """A dataclass without fields, or with one: the number in ``--method greedy:4``.
-
-    Deterministic: over the same ledger contents it finds the same patterns.
-    """
+    """Deterministic: over the same ledger contents it finds the same patterns."""
 
     @property
     def in_words(self) -> str:
@@ -51,9 +47,6 @@ class Method(Protocol):
             constraints: of the search.
             targets: of the search.
             batch_tokens: tokens of each batch that is searched on.
-
-        Raises:
-            SearchError: targets that the method cannot aim at.
         """
 
 

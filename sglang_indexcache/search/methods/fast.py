@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.race import race
@@ -113,16 +112,14 @@ class Descent:
         return left if count == begin else min(_LEAST_LOOKS, left)
 
     def fixed(self, count: int, subset: int, full: int) -> int:
-        """Tokens that patterns on all batches take, from ``count`` F layers on: marks, limits.
+        """Tokens that the marks take on all batches, from ``count`` F layers on.
 
         Args:
             count: F layers.
             subset: tokens of a look, which each of them has had.
             full: tokens of all batches.
         """
-        # Two more under a limit: the pattern that is found to exceed it, and the one before.
-        limit = 2 if self.targets.loss_budget is not None else 0
-        return (len(self.ahead(count)) + limit) * (full - subset)
+        return len(self.ahead(count)) * (full - subset)
 
     def needs(self, count: int, subset: int, full: int) -> int:
         """Tokens that all steps from ``count`` F layers on need at least; see :meth:`fixed`."""
@@ -176,9 +173,6 @@ class FastGreedy:
     def steps(self) -> Iterator[Step]:
         """Yield the start, then every committed flip."""
         origin = self._way.constraints.start
-        start = self._ledger.losses(origin)
-        budget = self._way.targets.loss_budget
-        limit = float(start.mean()) * budget if budget is not None else None
         yield self._ledger.step(origin, origin, None, candidates=1)
         for number in range(len(self._way.counts)):
             fresh = self._refresh(number)
@@ -186,8 +180,6 @@ class FastGreedy:
             self._look_ahead(fresh)
             contenders = [flipped(self._pattern, layer) for layer in fresh]
             finish = race(self._ledger, contenders, self._first, allowance)
-            if limit is not None and self._exceeds(finish.winner, finish.batches, limit):
-                return
             [layer] = set(self._pattern.full_layers) ^ set(finish.winner.full_layers)
             self._commit(layer)
             yield self._ledger.step(
@@ -301,19 +293,3 @@ class FastGreedy:
         for other in (layer, *self._way.outdated(self._pattern, layer)):
             self._cost.pop(other, None)
         self._pattern = flipped(self._pattern, layer)
-
-    def _exceeds(self, pattern: Pattern, batches: int, limit: float) -> bool:
-        """Whether the loss over the start is above ``limit`` nats; all batches where it may be.
-
-        Also where the budget does not allow to look: a limit is kept, or not gone near.
-        """
-        subset = self._ledger.all_batches[:batches]
-        start = self._way.constraints.start
-        added = self._ledger.losses(pattern, subset) - self._ledger.losses(start, subset)
-        if added.mean() + 3 * np.nan_to_num(standard_error(added), nan=np.inf) <= limit:
-            return False
-        set_aside = self._ledger.full_evaluation - self._subset_tokens
-        needed = self._ledger.cost([pattern], self._ledger.all_batches)
-        if not self._exact and needed > self._left() + set_aside:
-            return True
-        return self._ledger.mean(pattern) - self._ledger.mean(start) > limit

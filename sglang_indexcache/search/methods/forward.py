@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods.fast import Descent, FastGreedy, least_subset
+from sglang_indexcache.search.methods.fast import Descent, Fast, FastGreedy, least_subset
 from sglang_indexcache.search.rules import Constraints, Targets
 
 
@@ -68,10 +68,36 @@ class Forward:
         yield from steps
 
     def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """See :class:`~sglang_indexcache.search.methods.Method`.
-
-        Raises:
-            SearchError: a loss budget, which it would come to from the wrong side.
-        """
-        targets.refuse_loss_budget("forward selection")
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
         return Ascent(constraints, targets).least(batch_tokens)
+
+
+@dataclass(frozen=True)
+class Both:
+    """:class:`Fast`, then :class:`Forward`, with half of the budget each.
+
+    Greedy from all F never sees two layers that are free to share together and costly to share
+    alone: whichever is tried first looks costly. From all S upwards such layers are simply left
+    shared. On the other hand the way up begins where the loss is highest and measurements say
+    least. So both walk, and of each retention's two patterns the one with the lower loss on all
+    calibration batches is kept.
+    """
+
+    in_words = "fast greedy and forward selection (lazy re-evaluation, paired racing), the better"
+    searches = 2
+
+    def descend(
+        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
+    ) -> Iterator[Step | Pattern]:
+        """See :class:`~sglang_indexcache.search.methods.Method`; the start comes twice."""
+        end = ledger.spent + budget
+        batches = ledger.tokens_of_batches
+        most = budget - Forward().least(constraints, targets, batches)
+        least = Fast().least(constraints, targets, batches)
+        yield from Fast().descend(ledger, constraints, targets, max(least, min(budget // 2, most)))
+        yield from Forward().descend(ledger, constraints, targets, end - ledger.spent)
+
+    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """See :class:`~sglang_indexcache.search.methods.Method`."""
+        parts = (Fast(), Forward())
+        return sum(part.least(constraints, targets, batch_tokens) for part in parts)

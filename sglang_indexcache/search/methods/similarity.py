@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,14 +16,6 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.rules import Constraints, Targets
-
-
-@runtime_checkable
-class SimilarityEvaluator(Protocol):
-    """An evaluator that can measure the appendix's matrix."""
-
-    def similarity(self, batches: Sequence[int]) -> Floats:
-        """``[N, N]``; see ``evaluators/hf.py``."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +34,20 @@ class Similarity:
             SearchError: the evaluator does not hand out attention outputs.
         """
         yield ledger.step(constraints.start, constraints.start, None, candidates=1)
-        if not isinstance(ledger.evaluator, SimilarityEvaluator):
+        similarity = getattr(ledger.evaluator, "similarity", None)
+        if similarity is None:
             raise SearchError(
                 "the similarity matrix needs attention outputs, which an engine does not hand "
                 "out. Use the transformers evaluator (leave --url away)."
             )
-        matrix = ledger.evaluator.similarity(list(ledger.all_batches))
+        matrix = similarity(list(ledger.all_batches))
         for mark in targets.marks:
             yield most_similar(matrix, mark.full_layers, constraints)
 
     def least(
         self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
     ) -> None:
-        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations.
-
-        Raises:
-            SearchError: a loss budget, which the matrix knows nothing of.
-        """
-        targets.refuse_loss_budget("the similarity matrix")
+        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations."""
 
 
 def most_similar(similarity: Floats, full_layers: int, constraints: Constraints) -> Pattern:

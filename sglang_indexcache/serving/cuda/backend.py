@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import graph_variants
+from sglang_indexcache.serving.cuda import graph_variants, window
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
@@ -52,6 +53,11 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
     backend = IndexCacheBackend(runner, active)
+    if active.pattern.window and not backend.use_fused_topk:
+        raise SettingsError(
+            f"the recent window of {active.pattern} needs lists that attention reads as they are, "
+            "and SGLang makes no such lists here. Unset SGLANG_DSA_FUSE_TOPK, or drop the window."
+        )
     backend.kernels = _load_kernels(runner, active)
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)
@@ -86,6 +92,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self._runner = runner
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
+        self._entries: torch.Tensor | None = None
+        """``[rows]`` int32: of the lists that a layer with a window is about to attend to."""
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -155,6 +163,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
+            if self._entries is not None:
+                call["topk_length"] = self._entries
             return super()._forward_flashmla_sparse(**call)
         return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
 
@@ -165,6 +175,9 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _forward_fa3(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
+            if (entries := self._entries) is not None:
+                padding = call["cache_seqlens"][len(entries) :]
+                call["cache_seqlens"] = torch.cat([entries, padding]) if len(padding) else entries
             return super()._forward_fa3(**call)
         assert not call["logit_cap"], "no DSA model caps its attention logits"
         q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
@@ -195,7 +208,18 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             self.active.count_selection(layer)
             if self.active.plan.mode == "static":  # in live mode _indexer_forward has written
                 ours.select(layer, carried)
-        return ours.read(layer, rows)
+        indices, self._entries = ours.read(layer, rows), None
+        if ours.window(layer):
+            widen = partial(self._with_windows, forward_batch)
+            indices, self._entries = ours.widened(layer, indices, widen)
+        return indices
+
+    def _with_windows(
+        self, batch: ForwardBatch, lists: torch.Tensor, windows: torch.Tensor | int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ragged = self.get_topk_transform_method(batch.forward_mode) == TopkTransformMethod.RAGGED
+        offsets = self.forward_metadata.topk_indices_offset if ragged else None
+        return window.widen(lists, windows, width, batch, self.req_to_token, offsets)
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""

@@ -12,7 +12,7 @@ from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST, RankState
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.served import ServedEvaluator
+from sglang_indexcache.search.evaluators import ServedEvaluator
 from tests.fakes import state
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6), (7, 8, 9), (3, 2, 1)), 2, "test")

@@ -1,0 +1,149 @@
+"""What patterns are measured on: a checkpoint and calibration data, checked before a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.data.documents import MACHINE
+from sglang_indexcache.data.marking import Marker
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.library import Library, ModelInfo
+from sglang_indexcache.models import RECOGNISED_BY
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration, Score, prepare
+from sglang_indexcache.search.evaluators import Evaluator
+from sglang_indexcache.study.provenance import checkpoint_digest
+
+DEFAULT_CONTEXT = 8
+"""The default context, in multiples of what a query selects (``index_topk``)."""
+ADVISED_CONTEXT = 4
+"""The least that is used without a warning."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A checkpoint and its calibration data.
+
+    Attributes:
+        checkpoint: as far as patterns are concerned.
+        calibration: the data, in the checkpoint's tokens.
+        digest: tells checkpoints apart.
+        name: of the model, and prefix of the names of the patterns that are found.
+        seed: of the data's shuffle.
+    """
+
+    checkpoint: Checkpoint
+    calibration: Calibration
+    digest: str
+    name: str
+    seed: int = 0
+
+    @classmethod
+    def read(
+        cls,
+        model: Path,
+        data: str = MACHINE,
+        *,
+        context: int | None = None,
+        batches: int = 16,
+        per_batch: int = 1,
+        held_out: int = 0,
+        seed: int = 0,
+        score: Score | None = None,
+    ) -> Setup:
+        """Read a checkpoint folder and documents; the arguments are those of :func:`prepare`.
+
+        Args:
+            context: None is :data:`DEFAULT_CONTEXT` times what a query selects.
+
+        Raises:
+            CheckpointError: no checkpoint of a DSA model.
+            SearchError: a context in which queries select everything, data that cannot be read or
+                is too short, or an unfit tokenizer.
+        """
+        checkpoint, digest = Checkpoint.read(model), checkpoint_digest(model)
+        topk = int(checkpoint.shape["index_topk"])
+        context = DEFAULT_CONTEXT * topk if context is None else context
+        if context <= topk:
+            raise SearchError(
+                f"a context of {context} tokens cannot tell patterns apart: this model's queries "
+                f"select {topk} tokens (index_topk), so there they attend to everything, whatever "
+                f"is shared. Take {DEFAULT_CONTEXT * topk} or more (--context)."
+            )
+        from transformers import AutoTokenizer
+
+        calibration = prepare(
+            data,
+            Marker(AutoTokenizer.from_pretrained(model), str(model)),
+            context=context,
+            batches=batches,
+            per_batch=per_batch,
+            held_out=held_out,
+            seed=seed,
+            topk=topk,
+            score=score,
+        )
+        return cls(checkpoint, calibration, digest, model.resolve().name, seed)
+
+    @property
+    def model(self) -> ModelInfo:
+        """How the pattern library recognises the checkpoint."""
+        shape = self.checkpoint.shape
+        return ModelInfo(
+            name=self.name,
+            architectures=(self.checkpoint.architecture,),
+            num_layers=self.checkpoint.num_layers,
+            shape={key: shape[key] for key in RECOGNISED_BY if key in shape},
+            note="Recognised by its shape; other weights of the same shape need a search of "
+            "their own.",
+        )
+
+    @property
+    def objective(self) -> str:
+        """Which tokens' loss is measured, in words."""
+        return self.calibration.objective.in_words()
+
+    @property
+    def data(self) -> str:
+        """The data, in words."""
+        return f"{self.calibration.source}, {self.calibration.size}"
+
+    def identity(self, evaluator: Evaluator) -> dict[str, str]:
+        """What a journal of this evaluator's losses belongs to.
+
+        Raises:
+            SearchError: the evaluator measures another model.
+        """
+        if evaluator.num_layers != self.checkpoint.num_layers:
+            raise SearchError(
+                f"the server serves {evaluator.num_layers} layers, the checkpoint in --model has "
+                f"{self.checkpoint.num_layers}: these are two models"
+            )
+        return {
+            "evaluator": evaluator.kind,
+            "checkpoint": self.digest,
+            "data": self.calibration.digest,
+            "counted": self.objective,
+        }
+
+    @property
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What a user should know before a model runs: a name and a sentence each."""
+        yield "objective", f"loss of {self.objective} ({self.calibration.counts} in a batch)"
+        yield "data", f"{self.data}: {self.calibration.reading}"
+        lengths = sorted(map(len, self.calibration.sequences))
+        half, topk = lengths[len(lengths) // 2], self.calibration.objective.topk
+        if half < ADVISED_CONTEXT * topk:
+            yield (
+                "advice",
+                f"half of the sequences have at most {half} tokens, which is short for a model "
+                f"whose queries select {topk}: few of them have much to choose from. Take "
+                f"{ADVISED_CONTEXT * topk} or more (--context, and data with documents as long).",
+            )
+
+    def resolve(self, value: str) -> Pattern:
+        """A pattern in any form that :meth:`Library.resolve` takes."""
+        return Library.default().resolve(value, self.checkpoint).pattern

@@ -1,0 +1,91 @@
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.search_landscape import SyntheticEvaluator
+from sglang_indexcache.errors import PatternError, SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Score
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.setup import Setup
+from tests.cli.test_search import TINY
+from tests.search.helpers import made_up
+
+
+@pytest.mark.parametrize(
+    ("value", "pattern"),
+    [("full", "FFFFFFFF"), ("uniform:1/4", "FSSSFSSS"), ("FSFFFFFF", "FSFFFFFF")],
+)
+def test_a_setup_takes_every_form_of_a_pattern(value: str, pattern: str) -> None:
+    assert made_up(SyntheticEvaluator(8)).resolve(value) == Pattern(pattern)
+
+
+def test_a_setup_refuses_what_a_checkpoint_does() -> None:
+    setup = made_up(SyntheticEvaluator(8))
+    with pytest.raises(PatternError, match="4 characters and the model has 8"):
+        setup.resolve("FSFS")
+    with pytest.raises(SearchError, match="these are two models"):
+        setup.identity(SyntheticEvaluator(9))
+
+
+@pytest.mark.parametrize(("context", "length"), [(None, 512), (256, 256)])
+def test_the_context_gives_queries_a_choice(context: int | None, length: int) -> None:
+    """The checkpoint selects 64 tokens."""
+    calibration = Setup.read(TINY, context=context, batches=1, score=Score.ALL).calibration
+    assert {len(ids) for ids in calibration.sequences} == {length}
+    [mask] = calibration.counted
+    assert mask.tolist() == [False] * 64 + [True] * (length - 65)
+
+
+def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
+    setup = Setup.read(TINY, context=200, batches=1, score=Score.ALL)
+    assert "short for a model whose queries select 64" in dict(setup.rows)["advice"]
+    evaluator = TransformersEvaluator(TINY, setup.calibration)
+    all_full, shared = Pattern.full(12), Pattern("F" + 11 * "S")
+    [[mine]] = evaluator.token_losses(all_full, [0])
+    [[other]] = evaluator.token_losses(shared, [0])
+    assert np.abs(other - mine)[:64].max() < 1e-5 < np.abs(other - mine)[64:].max()
+    assert evaluator.loss(shared, [0]).mean == pytest.approx(other[64:].mean())
+    assert "more than 64 tokens" in setup.identity(evaluator)["counted"]
+    setup = Setup.read(TINY, context=200, batches=1)
+    evaluator = TransformersEvaluator(TINY, setup.calibration)
+    assert evaluator.loss(shared, [0]).mean == pytest.approx(other[99:].mean())
+    assert "later half" in setup.identity(evaluator)["counted"]
+    assert "advice" not in dict(Setup.read(TINY, context=256, batches=1).rows)
+
+
+def test_documents_of_every_length_are_measured_on_their_answers(tmp_path: Path) -> None:
+    """A chat and a prompt with its response, against the mean of exactly their answers' tokens."""
+    said = "def f(x):\n    return x\n" * 12
+    path = tmp_path / "mixed.jsonl"
+    with path.open("w") as file:
+        for number in range(12):
+            ask = {"role": "user", "content": said * (1 + number % 2) + f"# {number}"}
+            chat = [ask, {"role": "assistant", "content": "return number"}]
+            file.write(json.dumps({"messages": chat}) + "\n")
+            row = {"prompt": said + f"# {number}\n", "response": "assert f(number)"}
+            file.write(json.dumps(row) + "\n")
+    setup = Setup.read(TINY, str(path), batches=2, per_batch=3)
+    evaluator = TransformersEvaluator(TINY, setup.calibration)
+    assert "answer tokens" in setup.objective
+    shared = Pattern("F" + 11 * "S")
+    batches = evaluator.token_losses(shared, [0, 1])
+    assert len({len(losses) for batch in batches for losses in batch}) > 1
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    answers = {
+        len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for text in ("return number", "assert f(number)")
+    }
+    for batch, mean in zip(batches, evaluator.loss(shared, [0, 1]).values, strict=True):
+        tails = [
+            {n: losses[-n:] for n in answers} for losses in batch
+        ]  # each answer ends its document
+        choices = [
+            np.concatenate([tail[n] for tail, n in zip(tails, sizes, strict=True)]).mean()
+            for sizes in itertools.product(answers, repeat=len(tails))
+        ]
+        assert min(abs(np.array(choices) - mean)) < 1e-9
