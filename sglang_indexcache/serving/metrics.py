@@ -1,9 +1,9 @@
 """What sharing does, among SGLang's own metrics: with ``--enable-metrics``, at ``/metrics``.
 
 SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names, one for each
-role. Ours is its scheduler's with more in it: whenever a scheduler logs its statistics, it also
-exports what this process has counted since. The labels are SGLang's, and the names begin as its
-do, ``sglang:``.
+role. Ours are its own with more in them: whenever a scheduler logs its statistics, it also exports
+what this process has counted since. The labels are SGLang's, and the names begin as its do,
+``sglang:``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 from sglang.srt.observability.metrics_collector import (
     STAT_LOGGER_ROLE_SCHEDULER,
+    STAT_LOGGER_ROLE_TOKENIZER,
     SchedulerMetricsCollector,
+    TokenizerMetricsCollector,
 )
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS
-from sglang_indexcache.serving import requests
+from sglang_indexcache.serving import front, requests
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.traffic import MOST_APART
 
@@ -51,6 +53,9 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "index_k_bytes": ("Bytes of index keys a token.", ()),
 }
 
+REFUSED = "Requests refused for the pattern that they name.", ("status",)
+"""Of the processes that take requests: ``refused``, by the HTTP status of the answer."""
+
 Values = dict[tuple[str, ...], int]
 
 
@@ -71,6 +76,18 @@ class SchedulerCollector(SchedulerMetricsCollector):
         except Exception:  # in the scheduler's loop: it would end the server
             logger.exception("IndexCache: its metrics stop here")
             self._sharing = None
+
+
+class TokenizerCollector(TokenizerMetricsCollector):
+    """SGLang's collector of a process that takes requests, and the patterns refused there."""
+
+    def __init__(self, labels: dict[str, str], **options: Any) -> None:
+        super().__init__(labels=labels, **options)
+        import prometheus_client
+
+        about, more = REFUSED
+        refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
+        front.on_refusal.append(lambda status: refused.labels(**labels, status=status).inc())
 
 
 class Exporter:
@@ -158,8 +175,15 @@ def collectors(given: Mapping[str, type] | None) -> dict[str, type]:
     """``ServerArgs.stat_loggers`` with ours in it.
 
     Args:
-        given: those of whoever starts the server. Where they have a scheduler's, it stays.
+        given: those of whoever starts the server, which stay.
     """
-    if STAT_LOGGER_ROLE_SCHEDULER in (given or {}):
-        logger.warning("IndexCache: its metrics are left out, for stat_loggers has a collector.")
-    return {STAT_LOGGER_ROLE_SCHEDULER: SchedulerCollector, **(given or {})}
+    ours: dict[str, type] = {
+        STAT_LOGGER_ROLE_SCHEDULER: SchedulerCollector,
+        STAT_LOGGER_ROLE_TOKENIZER: TokenizerCollector,
+    }
+    if taken := ours.keys() & (given or {}):
+        logger.warning(
+            "IndexCache: metrics of the %s are left out, for stat_loggers has a collector there.",
+            " and the ".join(sorted(taken)),
+        )
+    return ours | dict(given or {})

@@ -161,5 +161,4 @@ def scraped(client: Client) -> dict[str, float]:
     found: Counter[str] = Counter()
     for name, value in re.findall(r"^sglang:indexcache_(\w+)_total\{.*\} (\S+)$", text, re.M):
         found[name] += float(value)
-    del found["flops_saved"]
-    return dict(found)
+    return {name: value for name, value in found.items() if name not in ("flops_saved", "refused")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -9,14 +10,20 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import prometheus_client
 import pytest
 import yaml
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, metrics, requests
-from sglang_indexcache.serving.metrics import Exporter, SchedulerCollector, collectors
+from sglang_indexcache.serving import active, front, metrics, requests
+from sglang_indexcache.serving.metrics import (
+    Exporter,
+    SchedulerCollector,
+    TokenizerCollector,
+    collectors,
+)
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.traffic import MOST_APART
 from tests.serving.plans import plan
@@ -138,9 +145,30 @@ def test_a_failure_stops_ours_alone(
 
 
 def test_a_collector_of_whoever_starts_the_server_stays() -> None:
-    assert collectors(None) == {"scheduler": SchedulerCollector}
-    assert collectors({"storage": int}) == {"scheduler": SchedulerCollector, "storage": int}
-    assert collectors({"scheduler": int}) == {"scheduler": int}
+    ours = {"scheduler": SchedulerCollector, "tokenizer": TokenizerCollector}
+    assert collectors(None) == ours
+    assert collectors({"storage": int}) == ours | {"storage": int}
+    assert collectors({"scheduler": int}) == ours | {"scheduler": int}
+
+
+def test_refused_requests_are_counted_where_they_come_in(
+    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "on_refusal", [])
+    monkeypatch.setattr(TokenizerCollector.__mro__[1], "__init__", lambda self, labels: None)
+    TokenizerCollector({"model_name": "m"})
+    plan_of_server = plan("FSSS", mode="live")
+    monkeypatch.setattr(front, "published_plan", lambda: plan_of_server)
+
+    async def ask() -> None:
+        named = {"custom_params": {"indexcache_pattern": "nobody"}}
+        with pytest.raises(ValueError, match="nobody"):
+            await anext(front._generate(None, None, SimpleNamespace(sampling_params=named)))  # type: ignore[arg-type]
+        await front._refuse(AsyncMock(), "misspelt")
+
+    asyncio.run(ask())
+    every = {"model_name": "m", "status": "400"}
+    assert registry.get_sample_value("sglang:indexcache_refused_total", every) == 2
 
 
 # -- the dashboard and the rules ---------------------------------------------------------------
@@ -157,7 +185,8 @@ def queries() -> list[str]:
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
     """SGLang's own dashboard asks for ``sglang_``, and shows nothing."""
-    kinds = {f"{name}_total": more for name, (_, more) in metrics.COUNTERS.items()}
+    counters = metrics.COUNTERS | {"refused": metrics.REFUSED}
+    kinds = {f"{name}_total": more for name, (_, more) in counters.items()}
     kinds |= {name: more for name, (_, more) in metrics.GAUGES.items()}
     asked = set()
     for query in queries():
