@@ -6,7 +6,6 @@ can be replaced for the requests to come.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
+from sglang_indexcache.serving.settings import Plan
 from sglang_indexcache.serving.traffic import Traffic, phase_of, served_in
 
 _MOST_APART = 200
@@ -235,7 +234,5 @@ def published_plan() -> Plan | None:
     return _plan(get_model().json_model_override_args)
 
 
-@lru_cache(maxsize=1)
-def _plan(overrides: str) -> Plan | None:
-    """Read once: the HTTP process asks at every request."""
-    return Plan.from_json(json.loads(overrides).get(CONFIG_KEY))
+_plan = lru_cache(maxsize=1)(Plan.from_overrides)
+"""Read once: the HTTP process asks at every request."""

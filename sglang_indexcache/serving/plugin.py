@@ -307,7 +307,7 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
         SettingsError: kernels that do not fit the model, or cannot take over.
     """
     cfg = resolving_view(server_args)
-    plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
+    plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
         return
     model = model_config_of(server_args)

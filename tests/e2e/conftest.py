@@ -6,7 +6,7 @@ import os
 import random
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +88,15 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     return start
 
 
+@pytest.fixture(scope="session")
+def live(glm: Path, serve: Serve) -> Iterator[Client]:
+    """A server in live mode that several modules share; each sets the pattern that it wants."""
+    arguments = ["--indexcache-mode", "live", "--dtype", "float32", "--max-total-tokens", "16384"]
+    arguments += ["--chunked-prefill-size", "128", "--page-size", "64", "--enable-metrics"]
+    with serve(glm, *arguments) as client:
+        yield client
+
+
 def prompt(length: int, seed: int) -> list[int]:
     """A reproducible random prompt of token ids, without the special tokens."""
     generator = random.Random(f"{length}/{seed}")
@@ -158,7 +167,7 @@ def scraped(client: Client) -> dict[str, float]:
     """The sum of each of our counters over its series."""
     with urlopen(f"{client.url}/metrics") as answer:
         text = answer.read().decode()
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for name, value in re.findall(r"^sglang:indexcache_(\w+)_total\{.*\} (\S+)$", text, re.M):
         found[name] += float(value)
     return {name: value for name, value in found.items() if name not in ("flops_saved", "refused")}
