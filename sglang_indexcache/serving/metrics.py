@@ -2,8 +2,8 @@
 
 SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names, one for each
 role. Ours are its own with more in them: whenever a scheduler logs its statistics, it also exports
-what this process has counted since. The labels are SGLang's, and the names begin as its do,
-``sglang:``.
+what this process has counted since. The labels are SGLang's. So is the prefix, but for its colon: it
+arrives as an underscore at a Prometheus that asks for OpenMetrics, and as a colon at others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_indexcache.serving.traffic import MOST_APART
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "sglang:indexcache_"
+PREFIX = "sglang_indexcache_"
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokens": ("Rows forwarded.", ("phase", "pattern")),
     "pairs": (

@@ -168,6 +168,6 @@ def scraped(client: Client) -> dict[str, float]:
     with urlopen(f"{client.url}/metrics") as answer:
         text = answer.read().decode()
     found: dict[str, float] = defaultdict(float)
-    for name, value in re.findall(r"^sglang:indexcache_(\w+)_total\{.*\} (\S+)$", text, re.M):
+    for name, value in re.findall(r"^sglang_indexcache_(\w+)_total\{.*\} (\S+)$", text, re.M):
         found[name] += float(value)
     return {name: value for name, value in found.items() if name not in ("flops_saved", "refused")}

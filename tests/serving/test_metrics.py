@@ -72,7 +72,7 @@ def test_sums_are_what_was_counted(
 
     def told(name: str, **labels: str) -> float | None:
         every = {k: str(v) for k, v in LABELS.items()} | labels
-        return registry.get_sample_value(f"sglang:indexcache_{name}", every)
+        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
 
     pairs = 55 + 4 * 16 + 10  # rows and the tokens that they see
     for times in (1, 2):  # nothing twice, nothing lost
@@ -112,7 +112,7 @@ def test_a_switch_moves_what_is_in_effect(
     assert waiting == {"FSSS": 0, "FFFF": 1}
     every = {name: str(value) for name, value in LABELS.items()}
     for name, more in (("switches", {}), ("rejections", {"by": "switch"})):
-        assert registry.get_sample_value(f"sglang:indexcache_{name}_total", every | more) == 1
+        assert registry.get_sample_value(f"sglang_indexcache_{name}_total", every | more) == 1
 
 
 def test_no_more_series_than_so_many(
@@ -168,7 +168,7 @@ def test_refused_requests_are_counted_where_they_come_in(
 
     asyncio.run(ask())
     every = {"model_name": "m", "status": "400"}
-    assert registry.get_sample_value("sglang:indexcache_refused_total", every) == 2
+    assert registry.get_sample_value("sglang_indexcache_refused_total", every) == 2
 
 
 # -- the dashboard and the rules ---------------------------------------------------------------
@@ -184,13 +184,12 @@ def queries() -> list[str]:
 
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
-    """SGLang's own dashboard asks for ``sglang_``, and shows nothing."""
     counters = metrics.COUNTERS | {"refused": metrics.REFUSED}
     kinds = {f"{name}_total": more for name, (_, more) in counters.items()}
     kinds |= {name: more for name, (_, more) in metrics.GAUGES.items()}
     asked = set()
     for query in queries():
-        names = re.findall(r"sglang:indexcache_(\w+)", query)
+        names = re.findall(r"sglang_indexcache_(\w+)", query)
         assert names, query
         asked |= set(names)
         allowed = {label for name in names for label in kinds[name]} | set(LABELS) | {"instance"}
@@ -208,10 +207,10 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
 
     def info(pattern: str, instance: str, values: str) -> dict[str, str]:
         labels = f'model_name="m", pattern="{pattern}", instance="{instance}"'
-        return {"series": f"sglang:indexcache_info{{{labels}}}", "values": values}
+        return {"series": f"sglang_indexcache_info{{{labels}}}", "values": values}
 
     def pairs(kind: str, values: str) -> dict[str, str]:
-        series = f'sglang:indexcache_pairs_total{{model_name="m", kind="{kind}"}}'
+        series = f'sglang_indexcache_pairs_total{{model_name="m", kind="{kind}"}}'
         return {"series": series, "values": values}
 
     def alert(name: str, minute: int, *fires: dict[str, str]) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             info("FFSS", "b", "0x30 1x90"),
             pairs("scored", "0+1000x60 60000+10x60"),
             pairs("skipped", "0+10x60 600+1000x60"),
-            {"series": 'sglang:indexcache_rejections_total{model_name="m", by="request"}',
+            {"series": 'sglang_indexcache_rejections_total{model_name="m", by="request"}',
              "values": "0x20 1x100"},
         ],
         "alert_rule_test": [
