@@ -2,8 +2,8 @@
 
 SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names, one for each
 role. Ours are its own with more in them: whenever a scheduler logs its statistics, it also exports
-what this process has counted since. The labels are SGLang's. So is the prefix, but for its colon: it
-arrives as an underscore at a Prometheus that asks for OpenMetrics, and as a colon at others.
+what this process has counted since. The labels are SGLang's, and so is the prefix but for its
+colon, which arrives as an underscore at a Prometheus that asks for OpenMetrics.
 """
 
 from __future__ import annotations
