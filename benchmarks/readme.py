@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import search_tables
+from benchmarks import recent_window, search_tables
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
@@ -30,7 +30,8 @@ PAGES = tuple(
         "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
-        "docs/heal.md",
+        "benchmarks/results/heal.md",
+        "docs/patterns.md",
     )
 )
 RESULTS = Path("benchmarks/results")
@@ -68,7 +69,7 @@ def _quality_errors(folder: Path, path: str) -> str:
     rows = []
     for row in found["rows"]:
         world, loses = row["world"], row["world"]["loss"] > 0
-        wrong, right = ("no_loss", "loss") if loses else ("loss", "no_loss")
+        wrong, right = ("no_loss", "loss") if loses else ("any_loss", "no_loss")
         times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
         beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
         rows.append(
@@ -150,6 +151,13 @@ def _healing_grid(folder: Path, path: str) -> str:
     return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
 
 
+def _healing_data(folder: Path, path: str) -> str:
+    """What it gives back when its data lack the task that is asked."""
+    from benchmarks import heal_data
+
+    return heal_data.table(json.loads((folder / path).read_text())["lines"])
+
+
 def _request_patterns(folder: Path, path: str) -> str:
     """What it costs that a request may have a pattern of its own."""
     from benchmarks import request_patterns
@@ -162,6 +170,17 @@ def _healing_memory(folder: Path, path: str) -> str:
     from benchmarks import heal_memory
 
     return heal_memory.table(json.loads((folder / path).read_text())["rows"])
+
+
+def _window(folder: Path, path: str) -> str:
+    """Points against all F, by pattern and window."""
+    found = json.loads((folder / path).read_text())["cells"]
+    return recent_window.table(found) if found else f"{NOT_MEASURED}\n"
+
+
+def _window_losses(folder: Path, path: str) -> str:
+    """Thousandths of a nat over all F, by pattern and window."""
+    return recent_window.table(json.loads((folder / path).read_text())["losses"])
 
 
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
@@ -184,10 +203,13 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
+    "healing-data": (_healing_data, "heal_data.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
     "expect": (_expect, "expect.json"),
     "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
+    "window": (_window, "window/result.json"),
+    "window-losses": (_window_losses, "window/result.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

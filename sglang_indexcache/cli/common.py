@@ -64,7 +64,8 @@ PatternOption = Annotated[
     typer.Option(
         metavar="PATTERN",
         help="Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as "
-        "1/4 (looked up in the library), a library pattern's name or a YAML file.",
+        "1/4 (looked up in the library), a library pattern's name or a YAML file; with +w8 behind "
+        "it, S layers also see the last 8 tokens.",
     ),
 ]
 PatternsOption = Annotated[

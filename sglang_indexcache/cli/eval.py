@@ -11,6 +11,7 @@ import typer
 from sglang_indexcache.cli.common import (
     CONTEXTS,
     ApiKeyOption,
+    ConfigOption,
     ModelOption,
     OutputOption,
     SeedOption,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
 HAYSTACK_CHARACTERS = 6_000_000
-"""Of this machine's text: enough for 200,000 tokens of passages that stand there once."""
+"""Enough for 200,000 tokens of passages that stand there once."""
 WHAT, HOW, WHERE = "What is asked", "How it is judged", "Servers and files"
 """Panels of the help."""
 
@@ -62,8 +63,8 @@ LogArgument = Annotated[
     str,
     typer.Argument(
         metavar="[NAME=]PATH",
-        help="A run's folder or file: lm-eval (samples_*.jsonl), Inspect, .jsonl with id and score "
-        "a line, or the output of an evaluation of ours as FOLDER@ARM.",
+        help="A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or .jsonl with id and "
+        "score a line.",
     ),
 ]
 
@@ -107,29 +108,32 @@ class Questions:
         ),
     ] = None
     contexts: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="COUNT",
-            help="Contexts of each task at each length; of a file, as far as it has them.",
+            help="Contexts of each task at each length; of a file, as far as it has them. The "
+            "default is as many as the margin needs.",
             rich_help_panel=WHAT,
         ),
-    ] = 32
-    questions: Annotated[
-        int,
-        typer.Option(
-            metavar="COUNT", help="Questions behind a generated context.", rich_help_panel=WHAT
-        ),
-    ] = 8
+    ] = None
     haystack: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A text file to hide things in. The default is the Python sources of this "
-            "machine.",
+            help="A text file to hide things in. The default is generated, the same everywhere.",
             rich_help_panel=WHAT,
         ),
     ] = None
     margin: MarginOption = 1.0
+    endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What is compared: answers (right or wrong), or probability (of the right "
+            "answer), which needs fewer contexts and is another question.",
+            rich_help_panel=HOW,
+        ),
+    ] = "answers"
     looks: Annotated[
         int,
         typer.Option(
@@ -142,8 +146,8 @@ class Questions:
         str,
         typer.Option(
             metavar="PATTERN",
-            help="Positive control: a pattern known to lose quality. A task that does not see it "
-            "lose leaves the claim. The default keeps the first layer's indexer alone.",
+            help="Positive control: a pattern known to lose a little. A task that does not see it "
+            "lose leaves the claim. The default is uniform:1/4.",
             rich_help_panel=HOW,
         ),
     ] = ""
@@ -164,10 +168,14 @@ class Questions:
 
         from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
         from sglang_indexcache.evaluate.corpus import Corpus
-        from sglang_indexcache.evaluate.plan import EvaluationPlan, default_lengths
+        from sglang_indexcache.evaluate.plan import (
+            EvaluationPlan,
+            default_lengths,
+            enough_contexts,
+        )
         from sglang_indexcache.evaluate.selection import Bounds, select_rows
         from sglang_indexcache.evaluate.session import EvaluationRequest
-        from sglang_indexcache.evaluate.tasks import DEFAULT
+        from sglang_indexcache.evaluate.tasks import DEFAULT, QUESTIONS
         from sglang_indexcache.study.cost import Rate
 
         if self.rate is not None and self.rate <= 0:
@@ -178,14 +186,12 @@ class Questions:
         lengths = given or default_lengths(longest)
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         files = self.files
-        bounds = Bounds(
-            lengths,
-            int(longest or lengths[-1]),
-            selects_all,
-            self.contexts,
-            self.looks,
-            self.seed,
-        )
+        tasks = tuple(self.task or (() if files else DEFAULT))
+        margin, contexts = self.margin / 100, self.contexts
+        if contexts is None:
+            cells = max(len(tasks), 1) * len(lengths)
+            behind = QUESTIONS if tasks else 1
+            contexts = enough_contexts(cells, behind, margin, self.looks, self.endpoint)
         with out.status("") as status:  # a line in a log, a moving one in a terminal
 
             def on_row(name: str, rows: int) -> None:
@@ -194,21 +200,17 @@ class Questions:
                     out.print(said, highlight=False, soft_wrap=True, markup=False)
                 status.update(f"{name}: row {rows:,}")
 
+            most = int(longest or lengths[-1])
+            bounds = Bounds(lengths, most, selects_all, contexts, self.looks, self.seed)
             selection = select_rows(files, tokenizer, bounds, on_row)
         plan = EvaluationPlan(
-            tuple(self.task or (() if files else DEFAULT)),
-            lengths,
-            self.contexts,
-            self.questions,
-            selects_all,
-            self.margin / 100,
-            self.looks,
-            self.seed,
-            selection.taken,
+            *(tasks, lengths, contexts, QUESTIONS, selects_all, margin, self.looks, self.seed),
+            taken=selection.taken,
+            endpoint=self.endpoint,
         )
         flags = [
-            f"--contexts {plan.contexts} --questions {plan.questions} --looks {plan.looks} "
-            f"--seed {plan.seed} --haystack {self.haystack.name if self.haystack else 'machine'}",
+            f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
+            *([f"--haystack {self.haystack.name}"] if self.haystack else []),
             *(f"--rows {name}={path.name}" for name, path in files.items()),
         ]
         return EvaluationRequest(
@@ -217,7 +219,7 @@ class Questions:
             tuple(self.patterns),
             self.control,
             plan,
-            Corpus(tokenizer, _haystack(self.haystack), self.questions, selection.items),
+            Corpus(tokenizer, _haystack(self.haystack), QUESTIONS, selection.items),
             " ".join(flags),
             None if self.rate is None else Rate(self.rate, "given by --rate"),
             selection.told,
@@ -265,6 +267,7 @@ def run_command(
         ),
     ] = None,
     api_key: ApiKeyOption = None,
+    config: ConfigOption = None,  # noqa: ARG001
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -360,14 +363,13 @@ def compare_command(
     """
     from sglang_indexcache.evaluate.logs import read_log
     from sglang_indexcache.evaluate.logs.compare import compare_logs
-    from sglang_indexcache.evaluate.report import write_report
     from sglang_indexcache.study.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
     places = {role: _named(place, role) for role, place in given.items() if place}
     logs = {role: read_log(*named, metric) for role, named in places.items()}
     flags = [f"{role} {Path(place).name}" for role, (_, place) in places.items()]
-    record, verdicts = compare_logs(
+    evaluation = compare_logs(
         logs["reference"],
         logs["candidate"],
         margin=margin / 100,
@@ -375,8 +377,7 @@ def compare_command(
         bad=logs.get("bad"),
         facts={"commit": commit(), "flags": flags},
     )
-    out.print(write_report(record, output, verdicts), highlight=False, soft_wrap=True, markup=False)
-    out.print(f"everything is in {output}")
+    _report(evaluation, output)
 
 
 def _named(place: str, name: str) -> tuple[str, str]:
@@ -394,10 +395,10 @@ def _report(evaluation: Evaluation, folder: Path) -> None:
 
 
 def _haystack(path: Path | None) -> str:
-    from sglang_indexcache.support.text import machine_text
+    from sglang_indexcache.evaluate.tasks.words import prose
 
     if path is None:
-        return "\n".join(machine_text(HAYSTACK_CHARACTERS))
+        return prose(HAYSTACK_CHARACTERS)
     try:
         return path.read_text(encoding="utf-8", errors="ignore")
     except OSError as error:

@@ -2,8 +2,8 @@
 
 Read in this order: `tasks` (the questions, generated to an exact number of tokens), `plan` (what is
 asked), `run` (asking it), `evaluation` (what was recorded), `verdict` (what a run may say, and the
-sentence), `summary`, `figures` and `report` (what is shown of it), `entry` (what a pattern file
-learns); `logs` (the same for other harnesses' answers). The statistics are in `stats`.
+sentence), `report` (what is shown of it), `entry` (what a pattern file learns); `logs` (the same
+for other harnesses' answers). The statistics are in `stats`.
 
 One evaluation is a paired, clustered non-inferiority test with one primary endpoint: the mean over
 its cells (strata: a task at a length) of right(pattern) - right(reference). A *context* is a long

@@ -1,26 +1,37 @@
-"""How the arms of an evaluation are served.
+"""Ask the arms of an evaluation, and make sure that each answered as itself.
 
-* One server in live mode: every request names its pattern, and all arms share the batches.
-* A server for each arm, in static mode.
+Answers are *teacher-forced*: with the right answer behind the question, greedy decoding gives it
+if and only if each of its tokens is the likeliest one at its place. So one prefill of the context,
+whose prefix stays in the server's cache, and a short extension for each question give accuracy and
+the probability of the answer; nothing is decoded.
 
-Who is asked is made sure of before a context and checked after it, before it counts.
+Either one server in live mode answers for every arm, and every request names its pattern; or each
+arm has a server of its own, in static mode. Who answers is made sure of before a context and
+checked after it, before it counts.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sglang_indexcache.ask import score as asking
 from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
 from sglang_indexcache.ask.protocol import facts as facts_of
-from sglang_indexcache.ask.score import Engine
+from sglang_indexcache.ask.score import Engine, Prompt, TokenScores
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
 from sglang_indexcache.evaluate.cost import PAGE
-from sglang_indexcache.evaluate.evaluation import Arm
-from sglang_indexcache.evaluate.scoring import ArmRequest, Scored, score
-from sglang_indexcache.evaluate.tasks import Context
+from sglang_indexcache.evaluate.evaluation import Answer, Arm
+from sglang_indexcache.evaluate.tasks import Context, Question
+
+TOP = 20
+"""Likeliest tokens that are asked for at each token of an answer: arms are told apart by them."""
+_DIGITS = 6
+"""Decimals of log-probabilities, so that a journal gives back what was compared."""
+Asking = tuple[Arm, int]
+"""As which arm a context is asked, and 1 for the second asking of the reference (A/A)."""
 
 
 class ArmServer(Engine, Protocol):
@@ -33,45 +44,106 @@ class ArmServer(Engine, Protocol):
         """Whether the server answers requests."""
 
 
-class Arms(Protocol):
-    """Asks arms, and checks that each answered as itself."""
+@dataclass(frozen=True)
+class Answered:
+    """One arm's answers to the questions of a context.
 
-    @property
-    def servers(self) -> Sequence[ArmServer]:
-        """All of them."""
+    Attributes:
+        answers: to each question.
+        computed: tokens that the server computed for them, all together.
+    """
 
-    def together(self, requests: Sequence[ArmRequest]) -> list[list[ArmRequest]]:
-        """Which arms are asked in the same batch, in which order."""
-
-    def ask(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
-        """The answers of each arm behind a context.
-
-        Raises:
-            ServerUnavailableError: try again.
-            QualityError: the servers do not do what the arms need.
-        """
+    answers: tuple[Answer, ...]
+    computed: int
 
 
-def make_arms(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> Arms:
-    """The way in which these servers serve these arms.
+class Servers:
+    """The servers that answer for the arms.
 
     Args:
         arms: all that will be asked.
         urls: one server under the name "" for all arms, or one for each arm's name.
 
     Raises:
-        QualityError: a server is missing, given twice, in the wrong mode, or unlike the others.
+        QualityError: a server is missing, in the wrong mode, or unlike the others.
+        ServerError: it does not run IndexCache.
     """
-    if set(urls) == {""}:
-        return InRequests(urls[""])
-    without = [arm.name for arm in arms if arm.name not in urls]
-    if without:
-        raise QualityError(
-            f"no server is given for {', '.join(without)}. Give each arm a --url NAME=URL, or one "
-            "--url alone for a server in live mode, which serves them all."
-        )
-    _check_alike(arms, urls)
-    return Separate({arm.name: urls[arm.name] for arm in arms})
+
+    def __init__(self, arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
+        self._shared = set(urls) == {""}
+        if without := [arm.name for arm in arms if arm.name not in urls and not self._shared]:
+            raise QualityError(
+                f"no server is given for {', '.join(without)}. Give each arm a --url NAME=URL, or "
+                "one --url alone for a server in live mode, which serves them all."
+            )
+        self._of = {arm.name: urls["" if self._shared else arm.name] for arm in arms}
+        if not self._shared:
+            _check_alike(self._of)
+        for arm in arms[: 1 if self._shared else None]:
+            self._states(arm)
+        self._caches = {id(server): _Cache() for server in self.all}
+
+    @property
+    def all(self) -> list[ArmServer]:
+        """Each once."""
+        return list({id(server): server for server in self._of.values()}.values())
+
+    def batches(self, askings: Sequence[Asking]) -> list[list[Asking]]:
+        """Which arms are asked together: all of a server, but A/A, which must be another batch."""
+        if not self._shared:
+            return [[one] for one in askings]
+        parts = ([one for one in askings if one[1] == repeat] for repeat in (0, 1))
+        return [part for part in parts if part]
+
+    def ask(self, context: Context, askings: Sequence[Asking]) -> list[Answered]:
+        """The answers of the arms of a batch behind a context.
+
+        Raises:
+            ServerUnavailableError: try again.
+            QualityError, ServerError: the server does not do what the arms need.
+        """
+        server = self._of[askings[0][0].name]
+        cache = self._caches[id(server)]
+        before = self._states(askings[0][0])
+        try:
+            warmed, scores = _scores(server, context, askings, cache)
+            check_obeyed(
+                before,
+                self._states(askings[0][0]),
+                [arm.pattern for arm, _ in askings],
+                server.name,
+            )
+        except ServerUnavailableError:
+            self._caches[id(server)] = _Cache()  # it may have cached what it did not answer
+            raise
+        found, count = [], len(context.questions)
+        for place, (arm, repeat) in enumerate(askings):
+            cached = warmed[place]["cached_tokens"]
+            cache.check(cache.key(arm, repeat), context, cached)
+            part = scores[place * count : (place + 1) * count]
+            computed = warmed[place]["prompt_tokens"] - cached + sum(one.computed for one in part)
+            pairs = zip(part, context.questions, strict=True)
+            answers = tuple(_answer(one, arm, repeat, context, question) for one, question in pairs)
+            found.append(Answered(answers, computed))
+        return found
+
+    def _states(self, arm: Arm) -> list[RankState]:
+        """The states of the arm's server, which must be able to answer for it."""
+        server = self._of[arm.name]
+        states = server.states()
+        for state in states:
+            if self._shared and state.mode != "live":
+                raise QualityError(
+                    f"{server.name} does not run in live mode, so it serves one pattern alone. "
+                    "Start it with --indexcache-mode live, or start one server for each arm and "
+                    "give each as --url NAME=URL."
+                )
+            if not self._shared and state.pattern != arm.pattern:
+                raise QualityError(
+                    f"{server.name} is given for {arm.name}, which is {arm.pattern}, and runs "
+                    f"{state.pattern}. Start it with --indexcache-pattern {arm.pattern}."
+                )
+        return states
 
 
 class _Cache:
@@ -81,9 +153,9 @@ class _Cache:
         self._nonce = uuid.uuid4().hex[:8]
         self._asked: dict[str, set[int]] = {}
 
-    def key(self, request: ArmRequest) -> str:
+    def key(self, arm: Arm, repeat: int) -> str:
         """Of an arm's cached prefixes; never one of an earlier process or another arm."""
-        return f"{self._nonce}/{request.arm.pattern}/{request.repeat}"
+        return f"{self._nonce}/{arm.pattern}/{repeat}"
 
     def check(self, key: str, context: Context, cached: int) -> None:
         """Refuse cached tokens that this arm did not compute."""
@@ -114,92 +186,33 @@ def _marks(ids: list[int], mark: int = 0) -> list[int]:
     return found
 
 
-class InRequests:
-    """One server whose requests name their patterns: every arm in the same batch.
-
-    Raises:
-        QualityError: the server is not in live mode.
-        ServerError: it does not run IndexCache.
-    """
-
-    def __init__(self, server: ArmServer) -> None:
-        self._server, self._cache = server, _Cache()
-        self._live()
-
-    @property
-    def servers(self) -> Sequence[ArmServer]:
-        """The one."""
-        return [self._server]
-
-    def together(self, requests: Sequence[ArmRequest]) -> list[list[ArmRequest]]:
-        """All at once; the reference's second asking apart, so that it is in another batch."""
-        first = [one for one in requests if not one.repeat]
-        return [part for part in (first, [one for one in requests if one.repeat]) if part]
-
-    def ask(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
-        """See :class:`Arms`."""
-        before = self._live()
-        asked = [
-            replace(one, key=self._cache.key(one), pattern=one.arm.pattern) for one in requests
-        ]
-        try:
-            found = score(self._server, context, asked)
-            patterns = [one.pattern for one in asked]
-            check_obeyed(before, self._server.states(), patterns, self._server.name)
-        except ServerUnavailableError:
-            self._cache = _Cache()  # it may have cached what it did not answer
-            raise
-        for one, scored in zip(asked, found, strict=True):
-            self._cache.check(one.key, context, scored.cached)
-        return found
-
-    def _live(self) -> list[RankState]:
-        states = self._server.states()
-        if any(state.mode != "live" for state in states):
-            raise QualityError(
-                f"{self._server.name} does not run in live mode, so it serves one pattern alone. "
-                "Start it with --indexcache-mode live, or start one server for each arm and give "
-                "each as --url NAME=URL."
-            )
-        return states
+def _scores(
+    server: ArmServer, context: Context, askings: Sequence[Asking], cache: _Cache
+) -> tuple[list[dict[str, Any]], list[TokenScores]]:
+    """What each asking's context took, and the scores of its questions, one asking's together."""
+    named = [(arm.pattern, cache.key(arm, repeat)) for arm, repeat in askings]
+    warmed = asking.ask(server, [Prompt(context.ids, pattern, key) for pattern, key in named])
+    prompts = [
+        Prompt(context.ids + one.ids + one.answer, pattern, key, len(one.answer))
+        for pattern, key in named
+        for one in context.questions
+    ]
+    return [reply["meta_info"] for reply in warmed], asking.score(server, prompts, top=TOP)
 
 
-class Separate:
-    """A server for each arm, in static mode."""
-
-    def __init__(self, servers: Mapping[str, ArmServer]) -> None:
-        self._by_arm = dict(servers)
-        self._caches = {name: _Cache() for name in servers}
-
-    @property
-    def servers(self) -> Sequence[ArmServer]:
-        """One for each arm, in their order."""
-        return list(self._by_arm.values())
-
-    def together(self, requests: Sequence[ArmRequest]) -> list[list[ArmRequest]]:
-        """One after the other."""
-        return [[one] for one in requests]
-
-    def ask(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored]:
-        """See :class:`Arms`."""
-        [one] = requests
-        server, cache = self._by_arm[one.arm.name], self._caches[one.arm.name]
-        asked = replace(one, key=cache.key(one), pattern=one.arm.pattern)
-        before = _states_of(server, one.arm)
-        try:
-            found = score(server, context, [asked])
-            check_obeyed(before, _states_of(server, one.arm), [one.arm.pattern], server.name)
-        except ServerUnavailableError:
-            self._caches[one.arm.name] = _Cache()  # it may have cached what it did not answer
-            raise
-        cache.check(asked.key, context, found[0].cached)
-        return found
-
-
-def longest_prompt(server: ArmServer) -> int | None:
-    """Tokens of the longest prompt that a server takes; None if it does not say."""
-    found = server.server_info().get("max_req_input_len")
-    return None if found is None else int(found)
+def _answer(
+    scores: TokenScores, arm: Arm, repeat: int, context: Context, question: Question
+) -> Answer:
+    """What came back for the answer's tokens."""
+    likeliest = (top[0][1] for top in scores.tops)
+    return Answer(
+        *(arm.name, repeat, context.name, question.name, context.task, context.length),
+        None if question.depth is None else round(question.depth, _DIGITS),
+        right=float(all(own >= top for own, top in zip(scores.logprobs, likeliest, strict=True))),
+        tokens=len(question.answer),
+        logprobs=tuple(round(own, _DIGITS) for own in scores.logprobs),
+        trace=round(sum(p for top in scores.tops for _, p in top), _DIGITS),
+    )
 
 
 def facts(server: ArmServer) -> dict[str, Any]:
@@ -220,9 +233,9 @@ def facts(server: ArmServer) -> dict[str, Any]:
     return facts_of(info, server.name)
 
 
-def _check_alike(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
-    """Servers may differ in the pattern alone, and each must run its own."""
-    found = {arm.name: facts(urls[arm.name]) for arm in arms}
+def _check_alike(servers: Mapping[str, ArmServer]) -> None:
+    """They may differ in the pattern alone."""
+    found = {name: facts(server) for name, server in servers.items()}
     (first, known), *others = found.items()
     for name, other in others:
         differing = [
@@ -235,17 +248,3 @@ def _check_alike(arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
                 f"{'; '.join(differing)}. Start both with the same checkpoint and the same flags "
                 "but --indexcache-pattern."
             )
-    for arm in arms:
-        _states_of(urls[arm.name], arm)
-
-
-def _states_of(server: ArmServer, arm: Arm) -> list[RankState]:
-    """The states of a server that must run the arm's pattern."""
-    states = server.states()
-    for state in states:
-        if state.pattern != arm.pattern:
-            raise QualityError(
-                f"{server.name} is given for {arm.name}, which is {arm.pattern}, and runs "
-                f"{state.pattern}. Start it with --indexcache-pattern {arm.pattern}."
-            )
-    return states

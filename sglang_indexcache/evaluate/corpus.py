@@ -36,9 +36,9 @@ class Corpus:
     def digest(self) -> str:
         """Of everything that contexts are made of, but for their tasks."""
         pieces = sorted(self.tokenizer.get_vocab().items())
-        made_of: tuple[object, ...] = (pieces, self.haystack)
-        if self.items:
-            made_of += ({task: dict(items) for task, items in self.items.items()},)
+        template = getattr(self.tokenizer, "chat_template", None)
+        items = {task: dict(items) for task, items in self.items.items()}
+        made_of = (pieces, template, self.haystack, items)
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
@@ -71,35 +71,41 @@ class Corpus:
         return told
 
     def _made(self, planned: Planned) -> tuple[Context, int, str]:
-        """A context, its seed, and why that is not the one in its name.
-
-        The control is so short that fewer questions may fit behind it.
-        """
-        seed, questions, why = int(planned.context.rpartition("-")[2]), self.questions, ""
+        """A context, its seed, and why that is not the one in its name."""
+        seed = int(planned.context.rpartition("-")[2])
         if planned.task in self.items:
             item = self.items[planned.task][seed]
             name = planned.context
             context = as_context(item, planned.task, self.tokenizer, planned.length, name, seed)
             return context, seed, ""
-        control = planned.look == CONTROL_LOOK
-        for attempt in range(questions.bit_length() if control else MOST_SKIPPED + 1):
-            skipped = 0 if control else attempt * SKIP
+        if planned.look == CONTROL_LOOK:
+            return self._control(planned, seed), seed, ""
+        why = ""
+        for attempt in range(MOST_SKIPPED + 1):
+            used = seed + attempt * SKIP
             try:
-                context = make_context(
-                    planned.task,
-                    self.tokenizer,
-                    planned.length,
-                    seed + skipped,
-                    haystack=self.haystack,
-                    questions=questions,
-                )
-                return replace(context, name=planned.context), seed + skipped, why * bool(skipped)
+                return self._generated(planned, used, self.questions), used, why
             except QualityError as error:
                 why = why or str(error)
-                questions = questions // 2 if control and questions > 1 else questions
-        if control:
-            why = (
-                f"{planned.task} has no control: not even one question fits {planned.length} "
-                "tokens, where every pattern must agree. Leave it out (--task)."
-            )
         raise QualityError(why)
+
+    def _control(self, planned: Planned, seed: int) -> Context:
+        """So short that fewer questions may fit behind it."""
+        questions = self.questions
+        while questions:
+            try:
+                return self._generated(planned, seed, questions)
+            except QualityError:
+                questions //= 2
+        raise QualityError(
+            f"{planned.task} has no control: not even one question fits {planned.length} tokens, "
+            "where every pattern must agree. Leave it out (--task)."
+        )
+
+    def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
+        made = make_context(
+            *(planned.task, self.tokenizer, planned.length, seed),
+            haystack=self.haystack,
+            questions=questions,
+        )
+        return replace(made, name=planned.context)

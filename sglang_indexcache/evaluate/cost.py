@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import Arm, Planned
-from sglang_indexcache.evaluate.plan import AGAIN_EVERY, EvaluationPlan, SelectedRows, context_name
+from sglang_indexcache.evaluate.plan import (
+    AGAIN_EVERY,
+    CORRELATION,
+    DISCORDANCE,
+    PROBABILITY_DEVIATION,
+    EvaluationPlan,
+    SelectedRows,
+    context_name,
+)
 from sglang_indexcache.evaluate.verdict import points
-from sglang_indexcache.stats.power import spread_over_cells
 from sglang_indexcache.study.cost import Cost
 from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.words import counted
 
-DISCORDANCE, CORRELATION = 0.02, 0.1
-"""Assumed before anything is measured: paired questions that differ, and how they do together."""
+_ASSUMED = {
+    "answers": f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} "
+    "within a context",
+    "probability": "a context's difference in probability has a standard deviation of "
+    f"{100 * PROBABILITY_DEVIATION:g} points",
+}
 PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
 
 
-def tokens_at_most(plan: EvaluationPlan, arms: int, tails: Mapping[str, int]) -> int:
-    """What the whole plan computes, if nothing is decided early.
+def tokens_at_most(plan: EvaluationPlan, arms: int, tails: Mapping[str, int]) -> Counter[int]:
+    """What the whole plan computes, if nothing is decided early, by length.
 
     Args:
         plan: what will be asked.
         arms: asked on every context: the reference, the candidates and the positive control.
         tails: tokens of a question and its answer, by task; none of a file's, which is all context.
     """
-    tokens = 0
+    tokens: Counter[int] = Counter()
     for planned in plan.planned:
         size, tail = plan.sizes.get(planned.context, planned.length), tails.get(planned.task, 0)
         one = size + plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
-        tokens += one * (arms + planned.again)
+        tokens[planned.length] += one * (arms + planned.again)
     return tokens
 
 
@@ -50,61 +62,22 @@ def tails(plan: EvaluationPlan, corpus: Corpus) -> dict[str, int]:
     return found
 
 
-def detectable(plan: EvaluationPlan) -> float:
-    """Smallest loss that the whole plan finds with the design's power, as assumed beforehand."""
-    return plan.design.detectable(*_assumed(plan))
-
-
-def needed(plan: EvaluationPlan) -> int:
-    """Contexts with which the margin would be shown of a pattern that loses nothing."""
-    return plan.design.needed(*_assumed(plan))
-
-
-def how_to_fix(plan: EvaluationPlan) -> str:
-    """How to show the margin, where that needs more contexts than are planned."""
-    if light := _lightest(plan):
-        return (
-            f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts as "
-            "much as every other cell: give more rows of it, or leave it out (that file, or that "
-            "--length)"
-        )
-    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
-        return "Plan more (--contexts)"
-    return "The files have no more: ask generated tasks beside them (--task)"
-
-
-def _lightest(plan: EvaluationPlan) -> SelectedRows | None:
-    """The smallest cell, if the plan would show a smaller loss without it."""
-    if len(plan.cells) < 2 or not plan.taken:
-        return None
-    light = min(plan.taken, key=lambda cell: len(cell.rows))
-    if len(light.rows) == max(map(len, plan.cells.values())):
-        return None
-    others = replace(plan, taken=tuple(cell for cell in plan.taken if cell != light))
-    return light if detectable(others) < detectable(plan) else None
-
-
-def _assumed(plan: EvaluationPlan) -> tuple[float, float, float]:
-    asked = [(len(rows), plan.questions_of(task)) for (task, _), rows in plan.cells.items()]
-    return spread_over_cells(asked, DISCORDANCE, CORRELATION)
-
-
-def check_fits(plan: EvaluationPlan, most: int | None, where: str) -> None:
+def check_fits(plan: EvaluationPlan, info: Mapping[str, object], where: str) -> None:
     """Refuse contexts that a server does not take.
 
     Args:
         plan: what will be asked.
-        most: tokens of a prompt that it takes; None if it does not say.
+        info: the server's ``/server_info``, which may name the longest prompt that it takes.
         where: the server's address.
 
     Raises:
         QualityError: a length is above that.
     """
-    longest = plan.longest
-    if most is not None and longest > most:
+    most = info.get("max_req_input_len")
+    if isinstance(most, int) and plan.longest > most:
         raise QualityError(
-            f"a context of {longest:,} tokens with question and answer does not fit {where}, which "
-            f"takes prompts of {most:,}. Ask for shorter ones (--length), or start it with a "
+            f"a context of {plan.longest:,} tokens with question and answer does not fit {where}, "
+            f"which takes prompts of {most:,}. Ask for shorter ones (--length), or start it with a "
             "larger --context-length and --max-total-tokens."
         )
 
@@ -117,6 +90,7 @@ def in_words(
     lengths = ", ".join(format_length(length) for length in plan.lengths)
     pairs = sum(len(rows) * plan.questions_of(task) for (task, _), rows in cells.items())
     made = f"{plan.contexts} of each of {', '.join(plan.tasks)} at {lengths}; " * bool(plan.tasks)
+    shown = design.detectable(*plan.assumed)
     rows = [
         (
             "arms",
@@ -135,18 +109,40 @@ def in_words(
         ),
         (
             "can show",
-            f"a loss of {100 * detectable(plan):.1f} points, with {design.power:.0%} probability, "
-            f"if {DISCORDANCE:.0%} of the pairs differ (correlation {CORRELATION:g} within a "
-            "context); both are assumed here, and measured in the report",
+            f"a loss of {100 * shown:.1f} points, with {design.power:.0%} probability, if "
+            f"{_ASSUMED[plan.endpoint]} (assumed here, measured in the report)",
         ),
     ]
-    if (contexts := needed(plan)) > design.contexts:
+    if (contexts := design.needed(*plan.assumed)) > design.contexts:
         rows.append(
             (
                 "warning",
                 f"no loss beyond {points(plan.margin)} can hardly be shown: that needs "
                 f"{contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-                f"planned. {how_to_fix(plan)}, or take a wider --margin.",
+                f"planned. {_mend(plan)}, or take a wider --margin.",
             )
         )
     return rows
+
+
+def _mend(plan: EvaluationPlan) -> str:
+    """How a plan would show its margin."""
+    light = min(plan.taken, key=lambda cell: len(cell.rows), default=None)
+    if light and _shows_less_with(plan, light):
+        return (
+            f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts as "
+            "much as every other cell: give more rows of it, or leave it out (that file, or that "
+            "--length)"
+        )
+    if plan.tasks or any(len(cell.rows) < cell.available for cell in plan.taken):
+        return "Plan more (--contexts)"
+    return "The files have no more: ask generated tasks beside them (--task)"
+
+
+def _shows_less_with(plan: EvaluationPlan, light: SelectedRows) -> bool:
+    """Whether the plan would show a smaller loss without its smallest cell."""
+    if len(light.rows) == max(map(len, plan.cells.values())):
+        return False
+    others = replace(plan, taken=tuple(cell for cell in plan.taken if cell != light))
+    shown, whole = (one.design.detectable(*one.assumed) for one in (others, plan))
+    return shown < whole

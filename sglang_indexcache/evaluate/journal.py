@@ -9,42 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import (
-    Answer,
-    Arm,
-    Evaluation,
-    Missing,
-    Mode,
-    Planned,
-    Role,
-)
+from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Planned, Role
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.study import journal
 
 NAME = "journal.jsonl"
-MEASURED = ("question", "depth", "tokens", "logprobs", "tops", "trace", "right")
+MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")
 """Of an answer, what a line keeps; the rest follows from its arm, its context and the plan."""
 
 Key = tuple[str, int, str]
 """Arm, repeat, context."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What it took to answer one context as one arm.
-
-    Attributes:
-        computed: tokens that the server computed.
-        seconds: that it took.
-    """
-
-    computed: int
-    seconds: float
 
 
 class Recorded:
@@ -70,13 +48,12 @@ class Recorded:
         self.arms = tuple(
             Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
         )
-        [self._reference] = [arm.name for arm in self.arms if arm.role is Role.REFERENCE]
         self.answers: dict[Key, tuple[Answer, ...]] = {}
         self.missing: dict[str, Missing] = {}
         self.done: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.finished = False
-        self._taken: dict[Key, Taken] = {}
+        self._took: dict[Key, tuple[int, float]] = {}
         for line in lines:
             self.add(line)
 
@@ -86,7 +63,7 @@ class Recorded:
             key = line["arm"], line["repeat"], line["context"]
             planned = self._planned[line["context"]]
             self.answers[key] = tuple(_answer(one, planned, *key[:2]) for one in line["said"])
-            self._taken[key] = Taken(line["computed"], line["seconds"])
+            self._took[key] = line["computed"], line["seconds"]
         elif "missing" in line:
             self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
         elif "done" in line:
@@ -106,37 +83,22 @@ class Recorded:
             (key for key in self.answers if key[2] in self.done),
             key=lambda key: (place[key[2]], order[key[0]], key[1]),
         )
-        plan, made_of = self._plan, self._identity.get("material")
+        facts = {name: value for name, value in self.facts.items() if name != "notices"}
+        facts |= {name: self._identity[name] for name in ("checkpoint", "server", "material")}
         return Evaluation(
-            {
-                **{name: value for name, value in self.facts.items() if name != "notices"},
-                "checkpoint": self._identity["checkpoint"],
-                "server": self._identity["server"],
-                # What a context's name stands for; empty where an older journal does not tell.
-                "material": f"{made_of}-{plan.questions}" if made_of else "",
-            },
-            plan.design,
-            plan.selects_all,
+            facts,
+            self._plan.design,
+            self._plan.selects_all,
             self.arms,
-            Mode(self._identity["mode"]),
-            self._identity["pattern_verified"],
-            plan.planned,
-            tuple(answer for key in counted for answer in self._beside_reference(key)),
+            self._plan.planned,
+            tuple(answer for key in counted for answer in self.answers[key]),
+            self._plan.endpoint,
             tuple(one for one in self.missing.values() if one.context in self.done),
-            sum(self._taken[key].computed for key in counted),
-            sum(self._taken[key].seconds for key in counted),
+            sum(self._took[key][0] for key in counted),
+            sum(self._took[key][1] for key in counted),
             self.finished,
             tuple(self.facts.get("notices", ())),
         )
-
-    def _beside_reference(self, key: Key) -> tuple[Answer, ...]:
-        """An arm's answers with their divergence from the reference's, computed once."""
-        own = self.answers[key]
-        other = (self._reference, 0, key[2])
-        if key != other and any(answer.kl is None for answer in own):
-            known = {answer.question: answer for answer in self.answers.get(other, ())}
-            self.answers[key] = tuple(one.beside(known.get(one.question)) for one in own)
-        return self.answers[key]
 
 
 class EvaluationJournal(journal.Journal):
@@ -155,50 +117,26 @@ class EvaluationJournal(journal.Journal):
             self.close()
             raise
 
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One line, as :class:`Recorded` takes it; on disk when this returns."""
+        self.write(line)
+        self.recorded.add(line)
+
     def append(self, answers: Sequence[Answer], computed: int, seconds: float) -> None:
-        """One arm's answers behind one context; on disk when this returns."""
+        """One arm's answers behind one context."""
         first = answers[0]
-        said = [
-            {name: value for name in MEASURED if (value := getattr(answer, name)) is not None}
-            | {"depth": answer.depth}
-            for answer in answers
-        ]
-        self._add(
-            {
-                "arm": first.arm,
-                "repeat": first.repeat,
-                "context": first.context,
-                "said": said,
-                "computed": computed,
-                "seconds": round(seconds, 3),
-            }
-        )
-
-    def lose(self, context: str, arm: str, reason: str) -> None:
-        """A context that an arm cannot answer: it counts in none."""
-        self._add({"missing": context, "arm": arm, "reason": reason})
-
-    def finish_context(self, context: str) -> None:
-        """Every arm is through with it."""
-        self._add({"done": [context]})
-
-    def finish(self) -> None:
-        """Nothing is left to ask."""
-        if not self.recorded.finished:
-            self._add({"finished": True})
+        said = [{name: getattr(answer, name) for name in MEASURED} for answer in answers]
+        where = {"arm": first.arm, "repeat": first.repeat, "context": first.context}
+        self.add({**where, "said": said, "computed": computed, "seconds": round(seconds, 3)})
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """What to print beside a verdict; only the first time counts."""
         if not self.recorded.facts:
-            self._add({"facts": dict(facts)})
+            self.add({"facts": dict(facts)})
 
     def evaluation(self) -> Evaluation:
         """All that counts so far."""
         return self.recorded.evaluation()
-
-    def _add(self, line: Mapping[str, Any]) -> None:
-        self.write(line)
-        self.recorded.add(line)
 
 
 def identity(
@@ -215,7 +153,7 @@ def identity(
         plan: what is asked.
         arms: of what.
         checkpoint: its digest.
-        material: digest of tokenizer and haystack.
+        material: digest of what contexts are made of.
         server: SGLang's facts.
     """
     return {
@@ -223,9 +161,7 @@ def identity(
         "plan": plan.identity,
         "material": material,
         "arms": [[arm.name, arm.pattern, arm.role.value] for arm in arms],
-        "mode": Mode.TEACHER_FORCED.value,
         "server": dict(server),
-        "pattern_verified": True,
     }
 
 
@@ -250,16 +186,10 @@ def load(folder: Path) -> Evaluation:
 
 def _answer(line: Mapping[str, Any], planned: Planned, arm: str, repeat: int) -> Answer:
     return Answer(
-        arm,
-        repeat,
-        planned.context,
-        line["question"],
-        planned.task,
-        planned.length,
+        *(arm, repeat, planned.context, line["question"], planned.task, planned.length),
         line["depth"],
         line["right"],
         tokens=line["tokens"],
-        logprobs=tuple(line.get("logprobs", ())),
-        tops=tuple([(int(i), float(p)) for i, p in top] for top in line.get("tops", ())),
-        trace=line.get("trace"),
+        logprobs=tuple(line["logprobs"]),
+        trace=line["trace"],
     )

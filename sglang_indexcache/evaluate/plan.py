@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import Planned
+from sglang_indexcache.evaluate.evaluation import ENDPOINTS, Planned
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.stats.power import Design
+from sglang_indexcache.stats.power import Design, spread_over_cells
 from sglang_indexcache.support.words import counted
 
+DISCORDANCE, CORRELATION = 0.02, 0.1
+"""Assumed before anything is measured: paired questions that differ, and how they do together."""
+PROBABILITY_DEVIATION = 0.05
+"""Assumed of a context's difference in probability: 4.9 points were measured of a searched 1/4 on
+the small checkpoint, 1.75 of 1/2. All contexts differ."""
+LEAST_CONTEXTS = 32
+"""Of each task and length, if the user does not say how many."""
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every 4th context of a cell."""
 CONTROL_SHARE = 0.75
@@ -40,6 +49,42 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
     step: int = 10 ** max(len(str(room)) - 2, 0)
     last = room // step * step
     return (*found, last) if not found or last > found[-1] else tuple(found)
+
+
+def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
+    """Spread of a context's difference before anything is measured, as `Design` takes it.
+
+    Args:
+        cells: contexts of each, and questions behind one of its contexts.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+    """
+    if endpoint == "answers":
+        return spread_over_cells(cells, DISCORDANCE, CORRELATION)
+    total = sum(count for count, _ in cells)
+    weights = [total / (len(cells) * count) for count, _ in cells]
+    squares = (count / total * one**2 for (count, _), one in zip(cells, weights, strict=True))
+    return PROBABILITY_DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
+
+
+def enough_contexts(
+    cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
+) -> int:
+    """Contexts of each cell with which a plan can show its margin, under what is assumed here.
+
+    Args:
+        cells: tasks times lengths.
+        questions: behind one context.
+        margin: 0.01 is one point.
+        looks: the number is a multiple of them.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+
+    Returns:
+        At least :data:`LEAST_CONTEXTS`, so that each cell can see a control lose.
+    """
+    needed = Design(looks, margin, looks).needed(
+        *assumed_spread([(1, questions)] * cells, endpoint)
+    )
+    return looks * math.ceil(max(LEAST_CONTEXTS, needed / cells) / looks)
 
 
 @dataclass(frozen=True)
@@ -75,6 +120,7 @@ class EvaluationPlan:
         looks: likewise.
         seed: of the first context of each cell; the others count from there.
         taken: rows of a user's files.
+        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -89,8 +135,11 @@ class EvaluationPlan:
     looks: int = 4
     seed: int = 0
     taken: tuple[SelectedRows, ...] = ()
+    endpoint: str = "answers"
 
     def __post_init__(self) -> None:
+        if self.endpoint not in ENDPOINTS:
+            raise QualityError(f"no endpoint is called {self.endpoint!r}: {' or '.join(ENDPOINTS)}")
         for task in self.tasks:
             if task.lower() in JUDGED:
                 raise QualityError(
@@ -125,6 +174,12 @@ class EvaluationPlan:
         contexts = sum(map(len, self.cells.values()))
         return Design(contexts, margin=self.margin, looks=self.looks)
 
+    @property
+    def assumed(self) -> tuple[float, float, float]:
+        """Spread of a context's difference before anything is measured, as ``design`` takes it."""
+        asked = [(len(rows), self.questions_of(task)) for (task, _), rows in self.cells.items()]
+        return assumed_spread(asked, self.endpoint)
+
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
         """Numbers of their contexts in the order of asking: seeds, or rows of a file."""
@@ -132,7 +187,8 @@ class EvaluationPlan:
         found: dict[Cell, Sequence[int]] = {
             (task, length): seeds for length in self.lengths for task in self.tasks
         }
-        return found | {(cell.task, cell.length): cell.rows for cell in self.taken}
+        found |= {(cell.task, cell.length): cell.rows for cell in self.taken}
+        return dict(sorted(found.items(), key=lambda one: -one[0][1]))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -148,6 +204,16 @@ class EvaluationPlan:
         """Tokens of the longest context with its question and answer."""
         return max(self.sizes.values(), default=0) if not self.tasks else max(self.lengths)
 
+    @property
+    def all_lengths(self) -> list[int]:
+        """Of its cells, rising."""
+        return sorted({length for _, length in self.cells})
+
+    @property
+    def longest_cell(self) -> int:
+        """The longest of these, which is asked first."""
+        return self.all_lengths[-1]
+
     def questions_of(self, task: str) -> int:
         """Behind one of its contexts; one behind a file's."""
         return self.questions if task in self.tasks else 1
@@ -161,7 +227,8 @@ class EvaluationPlan:
     def planned(self) -> tuple[Planned, ...]:
         """Every context, in the order of asking: the control, then round by round over the cells.
 
-        So each look has the same share of every cell, and whatever drifts hits all cells alike.
+        So each look has the same share of every cell, and whatever drifts hits all cells alike. The
+        longest come first: their rate, the slowest, says how long everything takes at most.
         """
         control = [
             Planned(context_name(task, self.control_length, n), task, self.control_length, 0, False)
@@ -187,33 +254,22 @@ class EvaluationPlan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a journal of this plan must agree with."""
-        taken = [
-            [cell.task, cell.length, list(cell.rows), list(cell.sizes), cell.available]
-            for cell in self.taken
-        ]
-        return {
-            "tasks": list(self.tasks),
-            "lengths": list(self.lengths),
-            "contexts": self.contexts,
-            "questions": self.questions,
-            "selects_all": self.selects_all,
-            "margin": self.margin,
-            "looks": self.looks,
-            "seed": self.seed,
-            **({"taken": taken} if taken else {}),
-        }
+        """What a journal of this plan must agree with; JSON values."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> EvaluationPlan:
         """The plan with this identity."""
-        values = dict(identity)
-        values["tasks"], values["lengths"] = tuple(values["tasks"]), tuple(values["lengths"])
-        values["taken"] = tuple(
-            SelectedRows(task, length, tuple(rows), tuple(sizes), available)
-            for task, length, rows, sizes, available in values.get("taken", ())
-        )
-        return cls(**values)
+        values = _tuples(identity)
+        return cls(**values | {"taken": tuple(SelectedRows(**cell) for cell in values["taken"])})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON values with tuples for lists."""
+    if isinstance(value, Mapping):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def context_name(task: str, length: int, seed: int) -> str:

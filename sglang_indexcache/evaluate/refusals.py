@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.cost import CORRELATION, DISCORDANCE
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
+from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Arm, Evaluation
 from sglang_indexcache.evaluate.journal import Recorded
-from sglang_indexcache.evaluate.verdict import at_floor, points
+from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
+from sglang_indexcache.evaluate.verdict import at_floor, control_differs, long_rows, points
 from sglang_indexcache.stats.bounds import Estimate
-from sglang_indexcache.stats.pairs import Cell, paired
+from sglang_indexcache.stats.pairs import paired
 from sglang_indexcache.stats.power import spread_over_cells
 
 MOST_MISSING = 0.01
@@ -30,20 +29,14 @@ def check_control(evaluation: Evaluation) -> None:
     Raises:
         QualityError: they do.
     """
-    reference = evaluation.reference.name
-    rows = evaluation.outcomes(look=CONTROL_LOOK)
-    for arm in (*evaluation.candidates, evaluation.bad):
-        if not any(row.arm == arm.name for row in rows):
-            continue
-        found = paired(rows, arm.name, reference)
-        if found.flips.lost or found.flips.won:
-            raise QualityError(
-                f"the control failed: at {evaluation.control_length} tokens, where every pattern "
-                f"selects everything, {arm.name} differs from {reference} ({found.flips}). The "
-                "arms differ in more than the pattern, or the engine does not repeat itself: "
-                "compare flags and checkpoints, and start it with --enable-deterministic-inference "
-                "where it has that."
-            )
+    rows = evaluation.outcomes(CONTROL_LOOK)
+    for arm in _others(evaluation):
+        if any(row.arm == arm.name for row in rows):
+            differs = control_differs(rows, arm.name, evaluation.reference.name)
+            if differs:
+                raise QualityError(
+                    f"the control failed at {min(row.length for row in rows)} tokens: {differs}"
+                )
 
 
 def check_pattern_is_used(evaluation: Evaluation, recorded: Recorded) -> None:
@@ -57,7 +50,7 @@ def check_pattern_is_used(evaluation: Evaluation, recorded: Recorded) -> None:
     """
     reference = evaluation.reference.name
     long = [one.context for one in evaluation.planned if one.look != CONTROL_LOOK]
-    for arm in (*evaluation.candidates, evaluation.bad):
+    for arm in _others(evaluation):
         asked = [
             (own, other)
             for context in long
@@ -99,14 +92,14 @@ def check_floor(evaluation: Evaluation) -> None:
     Raises:
         QualityError: the reference is at the floor in every cell.
     """
-    rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
+    rows = long_rows(evaluation.outcomes(), evaluation.selects_all)
     low = at_floor(rows, evaluation.reference.name)
-    cells = {
-        (one.task, one.length) for one in evaluation.planned if one.length > evaluation.selects_all
-    }
-    if cells and cells <= set(low):
+    if low.keys() >= {(row.task, row.length) for row in rows} and rows:
+        said = ", ".join(
+            f"{share:.0%} of {task} at {length:,}" for (task, length), share in low.items()
+        )
         raise QualityError(
-            f"the reference answers {_in_words(low.items())} right, hardly more than guessing, so "
+            f"the reference answers {said} right, hardly more than guessing, so "
             "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task), or "
             "look whether the checkpoint and its tokenizer belong together."
         )
@@ -122,21 +115,20 @@ def check_noise(evaluation: Evaluation) -> None:
         QualityError: it would need more contexts than are planned.
     """
     design, name = evaluation.design, evaluation.reference.name
-    rows = [row for row in evaluation.outcomes() if row.length > evaluation.selects_all]
+    rows = long_rows(evaluation.outcomes(), evaluation.selects_all)
     if not any(row.arm == name and row.repeat for row in rows):
         return
     noise = paired(rows, name, name, repeat=1)
     estimate = Estimate(noise)
-    deviation = estimate.error * len(noise) ** 0.5
     planned = Counter((one.task, one.length) for one in evaluation.planned)
     asked = [
         (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
         for number, cell in enumerate(noise.names)
     ]
     assumed = design.needed(*spread_over_cells(asked, DISCORDANCE, CORRELATION))
-    if not noise.flips.share or not math.isfinite(deviation) or design.contexts < assumed:
+    if not estimate.error or not math.isfinite(estimate.error) or design.contexts < assumed:
         return
-    needed = design.needed(deviation, estimate.differing / len(noise), estimate.heaviest)
+    needed = design.needed(*estimate.spread)
     if needed > design.contexts:
         raise QualityError(
             f"the reference differs from itself so often (A/A: {noise.flips}) that a margin of "
@@ -147,5 +139,5 @@ def check_noise(evaluation: Evaluation) -> None:
         )
 
 
-def _in_words(shares: Iterable[tuple[Cell, float]]) -> str:
-    return ", ".join(f"{share:.0%} of {task} at {length:,}" for (task, length), share in shares)
+def _others(evaluation: Evaluation) -> list[Arm]:
+    return [arm for arm in evaluation.arms if arm is not evaluation.reference]

@@ -1,76 +1,165 @@
 """What an evaluation leaves in its folder, all of it a pure function of what was recorded.
 
-``report.html`` (one file, its pictures inside), ``eval.json`` (every number), ``samples.jsonl``
-(every answer) and the pictures by themselves. The same record gives the same bytes: no clock, no
-machine and no order of a dictionary that is not the record's own goes into them.
+``report.html`` (one file, its picture inside), ``eval.json`` (every number), ``samples.jsonl``
+(every answer) and ``cells.png``. The same record gives the same bytes: no clock, no machine and no
+order of a dictionary that is not the record's own goes into them.
+
+The verdicts are the primary result. What is said by task and length is secondary: it helps to see
+where a loss sits, and proves nothing by itself, because with so many numbers some are far out by
+chance. Its intervals are those of one look at 5 % on each side.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.evaluate.evaluation import Answer, Evaluation
-from sglang_indexcache.evaluate.figures import draw_all
-from sglang_indexcache.evaluate.summary import (
-    NOISE,
-    Summary,
-    headlines,
-    missing_contexts,
-    plain,
-    summarise,
+import numpy as np
+
+from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Answer, Evaluation, Role
+from sglang_indexcache.evaluate.verdict import (
+    Verdicts,
+    blind_cells,
+    long_rows,
+    points,
+    right_share,
+    verdicts_of,
 )
-from sglang_indexcache.evaluate.verdict import Verdicts, points
+from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.pairs import Flips, paired
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import format_length
 
 TEMPLATE = Path(__file__).parent / "report.html"
-SAMPLES = "samples.jsonl"
 SAMPLE = (
     *("arm", "repeat", "context", "question", "task", "length", "depth", "right"),
-    *("nll", "kl", "agreement", "tokens", "score"),
+    *("nll", "probability", "tokens"),
 )
-"""Of an answer, what is written there."""
-CAPTIONS = {
-    "forest": "Secondary. Difference in right answers by task and length, with 90 % intervals of "
-    "one look. Dashed: the margin. Grey bars: what the engine's own flips (A/A) alone would do "
-    "there, 90 % of the time. Grey marks: cells that cannot see a loss (the reference hardly "
-    "does better than guessing, or the bad pattern was not seen to lose), left out of the claim.",
-    "length": "Secondary. Right answers of each arm against length, and how far each arm's "
-    "distribution over answer tokens is from the reference's.",
-    "flips": "Questions that only the reference answered (lost) and only the pattern (won). Equal "
-    "scores can hide many of both; A/A shows how many the engine makes by itself.",
-    "depth": "Secondary. What the pattern adds where the answer lay at this depth of a context of "
-    "this length.",
-    "looks": "The primary result at each planned look. A claim is made when its line reaches the "
-    "dashed one; the first claim (ringed) ends the evaluation of a pattern, and its line. Hollow: "
-    "looks that were planned and not taken.",
-}
+"""Of an answer, what is written into ``samples.jsonl``."""
+NOISE = "A/A"
+"""How the reference asked twice is called where it stands beside the arms."""
+ONE_LOOK = 1.6448536269514722
+"""The standard normal value that 5 % lie above."""
+COLOURS = ("#1f5fa8", "#c9711a", "#2c8a4b", "#8d5fb0", "#b5476d", "#4a9aa5")
+GREY, MARGIN = "#9a9a9a", "#c0392b"
 
 
-def write_report(evaluation: Evaluation, folder: Path, verdicts: Verdicts | None = None) -> str:
+@dataclass(frozen=True)
+class CellDifference:
+    """An arm against the reference in one cell.
+
+    Attributes:
+        arm: its name, or :data:`NOISE`.
+        task: of the cell.
+        length: tokens; 0 where a log does not tell.
+        reference: mean of the reference, 0 to 1; ``level`` that of the arm.
+        mean: difference over the contexts that both answered: 0.01 is a point.
+        low: its lower bound, 5 % beyond it.
+        high: the other.
+        contexts: behind it.
+        flips: right answers that differ.
+        blind: why the cell left the claim; empty if it did not.
+    """
+
+    arm: str
+    task: str
+    length: int
+    reference: float
+    level: float
+    mean: float
+    low: float
+    high: float
+    contexts: int
+    flips: Flips
+    blind: str
+
+
+def write_report(evaluation: Evaluation, folder: Path) -> str:
     """Write every file.
 
     Args:
         evaluation: as it was recorded.
         folder: made if missing; what is there under the same names is replaced.
-        verdicts: to report instead of the evaluation's own, for logs of others.
 
     Returns:
-        The sentences to paste, one a line.
+        The sentences to paste, one a line, and below them what was evaluated.
     """
-    summary = summarise(evaluation, verdicts)
-    pictures = draw_all(evaluation, summary, folder)
-    write_json(folder / "eval.json", record(evaluation, summary))
+    verdicts, cells = verdicts_of(evaluation), cell_differences(evaluation)
+    picture = draw_cells(evaluation, cells, folder / "cells.png")
+    write_json(folder / "eval.json", record(evaluation, verdicts, cells))
     lines = (json.dumps(sample(row), ensure_ascii=False) for row in evaluation.answers)
-    write_whole(folder / SAMPLES, "".join(f"{line}\n" for line in lines))
-    write_whole(folder / "report.html", page(evaluation, summary, pictures))
-    return "\n".join(headlines(evaluation, summary))
+    write_whole(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
+    write_whole(folder / "report.html", page(evaluation, verdicts, cells, picture))
+    return "\n".join([*sentences(verdicts), provenance(evaluation)])
+
+
+def sentences(verdicts: Verdicts) -> list[str]:
+    """To paste, one for each pattern."""
+    if not verdicts:
+        return ["No verdict yet: the first look has not been reached."]
+    return [verdict.sentence for _, verdict in verdicts.values()]
+
+
+def provenance(evaluation: Evaluation) -> str:
+    """What was evaluated and how, in a sentence or two."""
+    facts = evaluation.facts
+    lengths = ", ".join(format_length(length) for length in evaluation.lengths if length)
+    flags = facts.get("flags", "")
+    parts = [
+        f"Tasks {', '.join(evaluation.tasks)}",
+        f"lengths {lengths}" if lengths else "",
+        f"margin {points(evaluation.design.margin)}",
+        f"model {facts['model']}" if facts.get("model") else "",
+        f"checkpoint {str(facts['checkpoint'])[:12]}" if facts.get("checkpoint") else "",
+        f"commit {facts['commit']}" if facts.get("commit") else "",
+        f"flags {flags if isinstance(flags, str) else ' '.join(flags)}" if flags else "",
+        str(facts["started"])[:10] if facts.get("started") else "",
+    ]
+    said = "; ".join(part for part in parts if part)
+    if not evaluation.verified:
+        return f"{said}. Answers and scores of another harness. Pattern not verified by a server."
+    how = "right to the letter, teacher-forced"
+    if evaluation.endpoint == "probability":
+        how = "the probability of the right answer"
+    return f"{said}. Endpoint: {how}."
+
+
+def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
+    """Every arm in every task at every length, A/A first."""
+    rows = long_rows(evaluation.outcomes(), evaluation.selects_all)
+    reference, bad = evaluation.reference.name, evaluation.bad
+    blind = blind_cells(rows, bad.name if bad else None, reference, evaluation.design.alpha)
+    own = right_share(rows, reference)
+    others = [arm.name for arm in evaluation.arms if arm.name != reference]
+    found = []
+    for name, arm, repeat in [(NOISE, reference, 1), *((name, name, 0) for name in others)]:
+        for cell in sorted(own):
+            here = [row for row in rows if (row.task, row.length) == cell]
+            if not any((row.arm, row.repeat) == (arm, repeat) for row in here):
+                continue
+            pairs = paired(here, arm, reference, repeat=repeat)
+            estimate = Estimate(pairs)
+            low, high = estimate.guarded(ONE_LOOK), estimate.upper(ONE_LOOK)
+            mean, level = float(estimate.mean), estimate.level
+            numbers = own[cell], level + mean, mean, float(low), float(high)
+            reason = blind[cell].reason if cell in blind else ""
+            found.append(CellDifference(name, *cell, *numbers, len(pairs), pairs.flips, reason))
+    return found
+
+
+def control(evaluation: Evaluation) -> list[tuple[str, Flips]]:
+    """What differs where every pattern selects everything: nothing, or nothing is claimed."""
+    if evaluation.selects_all is None:
+        return []
+    rows = [row for row in evaluation.outcomes() if row.length <= evaluation.selects_all]
+    asked = [arm.name for arm in evaluation.arms if arm.role is not Role.REFERENCE]
+    asked = [name for name in asked if any(row.arm == name for row in rows)]
+    return [(name, paired(rows, name, evaluation.reference.name).flips) for name in asked]
 
 
 def sample(answer: Answer) -> dict[str, Any]:
@@ -78,32 +167,51 @@ def sample(answer: Answer) -> dict[str, Any]:
     return {name: getattr(answer, name) for name in SAMPLE}
 
 
-def record(evaluation: Evaluation, summary: Summary) -> dict[str, Any]:
+def record(
+    evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]
+) -> dict[str, Any]:
     """``eval.json``: the sentences first, then the plan, then every number of the report."""
-    return {
-        "sentences": headlines(evaluation, summary),
+    data = {
+        "sentences": sentences(verdicts),
+        "provenance": provenance(evaluation),
+        "verdicts": [
+            {"look": look, **asdict(verdict), "kind": verdict.kind.name.lower()}
+            for look, verdict in verdicts.values()
+        ],
         "facts": dict(evaluation.facts),
         "design": asdict(evaluation.design),
+        "endpoint": evaluation.endpoint,
         "arms": [
             {"name": arm.name, "pattern": arm.pattern, "role": arm.role.value}
             for arm in evaluation.arms
         ],
-        "mode": evaluation.mode.value,
-        "pattern_verified": evaluation.pattern_verified,
         "selects_all": evaluation.selects_all,
         "tasks": list(evaluation.tasks),
         "lengths": list(evaluation.lengths),
-        "control_length": evaluation.control_length,
         "finished": evaluation.finished,
         "tokens": evaluation.tokens,
         "seconds": evaluation.seconds,
         "missing": [asdict(missing) for missing in evaluation.missing],
         "notices": list(evaluation.notices),
-        **plain(summary),
+        "control": {name: asdict(flips) for name, flips in control(evaluation)},
+        "cells": [asdict(cell) for cell in cells],
     }
+    found: dict[str, Any] = _finite(data)
+    return found
 
 
-def page(evaluation: Evaluation, summary: Summary, pictures: Mapping[str, Path]) -> str:
+def _finite(value: Any) -> Any:
+    """JSON values; infinite bounds become null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def page(
+    evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference], picture: Path | None
+) -> str:
     """``report.html``."""
     from jinja2 import Environment, StrictUndefined
 
@@ -111,24 +219,24 @@ def page(evaluation: Evaluation, summary: Summary, pictures: Mapping[str, Path])
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "points": lambda value: "" if value is None else f"{100 * value:+.1f}",
-        "nats": lambda value: f"{value:+.3f}" if math.isfinite(value) else "unknown",
-        "bound": lambda value: f"{100 * value:+.1f}" if abs(value) <= 1 else "unknown",
+        "points": lambda value: f"{100 * value:+.1f}" if abs(value) <= 1 else "unknown",
+        "percent": lambda value: f"{100 * value:.1f}",
         "length": lambda value: format_length(value) if value else "",
     }
+    long = [planned for planned in evaluation.planned if planned.look != CONTROL_LOOK]
+    facts = [*evaluation.facts.items(), ("tokens computed", f"{evaluation.tokens:,}")]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         evaluation=evaluation,
-        summary=summary,
-        sentences=headlines(evaluation, summary),
-        margin=points(evaluation.margin),
-        unverified="" if evaluation.pattern_verified else " (pattern not verified)",
-        noise=NOISE,
-        missing=missing_contexts(evaluation),
-        pictures=[
-            (CAPTIONS[name], base64.b64encode(path.read_bytes()).decode())
-            for name, path in pictures.items()
-        ],
-        facts=[(name, _words(value)) for name, value in evaluation.facts.items() if value],
+        verdicts=verdicts,
+        cells=cells,
+        blind={(one.task, one.length): one.blind for one in cells if one.blind},
+        control=control(evaluation),
+        margin=points(evaluation.design.margin),
+        provenance=provenance(evaluation),
+        planned=len(long),
+        lost=len(evaluation.lost),
+        picture=base64.b64encode(picture.read_bytes()).decode() if picture else "",
+        facts=[(name, _words(value)) for name, value in facts if value],
     )
 
 
@@ -138,3 +246,41 @@ def _words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(_words(item) for item in value)
     return str(value)
+
+
+def draw_cells(evaluation: Evaluation, cells: list[CellDifference], path: Path) -> Path | None:
+    """Differences by task and length, one panel a pattern, with the margin and the A/A noise."""
+    path.unlink(missing_ok=True)
+    places = sorted({(cell.task, cell.length) for cell in cells})
+    arms = [arm.name for arm in evaluation.candidates]
+    noise = {(one.task, one.length): one for one in cells if one.arm == NOISE}
+    if not places:
+        return None
+    figure, axes = make_figure(
+        7.6, 1.5 + 0.27 * len(places), columns=len(arms), sharex=True, sharey=True
+    )
+    for number, (axis, arm) in enumerate(zip(axes, arms, strict=True)):
+        axis.axvline(0, color="black", lw=0.8)
+        axis.axvline(-100 * evaluation.design.margin, color=MARGIN, lw=1, ls="--", label="margin")
+        for cell in cells:
+            height = places.index((cell.task, cell.length))
+            if cell.arm == arm:
+                colour = GREY if cell.blind else COLOURS[number % len(COLOURS)]
+                ends = [100 * float(np.clip(end, -1, 1)) for end in (cell.low, cell.high)]
+                axis.plot(ends, [height] * 2, color=colour, lw=1.6, solid_capstyle="butt")
+                axis.plot(100 * cell.mean, height, color=colour, marker="o", ms=4.5)
+                if again := noise.get((cell.task, cell.length)):
+                    axis.plot(100 * again.mean, height, "k|", ms=9, label="A/A")
+        axis.set_title(arm, fontsize=9, loc="left")
+        axis.set_xlabel("difference, points", fontsize=8)
+        axis.tick_params(labelsize=8)
+    labels = [f"{task} {format_length(length)}" if length else task for task, length in places]
+    axes[0].set_yticks(range(len(places)), labels)
+    axes[0].set_ylim(len(places) - 0.4, -0.6)
+    handles, names = axes[0].get_legend_handles_labels()
+    once = dict(zip(names, handles, strict=True))
+    figure.legend(
+        once.values(), once.keys(), loc="outside lower center", ncols=2, fontsize=8, frameon=False
+    )
+    save_figure(figure, path)
+    return path

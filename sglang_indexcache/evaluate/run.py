@@ -13,11 +13,10 @@ from itertools import groupby
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.evaluate import refusals
-from sglang_indexcache.evaluate.arms import Arms
+from sglang_indexcache.evaluate.arms import Answered, Asking, Servers
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation, Planned
 from sglang_indexcache.evaluate.journal import EvaluationJournal
-from sglang_indexcache.evaluate.scoring import ArmRequest, Scored
 from sglang_indexcache.evaluate.tasks import Context
 from sglang_indexcache.evaluate.verdict import DECIDED, Kind, seen_to_lose, verdicts_of
 from sglang_indexcache.stats.pairs import Cell
@@ -35,7 +34,7 @@ class Run:
     """One evaluation under way.
 
     Attributes:
-        arms: how they are asked.
+        servers: of the arms.
         corpus: what contexts are made of.
         journal: of this evaluation, open.
         tell: is given one line when something happens that a user should know.
@@ -43,7 +42,7 @@ class Run:
         on_rate: is called with the tokens a second of the first context of each length.
     """
 
-    arms: Arms
+    servers: Servers
     corpus: Corpus
     journal: EvaluationJournal
     tell: Callable[[str], None] = print
@@ -69,36 +68,34 @@ class Run:
                     self._ask_context(planned)
             if self._judge(look):
                 break
-        self.journal.finish()
+        if not self._recorded.finished:
+            self.journal.add({"finished": True})
         return self.journal.evaluation()
 
     def _ask_context(self, planned: Planned) -> None:
         """Ask what is not recorded yet, of every arm that is not decided."""
         self._look_for_loss((planned.task, planned.length))
         context = self.corpus.make(planned)
-        for group in self.arms.together(self._requests(planned)):
+        for batch in self.servers.batches(self._askings(planned)):
             left = [
-                one
-                for one in group
-                if (one.arm.name, one.repeat, planned.context) not in self._recorded.answers
+                (arm, repeat)
+                for arm, repeat in batch
+                if (arm.name, repeat, planned.context) not in self._recorded.answers
             ]
             if left and planned.context not in self._recorded.missing:
                 self._ask(context, left)
-        self.journal.finish_context(planned.context)
+        self.journal.add({"done": [planned.context]})
         refusals.check_pattern_is_used(self.journal.evaluation(), self._recorded)
         self.on_context()
 
-    def _requests(self, planned: Planned) -> list[ArmRequest]:
+    def _askings(self, planned: Planned) -> list[Asking]:
         """What is not decided, and the bad pattern until it was seen to lose."""
-        found = [ArmRequest(self._start.reference)]
-        found += [
-            ArmRequest(arm) for arm in self._start.candidates if arm.name not in self._decided
-        ]
-        if (planned.task, planned.length) not in self._seen:
-            found.append(ArmRequest(self._start.bad))
-        if planned.again:
-            found.append(ArmRequest(self._start.reference, repeat=1))
-        return found
+        reference, bad = self._start.reference, self._start.bad
+        arms = [arm for arm in self._start.candidates if arm.name not in self._decided]
+        found = [(arm, 0) for arm in (reference, *arms)]
+        if bad and (planned.task, planned.length) not in self._seen:
+            found.append((bad, 0))
+        return found + [(reference, 1)] * planned.again
 
     def _look_for_loss(self, cell: Cell) -> None:
         """Note whether the bad pattern was seen to lose in this cell.
@@ -106,16 +103,15 @@ class Run:
         There it is asked no more, so what was seen stays so, in this process and the next.
         """
         evaluation = self.journal.evaluation()
-        if cell in self._seen or cell[1] <= evaluation.selects_all:
+        bad, reference = evaluation.bad, evaluation.reference
+        if not bad or cell in self._seen or cell[1] <= (evaluation.selects_all or 0):
             return
-        bad, reference = evaluation.bad.name, evaluation.reference.name
         rows = [row for row in evaluation.outcomes() if (row.task, row.length) == cell]
-        if any(row.arm == bad for row in rows):
-            self._seen |= seen_to_lose(rows, bad, reference, evaluation.design.alpha)
+        self._seen |= seen_to_lose(rows, bad.name, reference.name, evaluation.design.alpha)
 
-    def _ask(self, context: Context, requests: Sequence[ArmRequest]) -> None:
+    def _ask(self, context: Context, askings: Sequence[Asking]) -> None:
         started = time.monotonic()
-        found = self._patiently(context, requests)
+        found = self._patiently(context, askings)
         seconds = time.monotonic() - started
         if found is None:
             refusals.check_missing(self.journal.evaluation(), self._recorded)
@@ -129,25 +125,25 @@ class Run:
             self._measured.add(context.length)
             self.on_rate(context.length, computed / seconds)
 
-    def _patiently(self, context: Context, requests: Sequence[ArmRequest]) -> list[Scored] | None:
+    def _patiently(self, context: Context, askings: Sequence[Asking]) -> list[Answered] | None:
         """What was answered; None if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
-                return self.arms.ask(context, requests)
+                return self.servers.ask(context, askings)
             except ServerUnavailableError as error:
                 failure = error
             if pause is not None:
                 self.tell(f"{context.name} is asked again in {pause:g} s: {failure}")
                 time.sleep(pause)
-        away = [server.name for server in self.arms.servers if not server.is_ready()]
+        away = [server.name for server in self.servers.all if not server.is_ready()]
         if away:
             raise QualityError(
                 f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "
                 "is kept: start the same command again once it answers."
             ) from failure
-        names = ", ".join(one.arm.name for one in requests)
+        names = ", ".join(arm.name for arm, _ in askings)
         self.tell(f"{context.name} is left out of every arm: {failure}")
-        self.journal.lose(context.name, names, str(failure))
+        self.journal.add({"missing": context.name, "arm": names, "reason": str(failure)})
         return None
 
     def _judge(self, look: int) -> bool:

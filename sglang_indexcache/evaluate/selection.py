@@ -11,7 +11,8 @@ from pathlib import Path
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.plan import SelectedRows
 from sglang_indexcache.evaluate.tasks import FILES, Item, Tokenizer
-from sglang_indexcache.evaluate.tasks.items import has_template, read_items, tokens
+from sglang_indexcache.evaluate.tasks.chat import has_template
+from sglang_indexcache.evaluate.tasks.items import read_items, tokens
 from sglang_indexcache.support.words import counted
 
 _CHARACTERS = 16

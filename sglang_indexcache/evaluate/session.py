@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.arms import ArmServer, facts, longest_prompt, make_arms
+from sglang_indexcache.evaluate.arms import ArmServer, Servers, facts
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.cost import check_fits, in_words, tails, tokens_at_most
 from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
@@ -25,8 +25,13 @@ from sglang_indexcache.study.provenance import checkpoint_digest, commit, versio
 from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 from sglang_indexcache.support.lengths import format_length
 
-CONTROL = "first-layer-only"
-"""The positive control's name, if the user gives no other: F, then S as far as it may be."""
+CONTROLS = ("uniform:1/4", "uniform:1/8")
+"""Positive controls, if the user gives none: the first that is no candidate. They lose a little.
+
+A control that breaks everything would be seen to lose by a task that no real loss shows in.
+"""
+LAST_CONTROL = "first-layer-only"
+"""Where none of them is left, or allowed: F, then S."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class EvaluationRequest:
         model: the checkpoint's folder.
         against: the reference, in any form of a pattern.
         patterns: likewise, the candidates.
-        control: likewise, known to be bad; empty for the first layer alone.
+        control: likewise, known to be bad; empty for one of :data:`CONTROLS`.
         plan: what to ask.
         corpus: what contexts are made of.
         flags: of the command, to print beside the verdict.
@@ -65,15 +70,22 @@ class EvaluationRequest:
         checkpoint, library = Checkpoint.read(self.model), Library.default()
 
         def arm(value: str, role: Role) -> Arm:
-            return Arm(_label(value), str(library.resolve(value, checkpoint).pattern), role)
+            name = Path(value).stem if value.endswith((".yaml", ".yml")) else value
+            return Arm(name, str(library.resolve(value, checkpoint).pattern), role)
 
         if not self.patterns:
             raise QualityError("give at least one pattern to evaluate")
         candidates = [arm(value, Role.CANDIDATE) for value in self.patterns]
         candidates.sort(key=lambda one: -one.pattern.count("F"))
-        first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
-        bad = arm(self.control, Role.BAD) if self.control else Arm(CONTROL, first, Role.BAD)
-        arms = (arm(self.against, Role.REFERENCE), *candidates, bad)
+        given = (arm(self.against, Role.REFERENCE), *candidates)
+        known = [self.control] if self.control else list(CONTROLS)
+        controls = [arm(value, Role.BAD) for value in known]
+        if not self.control:
+            first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
+            taken = {one.pattern for one in given}
+            controls = [one for one in controls if one.pattern not in taken]
+            controls.append(Arm(LAST_CONTROL, first, Role.BAD))
+        arms = (*given, controls[0])
         for place, one in enumerate(arms):
             for other in arms[:place]:
                 if one.pattern == other.pattern:
@@ -85,10 +97,9 @@ class EvaluationRequest:
                     raise QualityError(f"two patterns are called {one.name}; give each once")
         return arms
 
-    def cost(self) -> Cost:
-        """At most: a pattern is asked no more once it is decided."""
-        lengths = tails(self.plan, self.corpus)
-        return Cost(tokens_at_most(self.plan, len(self.patterns) + 2, lengths), self.rate)
+    def tokens(self) -> dict[int, int]:
+        """By length, at most: a pattern is asked no more once it is decided."""
+        return tokens_at_most(self.plan, len(self.patterns) + 2, tails(self.plan, self.corpus))
 
     def tell(self, console: Console) -> Cost:
         """Print what will be asked, what it costs, and what it can show.
@@ -96,7 +107,7 @@ class EvaluationRequest:
         Returns:
             The cost.
         """
-        cost = self.cost()
+        cost = Cost(sum(self.tokens().values()), self.rate)
         print_plan(console, in_words(self.plan, self.arms(), cost, self.notices))
         return cost
 
@@ -131,15 +142,15 @@ def run_evaluation(
         QualityError: what may not be evaluated, or not go on.
     """
     arms = request.arms()
-    asking = make_arms(arms, servers)
-    for server in asking.servers:
-        check_fits(request.plan, longest_prompt(server), server.name)
+    asking = Servers(arms, servers)
+    for server in asking.all:
+        check_fits(request.plan, server.server_info(), server.name)
     who = identity(
         request.plan,
         arms,
         checkpoint=checkpoint_digest(request.model),
         material=request.corpus.digest,
-        server=facts(asking.servers[0]),
+        server=facts(asking.all[0]),
     )
     with EvaluationJournal(output, who) as journal:
         journal.note(
@@ -157,33 +168,48 @@ def run_evaluation(
             request.check_contexts(console)
         confirm(cost, agree)
         resuming(console, len(journal.recorded.done), "contexts", journal.path)
-        run = Run(asking, request.corpus, journal)
-        return _under_way(run, console, cost, output, agree)
+        return _under_way(Run(asking, request.corpus, journal), request, console, output, agree)
 
 
 def _under_way(
-    run: Run, console: Console, cost: Cost, output: Path, agree: Callable[[str], None]
+    run: Run,
+    request: EvaluationRequest,
+    console: Console,
+    output: Path,
+    agree: Callable[[str], None],
 ) -> Evaluation:
-    """Ask, and show how far it came."""
+    """Ask, show how far it came, and say what it takes once that is measured.
+
+    The longest contexts are asked first. At their rate, the slowest, everything else takes no
+    longer than is said then, and nothing is asked of the user again.
+    """
+    tokens, longest = request.tokens(), request.plan.longest_cell
+    rates: dict[int, float] = {}
     with resumable(console, output, "what was asked"), progress_at_most(console) as progress:
-        task = progress.add_task("asking", total=len(run.journal.evaluation().planned))
+        task = progress.add_task("asking", total=len(request.plan.planned))
 
         def on_context() -> None:
             progress.update(task, completed=len(run.journal.recorded.done))
 
-        def on_rate(length: int, found: float) -> None:
-            if cost.rate is None:
-                whole = replace(cost, rate=Rate(found, f"measured at {format_length(length)}"))
-                console.print(f"the plan takes {whole.hours_in_words()}", highlight=False)
+        def on_rate(length: int, rate: float) -> None:
+            if length <= request.plan.selects_all or request.rate is not None:
+                return
+            rates[length] = rate
+            if length == longest:
+                measured = Rate(rate, f"measured at {format_length(length)}, the longest")
+                whole = Cost(sum(tokens.values()), measured)
+                console.print(f"the plan takes at most {whole.hours_in_words()}", highlight=False)
                 progress.stop()
                 confirm(whole, agree)
                 progress.start()
+            elif len(rates) == len(request.plan.all_lengths):
+                hours = {one: tokens[one] / rates[one] / 3600 for one in sorted(rates)}
+                parts = ", ".join(
+                    f"{format_length(one)}: {took:.2g}" for one, took in hours.items()
+                )
+                said = f"hours by length, at most: {parts}; {sum(hours.values()):.2g} together"
+                console.print(said, highlight=False)
 
         run.tell, run.on_context, run.on_rate = console.print, on_context, on_rate
         on_context()
         return run.run()
-
-
-def _label(value: str) -> str:
-    """What a user wrote, short enough for a legend: a file's name without its folder."""
-    return Path(value).stem if value.endswith((".yaml", ".yml")) else value

@@ -6,10 +6,11 @@ The order in which a run is judged:
    in a single question: else the arms differ in more than the pattern, and nothing is claimed;
 2. the reference asked twice (A/A) must not differ in the mean: else the order or the engine favours
    an arm;
-3. a cell cannot see, and leaves the claim, in which the reference hardly does better than guessing
-   or a pattern known to be bad is not seen to lose;
-4. over the cells that are left, "no loss beyond the margin" and "a loss" are each judged at the
-   planned looks; the first claim ends the evaluation of that pattern;
+3. a cell (stratum: a task at a length) cannot see, and leaves the claim, in which the reference
+   hardly does better than guessing, or a pattern known to be bad is not seen to lose;
+4. over the cells that are left, "no loss beyond the margin" (non-inferiority) and "a loss" are each
+   judged at the planned looks (interim analyses); the first claim ends the evaluation of that
+   pattern. The first of them waits until every cell was seen to show a loss, or until the end;
 5. of several patterns, one is only called safe if all with more full layers were (a fixed
    sequence, each at the whole alpha). A loss needs no such permission.
 
@@ -23,6 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
@@ -31,12 +33,13 @@ from sglang_indexcache.stats.bounds import Estimate, capital
 from sglang_indexcache.stats.interim import boundaries
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.stats.power import Design
+from sglang_indexcache.support.lengths import format_length
 from sglang_indexcache.support.words import counted
 
 LEAST_ABOVE_CHANCE = 0.10
 """Right answers of the reference above what guessing gives, below which a cell shows nothing."""
-CEILING = 0.99
-"""Right answers above which nothing can be gained."""
+EASY, CEILING = 0.95, 0.99
+"""Right answers of the bad pattern from which a cell is called too easy, and not waited for."""
 SAME = 0.005
 """One-sided error of the A/A check: of sound runs, one in a hundred is refused."""
 
@@ -50,6 +53,14 @@ class Kind(enum.Enum):
     UNDECIDED = "undecided"
     CANNOT_SEE = "this task cannot see it"
     INVALID = "refused"
+
+
+SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
+"""Non-inferior: the pattern loses less than the margin."""
+WAITING = "not every task has been seen to show a loss yet"
+"""Why a claim of safety is put off to a later look."""
+DECIDED = (*SAFE, Kind.LOSS)
+"""What ends the evaluation of a pattern."""
 
 
 @dataclass(frozen=True)
@@ -76,63 +87,73 @@ class Verdict:
     Attributes:
         kind: the claim.
         pattern: which was judged.
-        sentence: to paste, with all that a reader needs to judge it.
+        headline: the claim, both levels and the worst cell, in one sentence.
+        details: the numbers behind it, for whoever pastes the headline.
         difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
         levels: right(reference) and right(pattern), 0 to 1, of which that is the difference.
         worst: cell; None where there is one cell.
         interval: one-sided bounds at the design's alpha each, valid at every look.
+        exact: whether the interval holds for any number of contexts, and so is wider.
         detectable: smallest loss that the whole run could show, with the design's power.
         more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
-        flips: pattern against reference.
+        contexts: behind the claim.
+        flips: pattern against reference, of right answers.
         noise: the reference against itself; None where it was not asked twice.
         blind: cells that left the claim.
     """
 
     kind: Kind
     pattern: str
-    sentence: str
+    headline: str
+    details: str = ""
     difference: float | None = None
     levels: tuple[float, float] | None = None
     worst: Worst | None = None
     interval: tuple[float, float] | None = None
+    exact: bool = False
     detectable: float | None = None
     more: int | None = None
+    contexts: int = 0
     flips: Flips | None = None
     noise: Flips | None = None
     blind: tuple[Cell, ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """To paste."""
+        return f"{self.headline} {self.details}".strip()
+
 
 Verdicts = Mapping[str, tuple[int, Verdict]]
 """By candidate: the look at which it was decided, or the last one, and the verdict."""
-SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
-"""Non-inferior: the pattern loses less than the margin."""
-DECIDED = (*SAFE, Kind.LOSS)
-"""What ends the evaluation of a pattern."""
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Blind(NamedTuple):
+    """Why a cell cannot see a loss.
+
+    Attributes:
+        reason: in words.
+        waits: whether more answers may yet show that it can.
+    """
+
+    reason: str
+    waits: bool
+
+
+class Judgement(NamedTuple):
     """The primary endpoint at one look.
 
     Attributes:
         kind: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED.
-        level: the reference's own mean over cells.
-        difference: mean over cells.
-        lower: bound of the difference.
+        estimate: of the mean difference over cells.
+        lower: its bound.
         upper: the other.
-        deviation: of a context's difference, in the mean over cells.
-        differing: share of contexts that differ.
-        heaviest: see `bounds.Estimate.heaviest`.
     """
 
     kind: Kind
-    level: float
-    difference: float
+    estimate: Estimate
     lower: float
     upper: float
-    deviation: float
-    differing: float
-    heaviest: float
 
 
 def read(differences: Differences, design: Design, look: int) -> Judgement:
@@ -144,38 +165,35 @@ def read(differences: Differences, design: Design, look: int) -> Judgement:
         look: 1 to ``design.looks``.
     """
     estimate = Estimate(differences)
-    deviation = estimate.error * len(differences) ** 0.5
-    differing = estimate.differing / len(differences)
-    z = design.bounds[look - 1]
-    lower, upper = estimate.guarded(z), estimate.upper(z)
+    lower, upper = bounds(estimate, design, look)
     kind = Kind.UNDECIDED
     if lower > -design.margin:
         kind = Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
     elif upper < 0:
         kind = Kind.LOSS
-    return Judgement(
-        kind, estimate.level, estimate.mean, lower, upper, deviation, differing, estimate.heaviest
-    )
+    return Judgement(kind, estimate, float(lower), float(upper))
 
 
-def sees(differences: Differences, alpha: float) -> bool:
+def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
+    """One-sided bounds of the difference at a look, on which both claims rest."""
+    z = design.bounds[look - 1]
+    return estimate.guarded(z), estimate.upper(z)
+
+
+def sees(differences: Differences, alpha: float) -> Any:
     """Whether a control that is known to be bad has been seen to lose.
 
     By the bet, so that it may be asked after every context and the control ended once it has.
     """
     values = -differences.values
     largest = float(abs(values).max(initial=1.0))
-    return bool(len(values)) and capital(values, largest, 0.0) >= 1 / alpha
+    return capital(values, largest, 0.0) >= 1 / alpha
 
 
-def seen_to_lose(
-    outcomes: Sequence[Outcome], control: str, reference: str, alpha: float
-) -> set[Cell]:
-    """Cells in which the positive control was asked and seen to lose."""
-    asked = {(row.task, row.length) for row in outcomes if row.arm == control}
-    return {
-        cell for cell in asked if sees(paired(outcomes, control, reference, cells=[cell]), alpha)
-    }
+def seen_to_lose(outcomes: Sequence[Outcome], arm: str, reference: str, alpha: float) -> set[Cell]:
+    """Cells in which an arm was asked and seen to lose."""
+    asked = {(row.task, row.length) for row in outcomes if row.arm == arm}
+    return {cell for cell in asked if sees(paired(outcomes, arm, reference, cells=[cell]), alpha)}
 
 
 def right_share(outcomes: Sequence[Outcome], arm: str) -> dict[Cell, float]:
@@ -196,16 +214,15 @@ def at_floor(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
     }
 
 
-def at_ceiling(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
-    """Cells in which the reference is hardly ever wrong, with its share of right answers."""
-    shares = right_share(outcomes, reference)
-    return {cell: share for cell, share in shares.items() if share >= CEILING}
+def long_rows(outcomes: Sequence[Outcome], selects_all: int | None) -> list[Outcome]:
+    """Those in which a pattern can matter; all of a log, which does not tell."""
+    return [row for row in outcomes if selects_all is None or row.length > selects_all]
 
 
 def blind_cells(
     outcomes: Sequence[Outcome], control: str | None, reference: str, alpha: float
-) -> dict[Cell, str]:
-    """Cells that cannot see a loss, each with the reason.
+) -> dict[Cell, Blind]:
+    """Cells that cannot see a loss.
 
     Args:
         outcomes: of all arms.
@@ -215,7 +232,7 @@ def blind_cells(
         alpha: of "seen to lose".
     """
     found = {
-        cell: f"{reference} gets {share:.0%} right there, hardly more than guessing"
+        cell: Blind(f"{reference} gets {share:.0%} right there, hardly more than guessing", False)
         for cell, share in at_floor(outcomes, reference).items()
     }
     if control is None:
@@ -224,22 +241,21 @@ def blind_cells(
     seen = seen_to_lose(outcomes, control, reference, alpha)
     for cell in own.keys() - seen - found.keys():
         if cell not in others:
-            found[cell] = f"{control} was not asked there"
-        elif others[cell] >= CEILING:
-            found[cell] = f"too easy: even {control} gets {others[cell]:.0%} right there"
+            found[cell] = Blind(f"{control} was not asked there", False)
+        elif others[cell] >= EASY:
+            reason = f"too easy: even {control} gets {others[cell]:.0%} right there"
+            found[cell] = Blind(reason, others[cell] < CEILING)
         else:
-            found[cell] = (
-                f"{control} was not seen to lose there: {others[cell]:.0%} right, "
-                f"{reference} {own[cell]:.0%}"
-            )
+            shares = f"{others[cell]:.0%} right, {reference} {own[cell]:.0%}"
+            found[cell] = Blind(f"{control} was not seen to lose there: {shares}", True)
     return found
 
 
-def repeats_itself(noise: Differences, design: Design, look: int) -> bool:
+def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
     """Whether the reference, asked twice, has the same mean as far as can be seen."""
     estimate = Estimate(noise)
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
-    return estimate.lower(z) <= 0 <= estimate.upper(z)
+    return (estimate.lower(z) <= 0) & (estimate.upper(z) >= 0)
 
 
 def verdicts_of(evaluation: Evaluation) -> Verdicts:
@@ -250,7 +266,7 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
     """
     found: dict[str, tuple[int, Verdict]] = {}
     for look in range(1, evaluation.look + 1):
-        rows, permitted = evaluation.outcomes(look=look), True
+        rows, permitted = evaluation.outcomes(look), True
         for arm in evaluation.candidates:
             if arm.name not in found or found[arm.name][1].kind not in DECIDED:
                 verdict = judge(
@@ -259,7 +275,7 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
                     evaluation.design,
                     look,
                     reference=evaluation.reference.name,
-                    bad=evaluation.bad.name,
+                    bad=evaluation.bad.name if evaluation.bad else None,
                     selects_all=evaluation.selects_all,
                     permitted=permitted,
                 )
@@ -285,8 +301,7 @@ def judge(
     is the same, and what could not be checked is said after it.
 
     Args:
-        outcomes: right (1) or wrong (0), or a score, of every arm; of the reference twice where A/A
-            was asked.
+        outcomes: of every arm, the endpoint's values; of the reference twice where A/A was asked.
         pattern: the arm that is judged.
         design: as it was fixed before the run.
         look: which of the planned looks this is, from 1.
@@ -304,40 +319,105 @@ def judge(
             f"look {look} is none of the {design.looks} planned ones; a run that goes on beyond "
             "its plan has no alpha left: plan a new one"
         )
-    logs = selects_all is None
-    long = [row for row in outcomes if logs or row.length > (selects_all or 0)]
-    noise = _noise(long, reference)
-    unsound = "" if logs else _unsound(outcomes, pattern, reference, noise, selects_all or 0)
-    unsound = unsound or (_restless(noise, design, look) if noise else "")
-    if unsound:
-        return _without(Kind.INVALID, pattern, unsound)
+    long = long_rows(outcomes, selects_all)
+    again = any(row.arm == reference and row.repeat == 1 for row in long)
+    noise = paired(long, reference, reference, repeat=1) if again else None
+    if unsound := _unsound(outcomes, pattern, reference, noise, selects_all, design, look):
+        return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
     blind = blind_cells(long, bad, reference, design.alpha)
     seeing = {(row.task, row.length) for row in long} - blind.keys()
     if not seeing:
-        return _without(Kind.CANNOT_SEE, pattern, _cannot_see(blind))
-    differences = paired(long, pattern, reference, cells=seeing)
-    left = _without_blind(design, long, blind)
-    why = "" if permitted else "a pattern with more full layers was not shown to be safe"
-    dark = [row for row in long if (row.task, row.length) in blind and row.arm != bad]
-    hidden = _hidden(dark, reference, design)
-    if hidden and not why:
-        places = ", ".join(map(_place, hidden))
-        why = f"a pattern visibly loses at {places}, which would be left out"
-    verdict = _claim(pattern, reference, differences, left, look, noise, why)
+        return Verdict(Kind.CANNOT_SEE, pattern, f"{pattern}: {_cannot_see(blind)}")
+    why = ""
+    if look < design.looks and any(one.waits for one in blind.values()):
+        why = WAITING
+    if hidden := _hidden(long, blind, reference, bad, design.alpha):
+        why = f"a pattern visibly loses at {', '.join(map(place, hidden))}, which would be left out"
+    if not permitted:
+        why = "a pattern with more full layers was not shown to be safe"
+    verdict = _claim(
+        pattern,
+        reference,
+        paired(long, pattern, reference, cells=seeing),
+        _without_blind(design, long, blind),
+        look,
+        noise,
+        why,
+    )
     caveats = [_cannot_see(blind)] if blind else []
     if bad is None:
         caveats.append("Not shown: that these questions can see a bad pattern.")
     if noise is None:
         caveats.append("Not known: the engine's own noise.")
-    sentence = " ".join([verdict.sentence, *caveats])
-    return replace(verdict, blind=tuple(sorted(blind)), sentence=sentence)
+    details = " ".join([verdict.details, *caveats])
+    return replace(verdict, blind=tuple(sorted(blind)), details=details)
 
 
-def _hidden(outcomes: Sequence[Outcome], reference: str, design: Design) -> list[Cell]:
+def control_differs(outcomes: Sequence[Outcome], pattern: str, reference: str) -> str:
+    """Why the arms differ where every pattern selects everything; empty if they do not."""
+    flips = paired(outcomes, pattern, reference).flips
+    if not flips.lost and not flips.won:
+        return ""
+    return (
+        f"below index_topk tokens, where every pattern selects everything, {pattern} differs from "
+        f"{reference} ({flips}). The arms differ in more than the pattern, or the engine does not "
+        "repeat itself: compare flags and checkpoints, and start it with "
+        "--enable-deterministic-inference where it has that."
+    )
+
+
+def _unsound(
+    outcomes: Sequence[Outcome],
+    pattern: str,
+    reference: str,
+    noise: Differences | None,
+    selects_all: int | None,
+    design: Design,
+    look: int,
+) -> str:
+    """Why nothing may be claimed; empty if all is as it must be."""
+    if selects_all is not None:
+        short = [row for row in outcomes if row.length <= selects_all]
+        if not short:
+            raise QualityError(
+                f"no outcome at or below {selects_all} tokens; the control that must not differ "
+                "is obligatory"
+            )
+        if differs := control_differs(short, pattern, reference):
+            return differs
+        if noise is None:
+            return (
+                "the reference was not asked twice, so the engine's own noise is not known. Ask "
+                "it again on a quarter of the contexts, in another order."
+            )
+    if noise and not repeats_itself(noise, design, look):
+        return (
+            f"the reference differs from itself by {_points(Estimate(noise).mean)} points "
+            f"({noise.flips}). The order of the arms or the state of the server favours one: "
+            "flush between blocks and alternate the arms."
+        )
+    return ""
+
+
+def _hidden(
+    outcomes: Sequence[Outcome],
+    blind: Collection[Cell],
+    reference: str,
+    bad: str | None,
+    alpha: float,
+) -> list[Cell]:
     """Cells outside the claim in which any pattern is nevertheless seen to lose."""
-    arms = {row.arm for row in outcomes} - {reference}
-    found = (seen_to_lose(outcomes, arm, reference, design.alpha) for arm in arms)
-    return sorted({cell for cells in found for cell in cells})
+    dark = [row for row in outcomes if (row.task, row.length) in blind]
+    arms = {row.arm for row in dark} - {reference, bad}
+    return sorted(set().union(*(seen_to_lose(dark, arm, reference, alpha) for arm in arms)))
+
+
+def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collection[Cell]) -> Design:
+    """The design with the contexts of cells that see; every cell came equally far."""
+    cells = {row.context: (row.task, row.length) for row in outcomes}
+    seeing = sum(cell not in blind for cell in cells.values())
+    contexts = round(design.contexts * seeing / len(cells))
+    return replace(design, contexts=max(contexts, design.looks))
 
 
 def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
@@ -347,62 +427,9 @@ def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
         return None
     z = boundaries(design.fractions, design.alpha / count)[look - 1]
     estimates = [Estimate(differences.of(cell)) for cell in range(count)]
-    place = min(range(count), key=lambda cell: estimates[cell].mean)
-    bound = max(-one.guarded(z) for one in estimates)
-    return Worst(*differences.names[place], estimates[place].mean, bound)
-
-
-def _noise(outcomes: Sequence[Outcome], reference: str) -> Differences | None:
-    if not any(row.arm == reference and row.repeat == 1 for row in outcomes):
-        return None
-    return paired(outcomes, reference, reference, repeat=1)
-
-
-def _unsound(
-    outcomes: Sequence[Outcome],
-    pattern: str,
-    reference: str,
-    noise: Differences | None,
-    selects_all: int,
-) -> str:
-    """Why nothing may be claimed of a run of ours; empty if all is as it must be."""
-    short = [row for row in outcomes if row.length <= selects_all]
-    if not short:
-        raise QualityError(
-            f"no outcome at or below {selects_all} tokens; the control that must not differ is "
-            "obligatory"
-        )
-    control = paired(short, pattern, reference)
-    if control.values.any() or control.flips.lost or control.flips.won:
-        return (
-            f"refused: below index_topk tokens, where every pattern selects everything, the arms "
-            f"differ ({control.flips}). They differ in more than the pattern, or the engine does "
-            "not repeat itself: compare flags and checkpoints, and ask for deterministic kernels."
-        )
-    if noise is None:
-        return (
-            "refused: the reference was not asked twice, so the engine's own noise is not known. "
-            "Ask it again on a quarter of the contexts, in another order."
-        )
-    return ""
-
-
-def _restless(noise: Differences, design: Design, look: int) -> str:
-    if not repeats_itself(noise, design, look):
-        return (
-            f"refused: the reference differs from itself by {_points(Estimate(noise).mean)} points "
-            f"({noise.flips}). The order of the arms or the state of the server favours one: "
-            "flush between blocks and alternate the arms."
-        )
-    return ""
-
-
-def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collection[Cell]) -> Design:
-    """The design with the contexts of cells that see; every cell came equally far."""
-    cells = {row.context: (row.task, row.length) for row in outcomes}
-    seeing = sum(cell not in blind for cell in cells.values())
-    contexts = round(design.contexts * seeing / len(cells))
-    return replace(design, contexts=max(contexts, design.looks))
+    cell = min(range(count), key=lambda cell: estimates[cell].mean)
+    bound = max(-float(one.guarded(z)) for one in estimates)
+    return Worst(*differences.names[cell], float(estimates[cell].mean), bound)
 
 
 def _claim(
@@ -414,102 +441,104 @@ def _claim(
     noise: Differences | None,
     forbidden: str,
 ) -> Verdict:
-    reading = read(differences, design, look)
-    seen = reading.deviation, reading.differing, reading.heaviest
-    kind, more = reading.kind, None
+    kind, estimate, lower, upper = read(differences, design, look)
     if forbidden and kind in SAFE:
-        kind = Kind.LOSS if kind is Kind.SMALL_LOSS else Kind.UNDECIDED
-    if kind is Kind.UNDECIDED and math.isfinite(reading.deviation):
-        needed = design.needed(*seen)
-        more = max(needed, design.contexts) - len(differences)
+        final = kind is Kind.SMALL_LOSS and forbidden != WAITING
+        kind = Kind.LOSS if final else Kind.UNDECIDED
+    more = None
+    if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
+        more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
     verdict = Verdict(
         kind,
         pattern,
         "",
-        difference=reading.difference,
-        levels=(reading.level, reading.level + reading.difference),
+        difference=float(estimate.mean),
+        levels=(estimate.level, estimate.level + float(estimate.mean)),
         worst=_worst(differences, design, look),
-        interval=(reading.lower, reading.upper),
-        detectable=design.detectable(*seen),
+        interval=(lower, upper),
+        exact=bool(estimate.exact),
+        detectable=design.detectable(*estimate.spread),
         more=more,
+        contexts=len(differences),
         flips=differences.flips,
         noise=noise.flips if noise else None,
     )
-    sentence = _sentence(verdict, reference, differences, design, look, forbidden)
-    return replace(verdict, sentence=sentence)
-
-
-def _sentence(
-    verdict: Verdict,
-    reference: str,
-    differences: Differences,
-    design: Design,
-    look: int,
-    forbidden: str,
-) -> str:
-    assert verdict.interval is not None
-    assert verdict.levels is not None
-    assert verdict.difference is not None
-    assert verdict.detectable is not None
-    lower, upper = verdict.interval
-    if verdict.kind is Kind.NO_LOSS:
-        claim = f"no loss beyond {points(design.margin)}"
-    elif verdict.kind is Kind.SMALL_LOSS:
-        loss = -100 * verdict.difference
-        claim = f"a loss of {loss:.1f} points, less than the margin of {points(design.margin)}"
-    elif verdict.kind is Kind.LOSS:
-        claim = f"a loss of {-100 * verdict.difference:.1f} points"
-    elif forbidden and lower > -design.margin:
-        claim = f"not claimed, because {forbidden}"
-    elif verdict.more is None:
-        claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
-    elif not verdict.more:
-        claim = (
-            f"undecided: a new run of the same size shows, with {design.power:.0%} probability, "
-            "that it loses nothing if it does"
-        )
-    elif look < design.looks:
-        claim = (
-            f"undecided at look {look} of {design.looks}, {counted(verdict.more, 'more context')}"
-        )
-    else:
-        claim = (
-            f"undecided, {counted(verdict.more, 'more context')}: a new run with so many more "
-            f"shows, with {design.power:.0%} probability, that it loses nothing if it does"
-        )
-    noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
-    worst = ""
-    if verdict.worst:
-        place = _place((verdict.worst.task, verdict.worst.length))
-        worst = (
-            f" Worst of {len(differences.names)} cells: {place}, "
-            f"{_points(verdict.worst.difference)} points; no cell loses more than "
-            f"{100 * verdict.worst.bound:.1f} (bound for all of them together)."
-        )
-    missing = f" {differences.missing:,} questions missing." if differences.missing else ""
-    return (
-        f"{verdict.pattern}: {claim}. {reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
-        f"{verdict.levels[1]:.1%}: difference {_points(verdict.difference)} points "
-        f"({1 - 2 * design.alpha:.0%} interval {_points(lower)} to {_points(upper)}); "
-        f"{differences.flips}, in {len(differences):,} contexts{noise}.{worst}{missing} "
-        f"A loss of {100 * verdict.detectable:.1f} points would have been found "
-        f"with {design.power:.0%} probability (one-sided {design.alpha:.0%}, "
-        f"look {min(look, design.looks)} of {design.looks})."
+    return replace(
+        verdict,
+        headline=_headline(verdict, reference, design, look, forbidden),
+        details=_details(verdict, differences, design, look),
     )
 
 
-def _without(kind: Kind, pattern: str, reason: str) -> Verdict:
-    return Verdict(kind, pattern, f"{pattern}: {reason}")
+def _headline(verdict: Verdict, reference: str, design: Design, look: int, forbidden: str) -> str:
+    assert verdict.levels is not None
+    assert verdict.difference is not None
+    assert verdict.interval is not None
+    loss, margin = f"{-100 * verdict.difference:.1f} points", points(design.margin)
+    if verdict.kind is Kind.NO_LOSS:
+        claim = f"no loss beyond {margin}"
+    elif verdict.kind is Kind.SMALL_LOSS:
+        claim = f"a loss of {loss}, less than the margin of {margin}"
+    elif verdict.kind is Kind.LOSS:
+        small = (
+            f", less than the margin of {margin}" if -verdict.interval[0] < design.margin else ""
+        )
+        claim = f"a loss of {loss}{small}"
+    elif forbidden and verdict.interval[0] > -design.margin:
+        claim = f"not claimed, because {forbidden}"
+    elif verdict.more is None:
+        claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
+    elif look < design.looks:
+        claim = f"undecided so far; about {counted(verdict.more, 'more context')} would decide"
+    else:
+        whole = verdict.contexts + verdict.more
+        claim = f"undecided; a new run of {counted(whole, 'context')} would probably decide"
+    worst = ""
+    if verdict.worst and verdict.worst.difference < 0:
+        at = place((verdict.worst.task, verdict.worst.length))
+        worst = f"; worst: {at}, {_points(verdict.worst.difference)}"
+    return (
+        f"{verdict.pattern}: {claim} ({reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
+        f"{verdict.levels[1]:.1%}{worst})."
+    )
 
 
-def _cannot_see(blind: Mapping[Cell, str]) -> str:
-    cells = (f"{_place(cell)} ({reason})" for cell, reason in sorted(blind.items()))
+def _details(verdict: Verdict, differences: Differences, design: Design, look: int) -> str:
+    assert verdict.difference is not None
+    assert verdict.interval is not None
+    assert verdict.detectable is not None
+    lower, upper = map(_points, verdict.interval)
+    width = f"{1 - 2 * design.alpha:.0%}{' exact' if verdict.exact else ''} interval"
+    noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
+    said = [
+        f"Difference {_points(verdict.difference)} points ({width} {lower} to {upper}); "
+        f"{differences.flips}, in {verdict.contexts:,} contexts{noise}."
+    ]
+    if verdict.worst:
+        said.append(
+            f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "
+            f"{len(differences.names)} of them together)."
+        )
+    if differences.missing:
+        said.append(f"{differences.missing:,} questions missing.")
+    if verdict.kind is not Kind.LOSS:
+        said.append(
+            f"A loss of {100 * verdict.detectable:.1f} points would have been found with "
+            f"{design.power:.0%} probability."
+        )
+    said.append(f"One-sided {design.alpha:.0%}, look {look} of {design.looks}.")
+    return " ".join(said)
+
+
+def _cannot_see(blind: Mapping[Cell, Blind]) -> str:
+    cells = (f"{place(cell)} ({one.reason})" for cell, one in sorted(blind.items()))
     return f"Cannot see: {'; '.join(cells)}."
 
 
-def _place(cell: Cell) -> str:
+def place(cell: Cell) -> str:
+    """A task and a length, as messages name them."""
     task, length = cell
-    return f"{task} at {length:,}" if length else task
+    return f"{task} at {format_length(length)}" if length else task
 
 
 def _points(value: float) -> str:

@@ -32,8 +32,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_indexcache.stats.pairs import Differences, Floats
 from sglang_indexcache.stats.student import student_quantile
@@ -51,13 +53,17 @@ The full stake is the best one where hardly anything differs, half of it where c
 question and a single loss would take all.
 """
 
+_HALVINGS = 36
+"""Of the interval in which a bet's bound lies: to 1e-10."""
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean difference of arms, and its bounds.
+    """The mean difference of arms, and its bounds; float64, of the shape of many evaluations.
 
     Attributes:
-        differences: by context.
+        differences: by context. A study hands many evaluations of one design at once, as leading
+            dimensions of the values; every result then has those, and else none.
         bounded: whether a context's difference lies within -1 to 1.
     """
 
@@ -66,13 +72,13 @@ class Estimate:
 
     @cached_property
     def scaled(self) -> Floats:
-        """float64 [contexts]: differences weighted so that their plain mean is the estimate."""
+        """[..., contexts]: differences weighted so that their plain mean is the estimate."""
         return self.differences.values * self._weights
 
     @cached_property
-    def mean(self) -> float:
+    def mean(self) -> Any:
         """The estimate."""
-        return float(self.scaled.mean())
+        return self.scaled.mean(axis=-1)
 
     @cached_property
     def level(self) -> float:
@@ -87,7 +93,7 @@ class Estimate:
         return float(self._weights.max())
 
     @cached_property
-    def differing(self) -> float:
+    def differing(self) -> Any:
         """How many contexts differ, as if all that do differed by the same.
 
         ``(sum x^2)^2 / sum x^4``: a context that lost all answers outweighs many that lost one, and
@@ -97,22 +103,28 @@ class Estimate:
         and as many questions everywhere, that is never the smaller of the two.
         """
         squares = self.scaled**2
-        if not squares.any():
-            return 0.0
-        alike = squares.sum() ** 2 / (squares**2).sum()
-        return float(min(alike, squares.sum() / self._step**2))
+        total = squares.sum(axis=-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            alike, steps = total**2 / (squares**2).sum(axis=-1), total / self._step**2
+        return np.where(total > 0, np.minimum(alike, steps), 0.0)[()]
 
     @property
-    def exact(self) -> bool:
+    def exact(self) -> Any:
         """Whether the bounds are those of the bet."""
-        return self.bounded and self.differing < FEW
+        return (self.differing < FEW) & self.bounded
 
     @cached_property
-    def error(self) -> float:
+    def error(self) -> Any:
         """Standard error of the mean, clustered by context; infinite if a cell has one context."""
-        return float(self._variances.sum() ** 0.5)
+        return self._variances.sum(axis=-1) ** 0.5
 
-    def lower(self, z: float) -> float:
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """As `power.Design` takes it: a context's deviation, share that differ, heaviest."""
+        count = len(self.differences)
+        return float(self.error) * count**0.5, float(self.differing) / count, self.heaviest
+
+    def lower(self, z: float) -> Any:
         """What the mean is above, except with the one-sided error that belongs to ``z``.
 
         The bet too is held to the error of this look. At the whole alpha it would be valid by
@@ -122,22 +134,27 @@ class Estimate:
         Args:
             z: the boundary at this look, as a standard normal value.
         """
-        if self.exact:
-            return _bet(self.scaled, self.heaviest, error_above(z))
-        return self.mean - self._half(z)
+        return self._bound(1.0, z)
 
-    def upper(self, z: float) -> float:
+    def upper(self, z: float) -> Any:
         """What the mean is below; see :meth:`lower`."""
-        if self.exact:
-            return -_bet(-self.scaled, self.heaviest, error_above(z))
-        return self.mean - self._half(-z)
+        return -self._bound(-1.0, z)
 
-    def guarded(self, z: float) -> float:
+    def guarded(self, z: float) -> Any:
         """:meth:`lower`, and low enough for losses of whole contexts of which none was seen.
 
         A claim of no loss beyond a margin rests on this one, whatever method gives the other.
         """
-        return min(self.lower(z), -unseen(len(self.differences), error_above(z), self.heaviest))
+        rare = unseen(len(self.differences), error_above(z), self.heaviest)
+        return np.minimum(self.lower(z), -rare)
+
+    def _bound(self, sign: float, z: float) -> Any:
+        """What ``sign`` times the mean is above."""
+        found = np.array(sign * (self.mean - self._half(sign * z)))
+        if np.any(self.exact):
+            rows = sign * self.scaled[self.exact]
+            found[self.exact] = _bet(rows, self.heaviest, error_above(z))
+        return found[()]
 
     @cached_property
     def _weights(self) -> Floats:
@@ -146,41 +163,49 @@ class Estimate:
         weights: Floats = len(cells) * questions / (asked.size * asked[cells])
         return weights
 
+    @cached_property
+    def _counts(self) -> Floats:
+        """[cells]: contexts."""
+        return np.bincount(self.differences.cells).astype(np.float64)
+
+    def _by_cell(self, values: npt.NDArray[Any]) -> Floats:
+        """[..., contexts] to their sums [..., cells]."""
+        found: Floats = values @ np.eye(self._counts.size)[self.differences.cells]
+        return found
+
     @property
-    def _step(self) -> float:
+    def _step(self) -> Any:
         """By how much one lost question moves the mean at most, as differences are scaled.
 
         Of right and wrong answers behind a context; where scores are finer, what they typically
         differ by in that cell, but no less than over all.
         """
-        cells, values = self.differences.cells, self.differences.values
-        counts, differ = np.bincount(cells), np.bincount(cells, values != 0)
-        whole = counts / np.bincount(cells, self.differences.questions)
+        values, counts = self.differences.values, self._counts
+        differ, squares = self._by_cell(values != 0), self._by_cell(values**2)
+        whole = counts / self._by_cell(self.differences.questions)
         with np.errstate(divide="ignore", invalid="ignore"):
-            typical = np.sqrt(np.bincount(cells, values**2) / differ)
-        overall = float(np.sqrt((values**2).sum() / differ.sum()))
+            typical = np.sqrt(squares / differ)
+            overall = np.sqrt(squares.sum(axis=-1) / differ.sum(axis=-1))[..., None]
         finer = np.where(differ > 0, np.maximum(typical, overall), np.inf)
-        return float((len(cells) / (counts.size * counts) * np.minimum(whole, finer)).max())
+        return (len(self.differences) / (counts.size * counts) * np.minimum(whole, finer)).max(-1)
 
     @cached_property
     def _residuals(self) -> Floats:
-        cells, values = self.differences.cells, self.differences.values
-        questions = self.differences.questions
-        means = np.bincount(cells, questions * values) / np.bincount(cells, questions)
-        found: Floats = self._weights * (values - means[cells])
+        values, questions = self.differences.values, self.differences.questions
+        means = self._by_cell(questions * values) / self._by_cell(questions)
+        found: Floats = self._weights * (values - means[..., self.differences.cells])
         return found
 
     @cached_property
     def _variances(self) -> Floats:
-        """float64 [cells]: what each adds to the variance of the mean."""
-        counts = np.bincount(self.differences.cells)
-        squares = np.bincount(self.differences.cells, self._residuals**2)
+        """[..., cells]: what each adds to the variance of the mean."""
+        counts, squares = self._counts, self._by_cell(self._residuals**2)
         with np.errstate(divide="ignore", invalid="ignore"):
             found: Floats = counts / (counts - 1) * squares / len(self.differences) ** 2
         return np.where(counts > 1, found, np.inf)
 
     @cached_property
-    def _freedom(self) -> float:
+    def _freedom(self) -> Any:
         """Of Student's t, at least 1.
 
         By Welch and Satterthwaite. Of right answers never more than the contexts that differ have:
@@ -188,23 +213,21 @@ class Estimate:
         that cap, claims at the margin erred in 5.4 % of 20,000 simulated evaluations instead of
         4.9 %, where 5 % is promised (a tenth of the questions differing, tied by 0.3).
         """
-        counts = np.bincount(self.differences.cells)
         parts = self._variances
-        if not 0 < parts.sum() < np.inf:
-            return 1.0
-        welch = float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum())
-        return max(1.0, min(welch, self.differing - 1)) if self.bounded else welch
+        with np.errstate(divide="ignore", invalid="ignore"):
+            welch = parts.sum(axis=-1) ** 2 / (parts**2 / (self._counts - 1)).sum(axis=-1)
+        most = self.differing - 1 if self.bounded else np.inf
+        return np.fmax(1.0, np.minimum(welch, most))
 
-    def _half(self, z: float) -> float:
+    def _half(self, z: float) -> Any:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
-        if not 0 < self.error < np.inf:
-            return float(np.inf * np.sign(z))
-        beyond = student_quantile(error_above(abs(z)), self._freedom)  # the accurate tail
-        t = -beyond * np.sign(z)
-        skew = float((self._residuals**3).sum()) / len(self.differences) ** 3 / self.error**3
-        if abs(skew) > 1e-6:
-            t = 3 / skew * (np.cbrt(1 + skew * (t - skew / 6)) - 1)
-        return float(t * self.error)
+        known = (self.error > 0) & (self.error < np.inf)
+        t = -student_quantile(error_above(abs(z)), self._freedom) * np.sign(z)  # accurate tail
+        with np.errstate(divide="ignore", invalid="ignore"):
+            skew = (self._residuals**3).sum(axis=-1) / len(self.differences) ** 3 / self.error**3
+            hall = 3 / skew * (np.cbrt(1 + skew * (t - skew / 6)) - 1)
+            half = np.where(np.abs(skew) > 1e-6, hall, t) * self.error
+        return np.where(known, half, np.inf * np.sign(z))
 
 
 def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
@@ -222,21 +245,22 @@ def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
     return heaviest * float(-np.expm1(np.log(alpha) / contexts))
 
 
-def capital(values: Floats, largest: float, null: float) -> float:
+def capital(values: Floats, largest: float, null: Any) -> Any:
     """What a bet that the mean is above ``null`` has made of one unit.
 
     Its mean is at most 1 if the mean of the independent ``values`` is at most ``null``: the product
     of their means is largest if they are equal, and then every factor's mean is at most 1.
 
     Args:
-        values: float64 [contexts], none below ``-largest``.
+        values: float64 [..., contexts], none below ``-largest``.
         largest: above 0.
-        null: above ``-largest``.
+        null: [...] or one number, above ``-largest``.
     """
+    null = np.asarray(null)[..., None]
     gains = (values - null) / (largest + null)
     with np.errstate(divide="ignore"):
-        logs = np.log1p(np.outer(STAKES, gains).clip(-1.0)).sum(axis=1)
-    return float(np.exp(np.minimum(logs, 700.0)).mean())
+        logs = np.array([np.log1p((stake * gains).clip(-1.0)).sum(axis=-1) for stake in STAKES])
+    return np.exp(np.minimum(logs, 700.0)).mean(axis=0)
 
 
 def error_above(z: float) -> float:
@@ -246,14 +270,11 @@ def error_above(z: float) -> float:
     return float(ndtr(-z))
 
 
-def _bet(values: Floats, largest: float, alpha: float) -> float:
-    """The largest mean that the bet rules out from below; ``-largest`` if it rules out none."""
-    from scipy.optimize import brentq
-
-    def surplus(null: float) -> float:
-        return float(np.log(max(capital(values, largest, null), 1e-300) * alpha))
-
-    low = -largest * (1 - 1e-9)
-    if surplus(low) <= 0:
-        return -largest
-    return float(brentq(surplus, low, largest, xtol=1e-7))
+def _bet(values: Floats, largest: float, alpha: float) -> Floats:
+    """The largest means [rows] that the bet rules out from below; ``-largest`` if none."""
+    low, high = np.full(len(values), -largest), np.full(len(values), largest)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        won = capital(values, largest, middle) * alpha > 1
+        low, high = np.where(won, middle, low), np.where(won, high, middle)
+    return low

@@ -33,8 +33,9 @@ class Outcome:
         task: what is asked.
         length: of context and question, in tokens, as planned.
         arm: the reference, a pattern or a control.
-        value: 1 right, 0 wrong; or a loss in nats.
+        value: 1 right, 0 wrong; a probability or a score; or a loss in nats.
         repeat: 0, and 1 where the arm was asked again (A/A).
+        right: whether it was right, of which flips are counted; None if the value says so.
     """
 
     context: str
@@ -44,6 +45,7 @@ class Outcome:
     arm: str
     value: float
     repeat: int = 0
+    right: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Differences:
 
     Attributes:
         values: float64 [contexts], mean over the context's paired questions; of right answers
-            within -1 to 1.
+            within -1 to 1. A study has leading dimensions: many evaluations of one design.
         cells: int64 [contexts], which of ``names`` a context belongs to.
         names: the cells.
         flips: over all pairs.
@@ -93,13 +95,13 @@ class Differences:
     reference: Floats = field(default_factory=lambda: np.zeros(0))
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.cells)
 
     def of(self, cell: int) -> Differences:
         """Those of one cell; their flips are not counted anew."""
         here = self.cells == cell
         return Differences(
-            self.values[here],
+            self.values[..., here],
             np.zeros(int(here.sum()), dtype=np.int64),
             (self.names[cell],),
             self.flips,
@@ -125,8 +127,8 @@ def paired(
         QualityError: a question twice in an arm, a context in two cells, or no pair at all.
     """
     kept = None if cells is None else set(cells)
-    first: dict[tuple[str, str], float] = {}
-    second: dict[tuple[str, str], float] = {}
+    first: dict[tuple[str, str], Outcome] = {}
+    second: dict[tuple[str, str], Outcome] = {}
     cell_of: dict[str, Cell] = {}
     for row in outcomes:
         cell = (row.task, row.length)
@@ -148,32 +150,27 @@ def paired(
                     f"question {row.question!r} of context {row.context!r} is there twice for "
                     f"{row.arm!r}; give a second asking of it another repeat"
                 )
-            side[row.context, row.question] = row.value
-    return _by_context(first, second, cell_of, f"{arm!r} and {reference!r}")
-
-
-def _by_context(
-    first: dict[tuple[str, str], float],
-    second: dict[tuple[str, str], float],
-    cell_of: dict[str, Cell],
-    arms: str,
-) -> Differences:
-    groups: dict[str, list[float]] = defaultdict(list)
-    own: dict[str, list[float]] = defaultdict(list)
-    for key, value in first.items():
+            side[row.context, row.question] = row
+    groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
+    for key, one in first.items():
         if key in second:
-            groups[key[0]].append(second[key] - value)
-            own[key[0]].append(value)
+            groups[key[0]].append((one, second[key]))
     if not groups:
-        raise QualityError(f"{arms} have no question in common; ask both the same contexts")
+        raise QualityError(
+            f"{arm!r} and {reference!r} have no question in common; ask both the same contexts"
+        )
     names = tuple(sorted({cell_of[context] for context in groups}))
-    every = np.concatenate([np.asarray(group) for group in groups.values()])
+    changes = [_right(after) - _right(one) for pairs in groups.values() for one, after in pairs]
     return Differences(
-        np.array([np.mean(group) for group in groups.values()], dtype=np.float64),
+        np.array([np.mean([b.value - a.value for a, b in pairs]) for pairs in groups.values()]),
         np.array([names.index(cell_of[context]) for context in groups], dtype=np.int64),
         names,
-        Flips(int((every < 0).sum()), int((every > 0).sum()), len(every)),
-        np.array([len(group) for group in groups.values()], dtype=np.int64),
+        Flips(sum(one < 0 for one in changes), sum(one > 0 for one in changes), len(changes)),
+        np.array([len(pairs) for pairs in groups.values()], dtype=np.int64),
         missing=len(first.keys() ^ second.keys()),
-        reference=np.array([np.mean(group) for group in own.values()], dtype=np.float64),
+        reference=np.array([np.mean([a.value for a, _ in pairs]) for pairs in groups.values()]),
     )
+
+
+def _right(row: Outcome) -> float:
+    return row.value if row.right is None else row.right

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
-def student_quantile(probability: float, freedom: float) -> float:
+def student_quantile(probability: float, freedom: Any) -> Any:
     """The value that Student's t with ``freedom`` degrees of freedom stays below so often.
 
     Args:
         probability: 0 to 1; 0.975 bounds a two-sided interval of 95 %.
-        freedom: above 0.
+        freedom: above 0; a number, or an array of them.
     """
     from scipy.special import stdtrit  # scipy.stats takes half a second to import
 
-    return float(stdtrit(freedom, probability))
+    return stdtrit(freedom, probability)
 
 
 def half_width(values: Iterable[float], confidence: float = 0.95) -> float | None:
@@ -29,7 +30,7 @@ def half_width(values: Iterable[float], confidence: float = 0.95) -> float | Non
     if len(found) < 2:
         return None
     error: float = statistics.stdev(found) / len(found) ** 0.5
-    return student_quantile((1 + confidence) / 2, len(found) - 1) * error
+    return float(student_quantile((1 + confidence) / 2, len(found) - 1)) * error
 
 
 def crossed_half_width(table: Sequence[Sequence[float]], confidence: float = 0.95) -> float | None:

@@ -7,6 +7,7 @@ them once in a million runs whatever the seed.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,11 +17,15 @@ from benchmarks.quality_statistics import (
     RESULT,
     World,
     broken,
+    first,
     held_back,
+    judged,
     rates,
     simulate,
     worlds,
 )
+from sglang_indexcache.evaluate.verdict import SAFE, Kind, read
+from sglang_indexcache.stats.bounds import Estimate
 
 EVALUATIONS, DOUBT = 300, 1e-6
 TIED = World(margin=0.03, discordance=0.1, correlation=0.5, noise=0.005)
@@ -31,9 +36,9 @@ EDGE = World(margin=0.03, discordance=0.1, correlation=0.5, noise=0.005, loss=0.
 def test_answers_are_those_of_the_world() -> None:
     world = World(margin=0.01, discordance=0.1, correlation=0.3, noise=0.01, loss=0.05)
     draw = np.random.default_rng(5)
-    many = [simulate(world, draw) for _ in range(40)]
-    difference = np.concatenate([found.pattern - found.reference for found in many])
-    again = np.concatenate([found.again - found.reference for found in many])
+    found = simulate(world, draw, 40)
+    difference = np.concatenate(found.pattern - found.reference)
+    again = np.concatenate(found.again - found.reference)
     contexts = len(difference)
     error = difference.mean(axis=1).std() / contexts**0.5
     assert difference.mean() == pytest.approx(world.truth, abs=6 * error)
@@ -85,3 +90,31 @@ def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
     assert [row["broken"] for row in study["held_back"] if row["broken"]] == []
     for mistake in ("by question", "unpaired"):
         assert any(row["broken"] for row in study["rows"] if row["pairing"] == mistake)
+
+
+def test_many_evaluations_are_judged_as_each_alone() -> None:
+    """Against the reading of one evaluation at a time, look by look."""
+    for name, world in HELD_BACK.items():
+        whole = world.evaluations(np.random.default_rng(3), 12, 1.0)
+        design = world.design
+        found = judged(whole, design, lambda look, d=design: d.contexts * look // d.looks)
+        for number, values in enumerate(whole.values):
+            alone = replace(whole, values=values)
+            for look in range(1, design.looks + 1):
+                part = first(alone, design.contexts * look // design.looks)
+                one = read(part, design, look)
+                if one.kind is not Kind.UNDECIDED:
+                    break
+            assert one.lower == pytest.approx(found.lower[number], abs=1e-8), name
+            assert one.upper == pytest.approx(found.upper[number], abs=1e-8), name
+            assert (one.kind in SAFE) == found.safe[number]
+
+
+@pytest.mark.parametrize("name", HELD_BACK)
+def test_held_back_worlds_lose_what_they_say(name: str) -> None:
+    """The mean over cells of the mean over questions, times the margin."""
+    world = HELD_BACK[name]
+    for times in (0.0, 1.0):
+        found = Estimate(world.evaluations(np.random.default_rng(11), 400, times)).mean
+        error = found.std() / len(found) ** 0.5
+        assert found.mean() == pytest.approx(-times * world.margin, abs=5 * error)

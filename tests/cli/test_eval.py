@@ -64,6 +64,50 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"eval.json", "report.html"}
 
 
+def test_hours_are_told_from_the_longest_length_and_asked_about_once(
+    tmp_path: Path, haystack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_indexcache.study.cost.ASKS_ABOVE_HOURS", 0.0)
+    command = (
+        *("eval", "run", "1/4", *SMALL, "--length", "160", "--margin", "40"),
+        *("--haystack", haystack, "-o", tmp_path / "out"),
+    )
+    with serving(Fake()) as url:
+        refused = call(*command, "--url", url)
+        again = call(*command, "--url", url, "--yes")
+    assert refused.exit_code == 1
+    assert refused.output.count("Continue?") == 1
+    assert "(measured at 256, the longest). Continue?" in words(refused)
+    assert again.exit_code == 0, again.output
+    assert "hours by length, at most: 160: " in words(again)
+
+
+def test_options_may_stand_in_a_file(tmp_path: Path, haystack: Path) -> None:
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"contexts: 5\nlooks: 1\ntask: notes\nhaystack: {haystack}\n")
+    given = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
+    result = call("eval", "run", "1/2", *given)
+    assert result.exit_code == 0, result.output
+    assert "5 of each of notes at 256; 1 cell, 40 paired questions" in words(result)
+    config.write_text("context: 5\n")
+    assert "'context' is no option" in words(call("eval", "run", "1/2", *given))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "control"),
+    [
+        (("1/2",), "uniform:1/4 (bad)"),
+        (("uniform:1/4",), "uniform:1/8 (bad)"),
+        (("uniform:1/4", "uniform:1/8"), "first-layer-only (bad)"),
+    ],
+)
+def test_the_control_loses_a_little_and_is_no_candidate(
+    patterns: tuple[str, ...], control: str, haystack: Path
+) -> None:
+    result = call("eval", "run", "--dry-run", *patterns, *SMALL, "--haystack", haystack)
+    assert control in words(result)
+
+
 def test_more_than_an_hour_is_asked_for(tmp_path: Path, haystack: Path) -> None:
     fake = Fake()
     with serving(fake) as url:
@@ -223,4 +267,4 @@ def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None
     result = call("eval", "report", folder)
     assert result.exit_code == 0, result.output
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    assert {"report.html", "eval.json", "samples.jsonl", "forest.png"} <= first.keys()
+    assert {"report.html", "eval.json", "samples.jsonl", "cells.png"} <= first.keys()

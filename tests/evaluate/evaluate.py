@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.evaluate.arms import make_arms
+from sglang_indexcache.evaluate.arms import Servers
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
 from sglang_indexcache.evaluate.journal import EvaluationJournal, identity
@@ -43,7 +43,7 @@ def evaluate(
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
     clients = {name: Client(url) for name, url in named.items()}
-    asking = make_arms(arms, clients)
+    asking = Servers(arms, clients)
     corpus = corpus or corpus_of(plan)
     who = identity(
         plan,

@@ -11,7 +11,6 @@ from sglang_indexcache.evaluate.evaluation import (
     Arm,
     Evaluation,
     Missing,
-    Mode,
     Planned,
     Role,
 )
@@ -34,7 +33,7 @@ ROLES = {"full": Role.REFERENCE, "uniform:1/4": Role.BAD}
 
 
 def evaluation(
-    contexts: int = 60, *, seed: int = 0, nats: bool = True, missing: int = 0, **changes: Any
+    contexts: int = 60, *, seed: int = 0, missing: int = 0, **changes: Any
 ) -> Evaluation:
     """Two tasks at two lengths, ``contexts`` of each, one in four asked twice, and the control.
 
@@ -52,7 +51,7 @@ def evaluation(
                 planned.append(Planned(name, task, length, look, again=number % 4 == 0))
     for place in planned:
         for question in range(4):
-            answers += _question(draw, place, question, nats)
+            answers += _question(draw, place, question)
     lost = tuple(
         Missing(place.context, "half", "the server said 500")
         for place in planned[len(planned) - missing :]
@@ -64,8 +63,6 @@ def evaluation(
         "arms": tuple(
             Arm(name, PATTERNS[name], ROLES.get(name, Role.CANDIDATE)) for name in LOSSES
         ),
-        "mode": Mode.TEACHER_FORCED if nats else Mode.GENERATE,
-        "pattern_verified": True,
         "planned": tuple(planned),
         "answers": tuple(answers),
         "missing": lost,
@@ -76,7 +73,7 @@ def evaluation(
     return Evaluation(**(fields | changes))
 
 
-def _question(draw: random.Random, place: Planned, question: int, nats: bool) -> list[Answer]:
+def _question(draw: random.Random, place: Planned, question: int) -> list[Answer]:
     control = place.look == CONTROL_LOOK
     right, depth = control or draw.random() < 0.9, draw.random()
     found = []
@@ -93,10 +90,8 @@ def _question(draw: random.Random, place: Planned, question: int, nats: bool) ->
                     place.task,
                     place.length,
                     depth,
-                    told and kept,
-                    logprobs=(-(0.1 + (2 * loss * depth) + 0.05 * draw.random()),) if nats else (),
-                    kl=loss * draw.random() if nats and (arm != "full" or repeat) else None,
-                    agreement=1 - loss if nats else None,
+                    float(told and kept),
+                    logprobs=(-(0.1 + (2 * loss * depth) + 0.05 * draw.random()),),
                     tokens=7,
                 )
             )

@@ -1,15 +1,11 @@
-"""The fake server as an evaluation asks it: the more layers share, the more answers are wrong.
-
-Up to ``index_topk`` tokens none is.
-"""
+"""What an evaluation asks the fake server with: a tokenizer of words, and text."""
 
 from __future__ import annotations
 
-import random
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
@@ -50,44 +46,5 @@ def _id(piece: str) -> int:
 HAYSTACK = "\n".join(f"line {n} says {n * 7919 % 997} of {n * 31 % 89}" for n in range(400))
 
 
-@dataclass
-class Fake(FakeServer):
-    """A fake server that is asked questions.
-
-    Attributes:
-        spread: share of answers that a pattern of S alone gets wrong besides.
-        level: share of answers that are right without sharing.
-        noise: share of answers that are wrong by chance, anew on each call.
-    """
-
-    pattern: str = "F" * LAYERS
-    mode: str = "live"
-    spread: float = 0.9
-    level: float = 0.95
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.chance = random.Random(5)
-
-    def _is_right(self, ids: list[int], pattern: str) -> bool:
-        draw = random.Random(f"{ids}")
-        loses = self.spread * pattern.count("S") / len(pattern) if len(ids) > TOPK else 0.0
-        return draw.random() < self.level and draw.random() >= loses
-
-    def score(self, ids: list[int], start: int, pattern: str, fault: str) -> tuple[list[Any], ...]:
-        draw = random.Random(f"{ids[:9]}{ids[-9:]}")
-        right = self._is_right(ids, pattern)
-        if fault == "control" and pattern.count("S"):
-            right = not right
-        if self.chance.random() < self.noise:
-            right = not right
-        shift = 0.0 if len(ids) <= TOPK else -0.001 * pattern.count("S") * draw.random()
-        entries, rows = [], []
-        for token in ids[start + 1 :]:
-            own, other = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
-            if fault == "nan":
-                own = float("nan")
-            entries.append([own, token + (fault == "other tokens"), None])
-            rows.append(sorted([[own, token, None], [other, 7, None], [-6.0, 9, None]])[::-1])
-        return entries, rows
+Fake = partial(FakeServer, pattern="F" * LAYERS, mode="live", spread=0.9)
+"""A server that is asked questions: the more layers share, the more answers are wrong."""

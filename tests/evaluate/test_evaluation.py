@@ -13,7 +13,6 @@ from sglang_indexcache.evaluate.evaluation import (
     Arm,
     Evaluation,
     Missing,
-    Mode,
     Planned,
     Role,
 )
@@ -45,13 +44,11 @@ def evaluation(wrong: Wrong) -> Evaluation:
                 answers.append(
                     Answer(
                         *(arm.name, repeat, planned.context, "q0", "notes", planned.length, 0.5),
-                        right=not lost,
+                        right=float(not lost),
                         logprobs=(-float(lost),),
                     )
                 )
-    return Evaluation(
-        {}, Design(CONTEXTS, 0.1, 2), 64, ARMS, Mode.TEACHER_FORCED, True, PLANNED, tuple(answers)
-    )
+    return Evaluation({}, Design(CONTEXTS, 0.1, 2), 64, ARMS, PLANNED, tuple(answers))
 
 
 def kinds(found: Evaluation) -> dict[str, tuple[int, Kind]]:
@@ -96,8 +93,9 @@ def test_what_is_missing_counts_in_no_arm_but_as_asked() -> None:
 
 def test_values_that_were_not_measured_are_left_out() -> None:
     found = evaluation(lambda *_: False)
-    assert found.outcomes("kl") == []
-    assert {row.value for row in found.outcomes("nll")} == {0.0, 1.0}
+    logged = replace(found, answers=tuple(replace(row, logprobs=()) for row in found.answers))
+    assert logged.outcomes(value="nll") == []
+    assert {row.value for row in found.outcomes(value="nll")} == {0.0, 1.0}
     assert len(found.outcomes(look=1)) < len(found.outcomes())
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.cost import CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.evaluation import Evaluation
+from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.refusals import check_floor, check_noise
 from sglang_indexcache.stats.power import Design, spread
 from tests.evaluate.evaluations import LENGTHS, TASKS, evaluation
@@ -21,7 +21,7 @@ def restless(flips: float, contexts: int, margin: float) -> Evaluation:
     """The reference gives another answer so often when it is asked again."""
     record, draw = evaluation(contexts), random.Random(4)
     answers = tuple(
-        replace(row, right=row.right ^ (draw.random() < flips)) if row.repeat else row
+        replace(row, right=abs(row.right - (draw.random() < flips))) if row.repeat else row
         for row in record.answers
     )
     return replace(record, answers=answers, design=Design(CELLS * contexts, margin=margin))
@@ -56,6 +56,6 @@ def test_questions_behind_a_context_are_counted() -> None:
 def test_a_reference_that_only_guesses_is_refused() -> None:
     record = evaluation(12)
     check_floor(record)
-    wrong = tuple(replace(row, right=False) for row in record.answers)
+    wrong = tuple(replace(row, right=0.0) for row in record.answers)
     with pytest.raises(QualityError, match="hardly more than guessing"):
         check_floor(replace(record, answers=wrong))

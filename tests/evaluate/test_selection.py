@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.cost import (
-    CORRELATION,
-    DISCORDANCE,
-    check_fits,
-    detectable,
-    in_words,
-    tokens_at_most,
-)
+from sglang_indexcache.evaluate.cost import check_fits, in_words, tokens_at_most
 from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
-from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows
+from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE, EvaluationPlan, SelectedRows
 from sglang_indexcache.evaluate.selection import Bounds, Selection, select_rows
 from sglang_indexcache.stats.power import spread
 from sglang_indexcache.study.cost import Cost
@@ -173,7 +166,7 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
         for p in plan.planned
         if p.look == CONTROL_LOOK
     )
-    found = tokens_at_most(plan, 3, {})
+    found = sum(tokens_at_most(plan, 3, {}).values())
     pages = 64 * sum(times)  # what is left of a page is computed once more
     assert least <= found - control <= least + pages
 
@@ -181,9 +174,9 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
 def test_a_row_that_a_server_does_not_take_is_refused(mixed: Path) -> None:
     plan = plan_of(selection(mixed))
     longest = max(plan.sizes.values())
-    check_fits(plan, longest, "http://a")
+    check_fits(plan, {"max_req_input_len": longest}, "http://a")
     with pytest.raises(QualityError, match=rf"{longest} tokens .* does not fit http://a"):
-        check_fits(plan, longest - 1, "http://a")
+        check_fits(plan, {"max_req_input_len": longest - 1}, "http://a")
 
 
 @settings(deadline=None)
@@ -234,6 +227,10 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     alike = plan(8, 8)
     for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
         assert "has only" not in str(in_words(equal, (), Cost(0)))
+
+
+def detectable(plan: EvaluationPlan) -> float:
+    return plan.design.detectable(*plan.assumed)
 
 
 def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:

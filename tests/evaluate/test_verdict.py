@@ -86,7 +86,7 @@ def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None
     found = Differences(values, np.zeros(600, int), (("needles", LONG),), flips, np.full(600, 8))
     verdict = _claim("same", "full", found, Design(600, margin=0.01), 4, None, "")
     assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
-    assert "undecided: a new run of the same size shows, with 80% probab" in verdict.sentence
+    assert "undecided; a new run of 600 contexts would probably decide" in verdict.sentence
 
 
 def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
@@ -94,7 +94,7 @@ def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
     assert verdict.blind == (("tracking", LONG),)
     assert verdict.flips is not None
     assert verdict.flips.pairs == 800
-    assert "Cannot see: tracking at 65,536 (bad was not seen to lose there: " in verdict.sentence
+    assert "Cannot see: tracking at 64Ki (bad was not seen to lose there: " in verdict.sentence
 
 
 def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
@@ -225,8 +225,8 @@ def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
     assert verdict.worst.task == "tracking"
     assert verdict.worst.difference == pytest.approx(-0.11, abs=0.03)
     assert -verdict.worst.difference < verdict.worst.bound < 0.2
-    assert "Worst of 2 cells: tracking at 65,536, -9.1 points" in verdict.sentence
-    assert "bound for all of them together" in verdict.sentence
+    assert "worst: tracking at 64Ki, -9.1)" in verdict.sentence
+    assert "bound for all 2 of them together" in verdict.sentence
 
 
 def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
@@ -242,4 +242,26 @@ def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
     (verdict,) = verdicts(rows, "same")
     assert verdict.blind == (("tracking", LONG),)
     assert verdict.kind is Kind.UNDECIDED
-    assert "not claimed, because a pattern visibly loses at tracking at 65,536" in verdict.sentence
+    assert "not claimed, because a pattern visibly loses at tracking at 64Ki" in verdict.sentence
+
+
+def test_safety_waits_until_every_task_was_seen_to_show_a_loss() -> None:
+    """The first claim is final, and a task that has shown nothing yet would be left out."""
+    rows = evaluation(blind=True, same=0.0)
+    early = judge(rows, "same", replace(DESIGN, margin=0.1), 2, **CONTROLS)  # type: ignore[arg-type]
+    assert early.kind is Kind.UNDECIDED
+    assert "not claimed, because not every task has been seen to show a loss" in early.sentence
+    last = judge(rows, "same", replace(DESIGN, margin=0.1), 4, **CONTROLS)  # type: ignore[arg-type]
+    assert (last.kind, last.blind) == (Kind.NO_LOSS, (("tracking", LONG),))
+    easy = with_right(evaluation(same=0.0), "tracking", 1.0, bad=1)
+    found = judge(easy, "same", replace(DESIGN, margin=0.1), 2, **CONTROLS)  # type: ignore[arg-type]
+    assert found.kind is Kind.NO_LOSS  # nothing more can be seen there
+
+
+def test_a_proven_loss_within_the_margin_waits_too() -> None:
+    rows = with_right(evaluation(less=0.05), "tracking", 0.9, bad=0.9)
+    found = [
+        judge(rows, "less", replace(DESIGN, margin=0.15), look, **CONTROLS).kind  # type: ignore[arg-type]
+        for look in (3, 4)
+    ]
+    assert found == [Kind.UNDECIDED, Kind.SMALL_LOSS]

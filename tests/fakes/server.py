@@ -7,6 +7,7 @@ python -m tests.fakes.server PORT LAYERS SECONDS
 from __future__ import annotations
 
 import json
+import random
 import socket
 import struct
 import sys
@@ -74,6 +75,10 @@ class FakeServer:
         gathers: its first calls wait for each other until so many are under way.
         prefill: seconds a streamed prompt's token takes, and ``step`` one of the answer.
         indexer_share: of these, spent in indexers.
+        spread: share of given answers that a pattern of S alone gets wrong besides, if prompts are
+            longer than ``topk``; None if sharing only costs nats.
+        level: share of given answers that are right without sharing.
+        noise: share of them that are wrong by chance, anew on each call.
         api_key: what it wants on ordinary routes.
         admin_api_key: what it wants to be switched or flushed; without one, ``api_key``.
         role: its side of a disaggregated service.
@@ -101,6 +106,10 @@ class FakeServer:
     prefill: float = 1e-5
     step: float = 2e-3
     indexer_share: float = 0.0
+    spread: float | None = None
+    level: float = 0.95
+    noise: float = 0.0
+    topk: int = 64
     api_key: str = ""
     admin_api_key: str = ""
     role: str = "null"
@@ -115,6 +124,7 @@ class FakeServer:
     def __post_init__(self) -> None:
         self.guard, self.counting = threading.Lock(), threading.Condition()
         self.under_way = 0
+        self.chance = random.Random(5)
         self.restart()
 
     def restart(self) -> None:
@@ -206,12 +216,32 @@ class FakeServer:
     def told(self, pattern: str, fault: str) -> dict[str, Any]:
         return {} if fault == "names no pattern" else {PATTERN_OF_REQUEST: [pattern]}
 
-    def score(self, ids: list[int], start: int, pattern: str, _fault: str) -> tuple[list[Any], ...]:
+    def score(self, ids: list[int], start: int, pattern: str, fault: str) -> tuple[list[Any], ...]:
         """Log-probabilities behind ``start``: sharing costs more on some tokens than on others."""
+        if self.spread is not None:
+            return self.answers(ids, start, pattern, fault)
         weights = [(i, (i * 7919 % 13 + 1) / 200) for i, kind in enumerate(pattern) if kind == "S"]
         flat, tilted = sum(w for _, w in weights), sum(w * (i % 3) / 10 for i, w in weights)
         losses = [1 + t % 7 / 7 + flat + tilted * (t % 5) for t in ids[start + 1 :]]
         return [[-x, t, None] for x, t in zip(losses, ids[start + 1 :], strict=True)], []
+
+    def answers(
+        self, ids: list[int], start: int, pattern: str, fault: str
+    ) -> tuple[list[Any], ...]:
+        """Log-probabilities of a given answer, and the likeliest tokens beside it."""
+        long, draw = len(ids) > self.topk, random.Random(f"{ids}")
+        loses = (self.spread or 0.0) * pattern.count("S") / len(pattern) * long
+        right = draw.random() < self.level and draw.random() >= loses
+        right ^= fault == "control" and "S" in pattern
+        right ^= self.chance.random() < self.noise
+        shift = -0.001 * long * pattern.count("S") * random.Random(f"{ids[:9]}{ids[-9:]}").random()
+        entries, rows = [], []
+        for token in ids[start + 1 :]:
+            own, other = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
+            own = float("nan") if fault == "nan" else own
+            entries.append([own, token + (fault == "other tokens"), None])
+            rows.append(sorted([[own, token, None], [other, 7, None], [-6.0, 9, None]])[::-1])
+        return entries, rows
 
     def _take_cached(self, key: str, ids: list[int]) -> int:
         """How many of a prompt's first tokens were asked under this key before."""

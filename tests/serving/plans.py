@@ -11,6 +11,6 @@ from sglang_indexcache.serving.settings import Plan
 
 def plan(text: str = "FSFS", **fields: Any) -> Plan:
     """A static plan of pattern ``text`` for a GLM-5 that ships every indexer; ``fields`` differ."""
-    pattern, layers = Pattern(text), tuple(range(len(text)))
-    own = Pattern.full(len(text))
+    pattern, layers = Pattern(text), tuple(range(len(Pattern(text))))
+    own = Pattern.full(len(Pattern(text)))
     return replace(Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM"), **fields)

@@ -10,6 +10,7 @@ from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsErro
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.settings import CONFIG_KEY, OPTIONS, Choice, Plan, Request, make_plan
+from tests.serving import plans
 
 
 @pytest.fixture(autouse=True)
@@ -261,3 +262,13 @@ def test_graphs_are_named_like_patterns() -> None:
 def test_graphs_that_cannot_be(mode: str, graphs: str, message: str) -> None:
     with pytest.raises(IndexCacheError, match=message):
         plan(flags(pattern="full", mode=mode, graphs=graphs))
+
+
+@pytest.mark.parametrize("mode", ["static", "live"])
+def test_kv_under_another_window_is_kept_apart(mode: str) -> None:
+    served = plans.plan("FSSS+w8", mode=mode)
+    names = {served.kv_namespace(Pattern(text)) for text in ("FSSS", "FSSS+w8", "FSSS+w9")}
+    assert len(names) == 3
+    assert None not in names
+    assert Plan.from_json(served.hf_overrides()[CONFIG_KEY]) == served
+    assert "FSSS+w8" in served.terms

@@ -112,7 +112,7 @@ def test_where_nothing_differs_the_needed_contexts_suffice() -> None:
         nothing = np.zeros(contexts)
         cells, one = nothing.astype(int), np.ones(contexts, int)
         same = Differences(nothing, cells, (("t", 1),), Flips(0, 0, contexts), one)
-        assert (Estimate(same).lower(design.bounds[-1]) > -0.01) is enough
+        assert (Estimate(same).lower(design.bounds[-1]) > -0.01) == enough
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Per-sample logs of other harnesses, and our own: one file a format, and its row in `FORMATS`.
+"""Per-sample logs of other harnesses: one file a format, and its row in `FORMATS`.
 
 A harness judges and prompts as it likes; its scores are taken as they are.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.logs import inspect, lm_eval, own, plain
+from sglang_indexcache.evaluate.logs import inspect, lm_eval, plain
 from sglang_indexcache.evaluate.logs.sample import Row, Sample, first_row
 from sglang_indexcache.stats.pairs import Cell
 
@@ -39,7 +39,6 @@ class Format:
 
 
 FORMATS = {
-    "sglang-indexcache": Format(own.FILES, first_row, own.fits, own.read),
     "lm-eval": Format(lm_eval.FILES, first_row, lm_eval.fits, lm_eval.read, lm_eval.reported),
     "inspect": Format(inspect.FILES, inspect.header, inspect.fits, inspect.read, inspect.reported),
     "plain": Format(plain.FILES, first_row, plain.fits, plain.read),
@@ -68,21 +67,17 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
 
     Args:
         name: how the run is called in the report.
-        place: the path; of a log of ours with several arms, ``PATH@ARM``.
+        place: the path.
         metric: which score to compare; may be left out if there is only one.
 
     Raises:
         QualityError: nothing there that is a log, or more than one choice; each with the mend.
     """
-    path, _, arm = place.rpartition("@")
-    if Path(place).exists() or not path:
-        path, arm = place, ""
-    if not Path(path).exists():
+    path = Path(place)
+    if not path.exists():
         raise QualityError(f"there is no log at {place}. Give a run's folder or file.")
-    kind, files = _recognise(Path(path))
+    kind, files = _recognise(path)
     _once(kind, files)
-    if kind == "sglang-indexcache":
-        return Log(name, kind, tuple(own.read_arm(files[0], metric, _arm(files[0], arm))))
     samples = tuple(sample for file in files for sample in FORMATS[kind].read(file, metric))
     if not samples:
         raise QualityError(f"{place} has no sample")
@@ -129,12 +124,3 @@ def _once(kind: str, files: list[Path]) -> None:
             f"{files[0].parent} holds several runs ({files[0].name}, {files[-1].name}, ...): give "
             "the file or the folder of one"
         )
-
-
-def _arm(file: Path, wanted: str) -> str:
-    known = own.arms(file)
-    if wanted in known:
-        return wanted
-    if not wanted and len(known) == 1:
-        return known[0]
-    raise QualityError(f"{file} has the arms {', '.join(known)}: say which, as {file.parent}@ARM")

@@ -9,46 +9,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import (
-    Answer,
-    Arm,
-    Evaluation,
-    Missing,
-    Mode,
-    Planned,
-    Role,
-)
+from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Planned, Role
 from sglang_indexcache.evaluate.logs import Log
 from sglang_indexcache.evaluate.logs.sample import Sample
-from sglang_indexcache.evaluate.verdict import Verdicts, judge
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design
 
-NO_CONTROL = -1
-"""For ``Evaluation.selects_all``: a log does not tell which of its prompts are short."""
 MOST_UNSCORED = 0.01
 ROUNDED = 5e-4
 """How far a harness may round what it prints."""
 Key = tuple[str, str]
 """Task and question."""
-
-
-@dataclass(frozen=True)
-class LoggedQuestion:
-    """A question of one run, its askings averaged.
-
-    Attributes:
-        sample: its first asking.
-        value: mean score; None if no asking was scored.
-    """
-
-    sample: Sample
-    value: float | None
+Questions = Mapping[Key, Sample]
+"""Of one run, each once, its askings averaged."""
 
 
 def compare_logs(
@@ -59,8 +37,8 @@ def compare_logs(
     again: Log | None = None,
     bad: Log | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> tuple[Evaluation, Verdicts]:
-    """Pair the runs and judge the candidate.
+) -> Evaluation:
+    """Pair the runs, as one evaluation.
 
     Args:
         reference: the run without sharing.
@@ -73,34 +51,68 @@ def compare_logs(
     Raises:
         QualityError: the runs are not of the same questions, or too many have no score.
     """
-    runs = {
-        (log.name, repeat): _questions(log)
-        for log, repeat in ((reference, 0), (candidate, 0), (again, 1), (bad, 0))
-        if log is not None
-    }
-    if again is not None:  # it is the reference's second answer
-        runs[reference.name, 1] = runs.pop((again.name, 1))
-    base = runs[reference.name, 0]
-    for log in (candidate, again, bad):
+    base = _questions(reference)
+    runs = {(reference.name, 0): base}
+    for log, key in (
+        (candidate, (candidate.name, 0)),
+        (again, (reference.name, 1)),  # the reference's second answer
+        (bad, (bad.name if bad else "", 0)),
+    ):
         if log is not None:
-            _check_same(reference, log, base, _questions(log))
-    for log in (reference, candidate, again, bad):
-        if log is not None:
-            _check_reported(log, _questions(log))
+            runs[key] = _questions(log)
+            _check_same(reference, log, base, runs[key])
+            _check_reported(log, runs[key])
+    _check_reported(reference, base)
     unscored = {key for run in runs.values() for key, one in run.items() if one.value is None}
-    _check_scored(unscored, len(base))
-    evaluation = _evaluation(runs, unscored, reference, candidate, bad, margin, facts or {})
-    verdict = judge(
-        evaluation.outcomes("score"),
-        candidate.name,
-        evaluation.design,
-        bad=bad.name if bad else None,
-        reference=reference.name,
+    if len(unscored) > MOST_UNSCORED * len(base):
+        raise QualityError(
+            f"{len(unscored):,} of {len(base):,} questions have no score in one of the runs, more "
+            f"than {MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
+        )
+    arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
+    arms += [Arm(bad.name, "", Role.BAD)] if bad else []
+    planned = {
+        name: Planned(name, one.task, one.length, 1, again is not None)
+        for one in base.values()
+        for name in [_context(one)]
+    }
+    answers = tuple(
+        Answer(
+            *(arm, repeat, _context(base[key]), key[1], key[0], base[key].length, None),
+            right=one.value,
+        )
+        for (arm, repeat), run in runs.items()
+        for key, one in run.items()
+        if key not in unscored and one.value is not None
     )
-    return evaluation, {candidate.name: (1, verdict)}
+    left = {answer.context for answer in answers}
+    checked = bool(reference.reported and candidate.reported)
+    return Evaluation(
+        {
+            "logs": reference.kind,
+            "metric": ", ".join(sorted({one.metric for one in base.values()})),
+            **(facts or {}),
+        },
+        design=Design(contexts=max(len(left), 1), margin=margin, looks=1),
+        selects_all=None,
+        arms=tuple(arms),
+        planned=tuple(planned.values()),
+        answers=answers,
+        missing=tuple(
+            Missing(context, "", "no question of it has a score in every run")
+            for context in planned
+            if context not in left
+        ),
+        finished=True,
+        notices=_notices(len(unscored), checked=checked),
+    )
 
 
-def _questions(log: Log) -> dict[Key, LoggedQuestion]:
+def _context(sample: Sample) -> str:
+    return f"{sample.task} {sample.length} {sample.context}"
+
+
+def _questions(log: Log) -> dict[Key, Sample]:
     groups: dict[Key, list[Sample]] = defaultdict(list)
     for sample in log.samples:
         groups[sample.task, sample.question].append(sample)
@@ -112,16 +124,11 @@ def _questions(log: Log) -> dict[Key, LoggedQuestion]:
                 "one run"
             )
         values = [sample.value for sample in samples if sample.value is not None]
-        found[key] = LoggedQuestion(samples[0], fmean(values) if values else None)
+        found[key] = replace(samples[0], value=fmean(values) if values else None)
     return found
 
 
-def _check_same(
-    reference: Log,
-    other: Log,
-    base: Mapping[Key, LoggedQuestion],
-    run: Mapping[Key, LoggedQuestion],
-) -> None:
+def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> None:
     if reference.kind != other.kind:
         raise QualityError(
             f"{reference.name} is a log of {reference.kind} and {other.name} one of {other.kind}, "
@@ -139,7 +146,7 @@ def _check_same(
             f"{len(lost):,} questions are in only one of {reference.name} and {other.name}, the "
             f"first is {question} of {task}; run both to the end, with the same limit and seed"
         )
-    changed = [key for key, one in base.items() if one.sample.prompt != run[key].sample.prompt]
+    changed = [key for key, one in base.items() if one.prompt != run[key].prompt]
     if changed:
         task, question = changed[0]
         raise QualityError(
@@ -147,16 +154,16 @@ def _check_same(
             f"answer in {other.name} than in {reference.name}, the first is {question} of {task}; "
             "run both with the same chat template, few-shot examples and data"
         )
-    if {one.sample.metric for one in base.values()} != {one.sample.metric for one in run.values()}:
+    if {one.metric for one in base.values()} != {one.metric for one in run.values()}:
         raise QualityError(f"{reference.name} and {other.name} have other metrics; say --metric")
 
 
-def _check_reported(log: Log, run: Mapping[Key, LoggedQuestion]) -> None:
+def _check_reported(log: Log, run: Questions) -> None:
     """The mean of a task's questions must be what the harness printed of them."""
     values: dict[Cell, list[float]] = defaultdict(list)
-    for (task, _), one in run.items():
+    for one in run.values():
         if one.value is not None:
-            values[task, one.sample.length].append(one.value)
+            values[one.task, one.length].append(one.value)
     for cell, said in log.reported.items():
         found = fmean(values[cell]) if cell in values else None
         if found is None or abs(found - said) > ROUNDED:
@@ -166,69 +173,6 @@ def _check_reported(log: Log, run: Mapping[Key, LoggedQuestion]) -> None:
                 f"mean of {mean}. Its number is no mean of these scores: choose another metric "
                 "(--metric), or give the samples of the run that was reported"
             )
-
-
-def _check_scored(unscored: set[Key], count: int) -> None:
-    if len(unscored) > MOST_UNSCORED * count:
-        raise QualityError(
-            f"{len(unscored):,} of {count:,} questions have no score in one of the runs, more than "
-            f"{MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
-        )
-
-
-def _evaluation(
-    runs: Mapping[tuple[str, int], Mapping[Key, LoggedQuestion]],
-    unscored: set[Key],
-    reference: Log,
-    candidate: Log,
-    bad: Log | None,
-    margin: float,
-    facts: Mapping[str, Any],
-) -> Evaluation:
-    arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
-    if bad is not None:
-        arms.append(Arm(bad.name, "", Role.BAD))
-    planned, answers = {}, []
-    for key, first in runs[reference.name, 0].items():
-        sample = first.sample
-        context = f"{sample.task} {sample.length} {sample.context}"
-        planned[context] = Planned(
-            context, sample.task, sample.length, 1, again=(reference.name, 1) in runs
-        )
-        answers += [
-            Answer(
-                arm,
-                repeat,
-                context,
-                sample.question,
-                sample.task,
-                sample.length,
-                0.0,
-                None,
-                score=run[key].value,
-            )
-            for (arm, repeat), run in runs.items()
-            if key not in unscored
-        ]
-    left = {answer.context for answer in answers}
-    metrics = sorted({one.sample.metric for one in runs[reference.name, 0].values()})
-    return Evaluation(
-        facts={"logs": reference.kind, "metric": ", ".join(metrics), **facts},
-        design=Design(contexts=max(len(left), 1), margin=margin, looks=1),
-        selects_all=NO_CONTROL,
-        arms=tuple(arms),
-        mode=Mode.GENERATE,
-        pattern_verified=False,
-        planned=tuple(planned.values()),
-        answers=tuple(answers),
-        missing=tuple(
-            Missing(context, "", "no question of it has a score in every run")
-            for context in planned
-            if context not in left
-        ),
-        finished=True,
-        notices=_notices(len(unscored), checked=bool(reference.reported and candidate.reported)),
-    )
 
 
 def _notices(unscored: int, *, checked: bool) -> tuple[str, ...]:

@@ -8,38 +8,36 @@ file says what it takes from where, and which known defects of the source it doe
 from __future__ import annotations
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.tasks.chat import Tokenizer
 from sglang_indexcache.evaluate.tasks.context import (
     QUESTIONS,
     Context,
     Question,
     Task,
-    Tokenizer,
     fitted,
 )
-from sglang_indexcache.evaluate.tasks.files import FILES
+from sglang_indexcache.evaluate.tasks.files import FILES, LETTERS
+from sglang_indexcache.evaluate.tasks.graph import parents, search
 from sglang_indexcache.evaluate.tasks.items import Item
-from sglang_indexcache.evaluate.tasks.lookup import LETTERS, lookup
 from sglang_indexcache.evaluate.tasks.needles import needles
-from sglang_indexcache.evaluate.tasks.needles_text import needles_text
 from sglang_indexcache.evaluate.tasks.notes import notes
-from sglang_indexcache.evaluate.tasks.parents import parents
 from sglang_indexcache.evaluate.tasks.rounds import rounds
 from sglang_indexcache.evaluate.tasks.tracking import tracking
 
 TASKS: dict[str, Task] = {
     "needles": needles,
-    "needles-text": needles_text,
     "tracking": tracking,
     "rounds": rounds,
     "parents": parents,
-    "lookup": lookup,
+    "search-2": search(2),
+    "search-3": search(3),
     "notes": notes,
 }
 DEFAULT = tuple(task for task in TASKS if task != "notes")
 """What a released model is asked; notes are for small ones."""
 CONTROL = "notes"
 """What the control asks where nothing else is generated: short, and easy for every model."""
-CHANCE = {"lookup": 1 / len(LETTERS), "longbench-v2": 1 / len(LETTERS)}
+CHANCE = {"longbench-v2": 1 / len(LETTERS)}
 """Share of right answers that guessing gives, where it gives any."""
 
 __all__ = [

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, Protocol
+from itertools import islice, pairwise
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.tasks.chat import Tokenizer, around, beginning
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""
@@ -26,32 +26,34 @@ _DRAFTS = 3
 """After which a draft that is too long loses lines."""
 
 
-class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """``input_ids``: a list of ids for each text."""
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """Every piece and its id; a leading space is U+0120 or U+2581."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of these ids."""
-
-
 @dataclass(frozen=True)
 class Asked:
     """A question as a task drafts it.
 
     Attributes:
-        text: the question, with the first words of the answer where the source gives them.
-        answer: what follows them, to the letter.
-        evidence: which lines of the draft it follows from.
+        text: the question.
+        answer: what follows it and ``begun``, to the letter.
+        evidence: which lines of the draft it follows from; the first tells its depth.
+        begun: the first words of the answer where the source gives them; fed in with the answer.
+        cue: what stands before those where there is no chat template.
     """
 
     text: str
     answer: str
     evidence: tuple[int, ...]
+    begun: str = ""
+    cue: str = ""
+
+    def pieces(self, behind: Sequence[int]) -> tuple[str, str, str]:
+        """The question, the answer's first words and the answer, as they are tokenized.
+
+        Args:
+            behind: ids between a user's turn and the answer; none without a chat template.
+        """
+        if not behind:
+            return f"\n{self.text}{self.cue}{self.begun}", "", self.answer
+        begun = self.begun.lstrip()
+        return f"\n{self.text}", begun, self.answer if begun else self.answer.lstrip()
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ class Draft:
         lines: the context.
         asked: in the order of asking, which says nothing of where the answers lie.
         kept: lines besides the evidence that must stay, or an answer would be another one.
+        chat: whether it is written with the model's chat template, where it has one.
     """
 
     opening: str
     lines: list[str]
     asked: list[Asked]
     kept: frozenset[int] = frozenset()
+    chat: bool = True
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,13 @@ Task = Callable[[random.Random, Room, str], Draft]
 
 
 def strata(draw: random.Random, count: int, total: int) -> list[int]:
-    """``count`` places among ``total``, one at random in each of as many equal parts, rising."""
-    return [int((part + draw.random()) * total / count) for part in range(count)]
+    """``count`` different places among ``total``, one in each of as many equal parts, rising.
+
+    Parts are whole, so that no two neighbours round to one place (which gave the same question
+    twice). At least ``count`` places are needed.
+    """
+    ends = [part * total // count for part in range(count + 1)]
+    return [low + int(draw.random() * (high - low)) for low, high in pairwise(ends)]
 
 
 def shuffled(draw: random.Random, asked: list[Asked]) -> list[Asked]:
@@ -197,18 +206,27 @@ def fitted(
     for last in (*[False] * (_DRAFTS - 1), True):
         draw = random.Random(f"{name} {length} {seed}")
         draft = task(draw, Room(length - reserve, questions, encode, words), haystack)
+        before, behind = around(tokenizer) if draft.chat else (beginning(tokenizer), [])
         pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
-        ids = encode([f"\n{asked.text}" for asked in draft.asked])
-        answers = encode([asked.answer for asked in draft.asked])
+        texts = [asked.pieces(behind) for asked in draft.asked]
+        begun = encode([text[1] for text in texts])
+        ids = [
+            [*one, *behind, *two]
+            for one, two in zip(encode([t[0] for t in texts]), begun, strict=True)
+        ]
+        answers = encode([text[2] for text in texts])
         tail = max(len(a) + len(b) for a, b in zip(ids, answers, strict=True))
-        over = sum(map(len, pieces)) + tail - length
+        over = len(before) + sum(map(len, pieces)) + tail - length
         if over > 0 and last:
             sizes = [len(piece) for piece in pieces[1:]]
             draft, over = _shortened(draft, sizes, over, draw)
             pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
         if over <= 0:
-            return _assembled(name, length, seed, draft, pieces, ids, answers, encode, -over)
-        reserve = max(reserve + over, tail)
+            noise = encode([f" {NOISE}"])[0]
+            begin = [*before, *(noise * (-over // len(noise) + 1))[:-over]]
+            where = f"{name}-{length}-{seed}", name, length
+            return _assembled(where, begin, draft, pieces, ids, answers)
+        reserve = max(reserve + over, len(before) + tail)
     raise QualityError(
         f"{name} with {questions} questions does not fit {length} tokens: it is {over} too long. "
         "Ask for longer contexts, or for fewer questions."
@@ -243,23 +261,19 @@ def _shortened(
         replace(one, evidence=tuple(place[number] for number in one.evidence))
         for one in draft.asked
     ]
-    return Draft(draft.opening, [draft.lines[number] for number in left], asked), over
+    return replace(draft, lines=[draft.lines[number] for number in left], asked=asked), over
 
 
 def _assembled(
-    name: str,
-    length: int,
-    seed: int,
+    where: tuple[str, str, int],
+    begin: list[int],
     draft: Draft,
     pieces: list[list[int]],
     ids: list[list[int]],
     answers: list[list[int]],
-    encode: Callable[[Sequence[str]], list[list[int]]],
-    spare: int,
 ) -> Context:
-    noise = encode([f" {NOISE}"])[0]
-    prefix = (noise * (spare // len(noise) + 1))[:spare]
-    starts = []
+    """The context of this name, task and length."""
+    starts, prefix = [], list(begin)
     for piece in pieces:
         starts.append(len(prefix))
         prefix += piece
@@ -268,10 +282,10 @@ def _assembled(
             f"q{number}",
             ids[number],
             answers[number],
-            asked.text,
+            f"{asked.text}{asked.begun}",
             asked.answer,
-            starts[1 + min(asked.evidence)] / len(prefix),  # 0 is the opening
+            starts[1 + asked.evidence[0]] / len(prefix),  # 0 is the opening
         )
         for number, asked in enumerate(draft.asked)
     ]
-    return Context(f"{name}-{length}-{seed}", name, length, prefix, questions)
+    return Context(*where, prefix, questions)

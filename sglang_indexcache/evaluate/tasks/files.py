@@ -19,16 +19,16 @@ import json
 import re
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.tasks.chat import Message
 from sglang_indexcache.evaluate.tasks.items import (
     Item,
-    Message,
     Reader,
     Row,
     conversation,
     text_of,
 )
-from sglang_indexcache.evaluate.tasks.lookup import LETTERS
 
+LETTERS = "ABCD"
 MARK = 10
 """Characters that MRCR asks to be put in front."""
 _LONGBENCH = """Please read the following text and answer the question below.

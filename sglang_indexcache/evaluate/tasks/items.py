@@ -15,10 +15,10 @@ from typing import Any
 
 from sglang_indexcache.data.rows import FileRow, read_rows
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.tasks.context import Context, Question, Tokenizer
+from sglang_indexcache.evaluate.tasks.chat import Message, Tokenizer, rendered
+from sglang_indexcache.evaluate.tasks.context import Context, Question
 
 Row = Mapping[str, Any]
-Message = Mapping[str, str]
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -112,39 +112,10 @@ def tokens(item: Item, tokenizer: Tokenizer) -> int:
 
 
 def prompt_ids(item: Item, tokenizer: Tokenizer) -> list[int]:
-    """The prompt as the model reads it, ready for its answer.
-
-    Without thinking, if the template has a switch for it: an answer that is put into the model's
-    mouth follows at once.
-    """
+    """The prompt as the model reads it, ready for its answer."""
     if isinstance(item.prompt, str):
         return list(tokenizer([item.prompt], add_special_tokens=True)["input_ids"][0])
-    return rendered(item.prompt, tokenizer, enable_thinking=False, thinking=False)
-
-
-def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether conversations are written as the model knows them."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def rendered(messages: tuple[Message, ...], tokenizer: Tokenizer, **switches: bool) -> list[int]:
-    """A conversation by the tokenizer's chat template; as plain turns if it has none."""
-    if not has_template(tokenizer):
-        turns = [f"{one['role'].capitalize()}: {one['content']}" for one in messages]
-        text = "\n".join([*turns, "Assistant:"])
-        return list(tokenizer([text], add_special_tokens=True)["input_ids"][0])
-    try:
-        return list(
-            tokenizer.apply_chat_template(  # type: ignore[attr-defined]
-                [dict(message) for message in messages],
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=True,
-                **switches,
-            )
-        )
-    except Exception as error:  # a template is a program, and raises what it likes
-        raise QualityError(f"the model's chat template refuses a conversation: {error}") from error
+    return rendered(item.prompt, tokenizer)
 
 
 def conversation(value: Any, name: str) -> tuple[Message, ...]:

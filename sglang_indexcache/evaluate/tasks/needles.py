@@ -13,15 +13,13 @@ from collections.abc import Iterator
 
 from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, shuffled, strata
 
-OPENING = (
-    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind}s afterwards."
+_OPENING = (
+    "Some special magic uuids are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the uuids afterwards."
 )
-NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-_QUESTION = (
-    "What is the special magic {kind} for {key} mentioned in the provided text? "
-    "The special magic {kind} for {key} mentioned in the provided text is"
-)
+_NEEDLE = "One of the special magic uuids for {key} is: {value}."
+_QUESTION = "What is the special magic uuid for {key} mentioned in the provided text?"
+_BEGUN = " The special magic uuid for {key} mentioned in the provided text is"
 
 
 def needles(draw: random.Random, room: Room, haystack: str) -> Draft:
@@ -32,20 +30,15 @@ def needles(draw: random.Random, room: Room, haystack: str) -> Draft:
     def lines() -> Iterator[str]:
         while True:
             pairs.append((_uuid(draw), _uuid(draw)))
-            yield NEEDLE.format(kind="uuid", key=pairs[-1][0], value=pairs[-1][1])
+            yield _NEEDLE.format(key=pairs[-1][0], value=pairs[-1][1])
 
-    opening = OPENING.format(kind="uuid")
-    taken = room.fill(lines(), beside=[opening], least=room.questions)
-    asked = [
-        asked_for("uuid", *pairs[place], place)
-        for place in strata(draw, room.questions, len(taken))
-    ]
-    return Draft(opening, taken, shuffled(draw, asked))
-
-
-def asked_for(kind: str, key: str, value: str, line: int) -> Asked:
-    """The question for one needle."""
-    return Asked(_QUESTION.format(kind=kind, key=key), f" {value}", (line,))
+    taken = room.fill(lines(), beside=[_OPENING], least=room.questions)
+    asked = []
+    for place in strata(draw, room.questions, len(taken)):
+        key, value = pairs[place]
+        question, begun = _QUESTION.format(key=key), _BEGUN.format(key=key)
+        asked.append(Asked(question, f" {value}", (place,), begun))
+    return Draft(_OPENING, taken, shuffled(draw, asked))
 
 
 def _uuid(draw: random.Random) -> str:

@@ -39,7 +39,7 @@ def notes(draw: random.Random, room: Room, haystack: str) -> Draft:
         lines.insert(place + number, hidden[number])
         name, value = pairs[number]
         asked.append(Asked(f"? {name} is", f" {value}", (place + number,)))
-    return Draft(_OPENING, lines, shuffled(draw, asked))
+    return Draft(_OPENING, lines, shuffled(draw, asked), chat=False)
 
 
 def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
 """Rounds: repeat the i-th of several answers to the same request, from a long conversation.
 
-After MRCR (openai/mrcr, MIT; Vodrahalli et al. 2024, arXiv:2409.12640): 2, 4 or 8 turns with the
-same request, its last turn to the letter, ten characters to put in front. Different here: the
-answers are not written by a model, which needs one, but cut from the haystack, none twice, so the
-request does not say what the answer contains, and only the order of the turns does.
+After MRCR (openai/mrcr, MIT; Vodrahalli et al. 2024, arXiv:2409.12640): eight turns with the same
+request, the most that it has, its last turn to the letter, ten characters to put in front.
+Different here: the answers are not written by a model, which needs one, but cut from the haystack,
+none twice, so the request does not say what the answer contains, and only the order of the turns
+does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import random
 import string
 from collections import Counter
-from itertools import cycle
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, shuffled, strata
@@ -29,12 +29,12 @@ FORMATS = (
     "toast",
     "fable",
 )
-LOOK_ALIKES = (2, 4, 8)
+LOOK_ALIKES = 8
 _OPENING = "Below is a conversation between a user and an assistant."
 _TURN = "User: Write a {form} about {topic}s.\nAssistant: {passage}"
 _QUESTION = (
     "User: Prepend {mark} to the {place} (1 indexed) {form} about {topic}s. Do not include any "
-    "other text in your response.\nAssistant:"
+    "other text in your response."
 )
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th", "9th")
 
@@ -63,7 +63,7 @@ def rounds(draw: random.Random, room: Room, haystack: str) -> Draft:
         mark = "".join(draw.choices(string.ascii_letters + string.digits, k=10))
         form, topic = kinds[turn]
         text = _QUESTION.format(mark=mark, place=_ORDINALS[places[turn]], form=form, topic=topic)
-        asked.append(Asked(text, f" {mark}{passages[turn]}", (turn,)))
+        asked.append(Asked(text, f" {mark}{passages[turn]}", (turn,), cue="\nAssistant:"))
     lines = [
         _TURN.format(form=form, topic=topic, passage=passage)
         for (form, topic), passage in zip(kinds, passages, strict=True)
@@ -74,20 +74,17 @@ def rounds(draw: random.Random, room: Room, haystack: str) -> Draft:
 
 
 def _kinds(draw: random.Random, turns: int) -> list[tuple[str, str]]:
-    """What each turn asks for: every request 2, 4 or 8 times (the last at least twice)."""
+    """What each turn asks for: every request eight times (the last at least twice)."""
     left = [(form, topic) for form in FORMATS for topic in NOUNS]
     draw.shuffle(left)
     found: list[tuple[str, str]] = []
-    for size in cycle(LOOK_ALIKES):
-        missing = turns - len(found)
-        if not missing:
-            break
+    while missing := turns - len(found):
         if not left:
             raise QualityError(
                 f"rounds has {len(FORMATS) * len(NOUNS)} different requests, too few for "
                 f"{turns} turns; ask for shorter contexts"
             )
-        size = missing if missing - min(size, missing) == 1 else min(size, missing)
+        size = missing if missing == LOOK_ALIKES + 1 else min(LOOK_ALIKES, missing)
         found += [left.pop()] * size
     draw.shuffle(found)
     return found

@@ -17,10 +17,10 @@ from sglang_indexcache.evaluate.tasks.context import NOISE, Asked, Draft, Room, 
 
 HOPS = 4
 _OPENING = "Memorize and track the chain(s) of variable assignment hidden in the following text."
-_QUESTION = (
-    "Question: Find all variables that are assigned the value {value} in the text above. "
-    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
-    "are assigned the value {value}, they are:"
+_QUESTION = "Question: Find all variables that are assigned the value {value} in the text above."
+_BEGUN = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} "
+    "variables are assigned the value {value}, they are:"
 )
 
 
@@ -52,9 +52,10 @@ def tracking(draw: random.Random, room: Room, haystack: str) -> Draft:
     lines += noise[used:]
     asked = [
         Asked(
-            _QUESTION.format(count=count, value=values[number]),
+            _QUESTION.format(value=values[number]),
             " " + ", ".join(chains[number]),
             tuple(evidence[number]),
+            _BEGUN.format(count=count, value=values[number]),
         )
         for number in range(room.questions)
     ]

@@ -1,4 +1,4 @@
-"""Words that tasks name things with, and running text cut into pieces."""
+"""Words that tasks name things with, and running text, made of them or cut into pieces."""
 
 from __future__ import annotations
 
@@ -26,13 +26,46 @@ _NOUNS = (
     "river rocket saddle sailor scarf shovel spider squirrel stable tapir thimble tiger tractor "
     "trumpet tunnel turtle valley velvet violin walnut whistle willow window zebra"
 )
-ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
+_VERBS = (
+    "carried covered crossed filled followed found guarded held hid kept left lifted lost met "
+    "moved needed painted passed pulled pushed reached saved shook showed sold stopped touched "
+    "traded turned watched"
+)
+_WHERE = ("above", "across", "against", "along", "behind", "below", "beside", "near", "under")
+_PATTERNS = (
+    "the A N V the N W the A N",
+    "W the N , one A N V every N",
+    "no N V the A N before the N did",
+    "one N and one A N were W the N",
+    "when the N was A , the A N V it",
+    "nobody knew why the N V one A N",
+)
+ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
 
 
-def names(draw: random.Random, count: int) -> list[str]:
-    """``count`` distinct ``adjective-noun``."""
-    chosen = draw.sample(range(len(ADJECTIVES) * len(NOUNS)), count)
-    return [f"{ADJECTIVES[n % len(ADJECTIVES)]}-{NOUNS[n // len(ADJECTIVES)]}" for n in chosen]
+def prose(characters: int) -> str:
+    """At least so many characters of plain sentences, six a line; the same on every machine.
+
+    They say nothing that a model could know, so an answer can only come from the context.
+    """
+    draw = random.Random("prose")
+    lines: list[str] = []
+    length = 0
+    while length < characters:
+        sentences = (_PATTERNS[draw.randrange(len(_PATTERNS))] for _ in range(6))
+        lines.append(" ".join(_sentence(draw, pattern) for pattern in sentences))
+        length += len(lines[-1]) + 1
+    return "\n".join(lines)
+
+
+def _sentence(draw: random.Random, pattern: str) -> str:
+    words = {"A": ADJECTIVES, "N": NOUNS, "V": VERBS, "W": _WHERE}
+    parts = (
+        words[part][draw.randrange(len(words[part]))] if part in words else part
+        for part in pattern.split()
+    )
+    said = " ".join(parts).replace(" ,", ",")
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def windows(draw: random.Random, haystack: str, words: int) -> Iterator[str]:

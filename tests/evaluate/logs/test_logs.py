@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.journal import NAME, load
 from sglang_indexcache.evaluate.logs import FORMATS, read_log
 from sglang_indexcache.evaluate.logs.compare import compare_logs
 from sglang_indexcache.evaluate.report import write_report
-from sglang_indexcache.evaluate.verdict import Kind
+from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
-from tests.evaluate.evaluate import PLAN, evaluate
-from tests.evaluate.evaluations import evaluation
-from tests.evaluate.fake_server import Fake
 from tests.evaluate.logs.made import (
     COUNT,
     DATA,
@@ -28,7 +23,6 @@ from tests.evaluate.logs.made import (
     plain,
     ruler,
 )
-from tests.fakes.server import serving
 
 
 def same(number: int) -> float:
@@ -46,9 +40,6 @@ def logs_of(kind: str, folder: Path) -> tuple[str, str]:
         return str(lm_eval(a, same).parent), str(lm_eval(b, worse))
     if kind == "plain":
         return str(plain(a, same)), str(plain(b, worse).parent)
-    if kind == "sglang-indexcache":
-        write_report(evaluation(8), folder)
-        return f"{folder}@full", f"{folder}@uniform:1/4"
     return str(DATA / "inspect-a.eval"), str(DATA / "inspect-b.eval")
 
 
@@ -57,26 +48,25 @@ def test_each_format_is_read_paired_and_reported(kind: str, tmp_path: Path) -> N
     first, second = logs_of(kind, tmp_path / "logs")
     full, quarter = read_log("full", first), read_log("quarter", second)
     assert full.kind == quarter.kind == kind
-    record, verdicts = compare_logs(full, quarter, margin=0.05)
-    _, verdict = verdicts["quarter"]
+    record = compare_logs(full, quarter, margin=0.05)
+    _, verdict = verdicts_of(record)["quarter"]
     a, b = ([s.value for s in log.samples if s.value is not None] for log in (full, quarter))
-    pairs = paired(record.outcomes("score"), "quarter", "full")
+    pairs = paired(record.outcomes(), "quarter", "full")
     if len(pairs.names) == 1 and len(set(np.bincount(pairs.cells))) == 1:
         assert verdict.difference == pytest.approx(np.mean(b) - np.mean(a))
     assert verdict.difference is not None
     assert verdict.difference < 0
-    said = write_report(record, tmp_path / "report", verdicts)
+    said = write_report(record, tmp_path / "report")
     assert "Pattern not verified" in said
     assert "Not shown: that these questions can see a bad pattern" in said
-    assert (tmp_path / "report" / "forest.png").exists()
-    assert not (tmp_path / "report" / "depth.png").exists()
+    assert (tmp_path / "report" / "cells.png").exists()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_run_compared_with_itself_loses_nothing(kind: str, tmp_path: Path) -> None:
     first, _ = logs_of(kind, tmp_path)
-    record, verdicts = compare_logs(read_log("a", first), read_log("b", first), margin=0.5)
-    _, verdict = verdicts["b"]
+    record = compare_logs(read_log("a", first), read_log("b", first), margin=0.5)
+    _, verdict = verdicts_of(record)["b"]
     assert verdict.difference == 0
     assert verdict.flips is not None
     assert (verdict.flips.lost, verdict.flips.won) == (0, 0)
@@ -89,17 +79,17 @@ def test_questions_about_one_text_are_one_context(
     kind: str, questions: int, tmp_path: Path
 ) -> None:
     first, second = logs_of(kind, tmp_path)
-    record, _ = compare_logs(read_log("a", first), read_log("b", second))
-    pairs = paired(record.outcomes("score"), "b", "a")
+    record = compare_logs(read_log("a", first), read_log("b", second))
+    pairs = paired(record.outcomes(), "b", "a")
     assert pairs.flips.pairs == questions * len(pairs)
 
 
 def test_epochs_are_averaged() -> None:
     log = read_log("a", str(DATA / "inspect-a.eval"))
     assert len(log.samples) == 48
-    record, _ = compare_logs(log, read_log("b", str(DATA / "inspect-b.eval")))
-    assert len(record.outcomes("score")) == 2 * 24
-    assert {row.value for row in record.outcomes("score")} == {0.0, 0.5, 1.0}
+    record = compare_logs(log, read_log("b", str(DATA / "inspect-b.eval")))
+    assert len(record.outcomes()) == 2 * 24
+    assert {row.value for row in record.outcomes()} == {0.0, 0.5, 1.0}
 
 
 def test_inspects_archive_and_its_json_say_the_same() -> None:
@@ -112,7 +102,7 @@ def test_rulers_metric_is_its_length(tmp_path: Path) -> None:
     log = read_log("a", str(ruler(tmp_path / "a", same)))
     assert {sample.length for sample in log.samples} == {4096, 8192}
     assert {sample.task for sample in log.samples} == {"niah_single_1"}
-    record, _ = compare_logs(log, read_log("b", str(ruler(tmp_path / "b", worse))))
+    record = compare_logs(log, read_log("b", str(ruler(tmp_path / "b", worse))))
     assert record.lengths == (4096, 8192)
 
 
@@ -124,15 +114,16 @@ def test_a_second_run_gives_the_noise_and_a_bad_one_the_proof(tmp_path: Path) ->
         name: read_log(name, str(lm_eval(tmp_path / name, score)))
         for name, score in (("full", same), ("again", same), ("quarter", same), ("bad", bad))
     }
-    _, verdicts = compare_logs(
+    record = compare_logs(
         runs["full"], runs["quarter"], again=runs["again"], bad=runs["bad"], margin=0.3
     )
-    _, verdict = verdicts["quarter"]
+    _, verdict = verdicts_of(record)["quarter"]
     assert verdict.noise is not None
     assert verdict.noise.pairs == COUNT
     assert "Not " not in verdict.sentence
-    blunt, verdicts = compare_logs(runs["full"], runs["quarter"], bad=runs["again"])
-    assert verdicts["quarter"][1].kind is Kind.CANNOT_SEE
+    blunt = compare_logs(runs["full"], runs["quarter"], bad=runs["again"])
+    assert verdicts_of(blunt)["quarter"][1].kind is Kind.CANNOT_SEE
+    assert blunt.bad is not None
     assert blunt.bad.name == "again"
 
 
@@ -141,8 +132,8 @@ def test_a_reference_that_is_not_itself_is_refused(tmp_path: Path) -> None:
         read_log(name, str(lm_eval(tmp_path / name, score, count=400)))
         for name, score in (("full", same), ("quarter", same), ("again", lambda _: 0.0))
     ]
-    _, verdicts = compare_logs(runs[0], runs[1], again=runs[2])
-    assert verdicts["quarter"][1].kind is Kind.INVALID
+    record = compare_logs(runs[0], runs[1], again=runs[2])
+    assert verdicts_of(record)["quarter"][1].kind is Kind.INVALID
 
 
 def test_what_a_judge_could_not_score_is_no_wrong_answer(tmp_path: Path) -> None:
@@ -217,50 +208,19 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         read_log("a", str(path))
 
 
-def test_an_arm_of_ours_must_be_named(tmp_path: Path) -> None:
-    write_report(evaluation(4), tmp_path)
-    with pytest.raises(QualityError, match="has the arms full, half, quarter, uniform:1/4"):
-        read_log("a", str(tmp_path))
-
-
-def test_evaluations_of_other_files_are_not_paired(tmp_path: Path) -> None:
-    """Their contexts have the same names, which are numbers of rows."""
-    record = evaluation(8)
-    write_report(record, tmp_path / "a")
-    facts = {**record.facts, "material": "0000000000000000-4"}
-    write_report(replace(record, facts=facts), tmp_path / "b")
-    logs = [read_log(name, f"{tmp_path / name}@full", "right") for name in "ab"]
-    with pytest.raises(QualityError, match="have another prompt or another right answer in b"):
-        compare_logs(*logs, margin=0.05)
-
-
-def test_an_older_journal_is_read_and_its_report_is_not_compared(tmp_path: Path) -> None:
-    with serving(Fake()) as url:
-        found = evaluate(tmp_path, url, replace(PLAN, contexts=2))
-    assert found.facts["material"].endswith(f"-{PLAN.questions}")
-    path = tmp_path / NAME
-    first, rest = path.read_text().split("\n", 1)
-    line = json.loads(first)
-    del line["identity"]["material"]
-    path.write_text(f"{json.dumps(line)}\n{rest}")
-    assert load(tmp_path).answers == found.answers
-    write_report(load(tmp_path), tmp_path)
-    with pytest.raises(QualityError, match=r"does not say what its contexts.*eval report FOLDER"):
-        read_log("a", f"{tmp_path}@full", "right")
-
-
 def test_the_difference_is_that_of_what_the_harness_printed(tmp_path: Path) -> None:
     """With clusters of unequal size, one of which is called 0."""
     groups = [16, 8, 4, 4, 2, 2, 1, 1, 1, 1]
     lost, won = (17, 25, 33, 34), (0, 1, 2, 3, 4, 5)
     before = read_log("all F", str(inspect_json(tmp_path / "a", lambda n: n not in won, groups)))
     after = read_log("1/4", str(inspect_json(tmp_path / "b", lambda n: n not in lost, groups)))
-    record, verdicts = compare_logs(before, after, margin=0.2)
-    _, verdict = verdicts["1/4"]
-    assert len({row.context for row in record.outcomes("score")}) == len(groups)
+    record = compare_logs(before, after, margin=0.2)
+    _, verdict = verdicts_of(record)["1/4"]
+    assert len({row.context for row in record.outcomes()}) == len(groups)
     assert verdict.difference == pytest.approx(2 / 40)
     assert verdict.levels == pytest.approx((34 / 40, 36 / 40))
-    assert "all F 85.0%, 1/4 90.0%: difference +5.0 points" in verdict.sentence
+    assert "(all F 85.0%, 1/4 90.0%)" in verdict.headline
+    assert "Difference +5.0 points" in verdict.details
     assert not any("not compared" in notice for notice in record.notices)
 
 
@@ -268,7 +228,7 @@ def test_samples_that_do_not_give_the_harness_own_number_are_refused(tmp_path: P
     path = lm_eval(tmp_path / "a", same)
     results = lm_eval_results(path, {"acc,none": 0.8, "acc_stderr,none": 0.01})
     log, other = read_log("a", str(path)), read_log("b", str(lm_eval(tmp_path / "b", worse)))
-    record, _ = compare_logs(log, other)
+    record = compare_logs(log, other)
     assert any("not compared" in notice for notice in record.notices)  # of b nothing is known
     results.write_text(results.read_text().replace("0.8,", "0.83,"))
     said = r"a: the harness reports 0.8300 for longbench_qasper, .* have a mean of 0.8000"

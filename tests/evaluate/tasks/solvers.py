@@ -45,19 +45,19 @@ def parents(context: str, question: str) -> str:
     return ", ".join(dict.fromkeys(sources)) + "]"
 
 
-def lookup(context: str, question: str) -> str:
-    passage = re.search(r'contains the passage "(.*)"\?$', question, re.M)
-    assert passage
-    lines = context.splitlines()
-    titles = [
-        line.split(":")[0].removeprefix("Section ")
-        for line in lines
-        if line.startswith("Section ") and passage[1] in line
-    ]
-    assert len(titles) == 1
-    letter = re.search(rf"^\((\w)\) {titles[0]}$", question, re.M)
-    assert letter
-    return letter[1]
+def search(context: str, question: str) -> str:
+    asked = re.search(r"from node (\w+)\. .* at depth (\d)\.", question)
+    assert asked
+    lines = [line for line in context.splitlines() if re.fullmatch(r"\w{10} -> \w{10}", line)]
+    edges = [line.split(" -> ") for line in lines]
+    distance, reached = {asked[1]: 0}, [asked[1]]
+    for depth in range(1, int(asked[2]) + 1):
+        before, reached = set(reached), []
+        for source, target in edges:
+            if source in before and distance.get(target, depth) == depth and target not in reached:
+                distance[target] = depth
+                reached.append(target)
+    return ", ".join(reached) + "]"
 
 
 def notes(context: str, question: str) -> str:
@@ -70,10 +70,10 @@ def notes(context: str, question: str) -> str:
 
 SOLVERS: dict[str, Callable[[str, str], str]] = {
     "needles": needle,
-    "needles-text": needle,
     "tracking": tracking,
     "rounds": rounds,
     "parents": parents,
-    "lookup": lookup,
+    "search-2": search,
+    "search-3": search,
     "notes": notes,
 }

@@ -14,40 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import binom, chisquare, spearmanr
+from scipy.stats import binom, spearmanr
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks import TASKS, Context, make_context
-from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, _shortened, fitted
-from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS
+from sglang_indexcache.evaluate.tasks.chat import around, has_template
+from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, _shortened, fitted, strata
+from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS, prose
 from sglang_indexcache.support.text import machine_text, make_tokenizer
+from tests.evaluate.fake_server import Words
 from tests.evaluate.tasks.solvers import SOLVERS
 
 TINY = Path(__file__).parents[3] / "sglang_indexcache" / "demo" / "tiny-dsa"
 LENGTHS = (1024, 8192, 131072)
-
-
-class Words:
-    """A third tokenizer that is quick and merges nothing: words, spaces and signs."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[str, int] = {}
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
-        found = [re.findall(r" ?\w+|\s|[^\w\s]", one) for one in text]
-        return {
-            "input_ids": [
-                [self.pieces.setdefault(p, len(self.pieces)) for p in one] for one in found
-            ]
-        }
-
-    def get_vocab(self) -> dict[str, int]:
-        words = sorted(set(re.findall(r"[A-Za-z]+", haystack())))
-        return {f"\u0120{word}": place for place, word in enumerate(words)}
-
-    def decode(self, ids: list[int]) -> str:
-        names = list(self.pieces)
-        return "".join(names[i] for i in ids)
 
 
 @cache
@@ -81,8 +60,16 @@ def test_lengths_are_exact_and_answers_are_found(task: str, name: str, length: i
     for question in made.questions:
         asked = tokenizer(name).decode(question.ids)
         assert SOLVERS[task](text, asked) == question.answer_text
-        assert tokenizer(name).decode(question.answer) == question.answer_text
-        assert asked == f"\n{question.text}"
+        said = tokenizer(name).decode(question.answer)
+        if has_template(tokenizer(name)) and task != "notes":
+            before, behind = asked.split("<|assistant|>")
+            assert question.text.startswith(before.removeprefix("\n"))
+            assert f"{before} {behind}".split() == question.text.split()
+            assert said == question.answer_text.lstrip(None if not behind else "")
+            assert text.startswith("<|user|> ")
+        else:
+            assert asked == f"\n{question.text}" + "\nAssistant:" * (task == "rounds")
+            assert said == question.answer_text
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -90,14 +77,10 @@ def test_no_question_answers_another(task: str) -> None:
     for seed in range(5):
         questions = context(task, "words", 4096, seed).questions
         assert len({question.text for question in questions}) == len(questions)
-        if task != "lookup":  # its answer is one letter; what gives it away is the passage's place
-            answers = [question.answer_text for question in questions]
-            assert len(set(answers)) == len(answers)
-            for question in questions:
-                assert not any(answer.strip() in question.text for answer in answers)
-        else:
-            passages = [question.text.split('"')[1] for question in questions]
-            assert len(set(passages)) == len(passages)
+        answers = [question.answer_text for question in questions]
+        assert len(set(answers)) == len(answers) or task.startswith("search")
+        for question in questions:
+            assert not any(answer.strip() in question.text for answer in answers)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -115,22 +98,6 @@ def test_depths_are_spread_and_not_in_the_order_of_asking(task: str) -> None:
     assert spearmanr(order, depths).pvalue > 1e-6
 
 
-def test_letters_and_places_of_the_right_section_are_drawn_evenly() -> None:
-    letters: Counter[str] = Counter()
-    ranks: Counter[int] = Counter()
-    for seed in range(60):
-        made = context("lookup", "words", 4096, seed)
-        text = tokenizer("words").decode(made.ids)
-        for question in made.questions:
-            letters[question.answer_text] += 1
-            titles = dict(re.findall(r"^\((\w)\) (\S+)$", question.text, re.M))
-            starts = {letter: text.index(f"Section {title}:") for letter, title in titles.items()}
-            ranks[sorted(starts.values()).index(starts[question.answer_text])] += 1
-    for seen in (letters, ranks):
-        assert len(seen) == 4
-        assert chisquare(list(seen.values())).pvalue > 1e-6
-
-
 def test_look_alike_rounds_are_asked_for_at_every_place() -> None:
     places: Counter[str] = Counter()
     for seed in range(30):
@@ -138,9 +105,9 @@ def test_look_alike_rounds_are_asked_for_at_every_place() -> None:
             found = re.search(r"to the (\d)\w\w \(1 indexed\)", question.text)
             assert found
             places[found[1]] += 1
-    # 2, 4 or 8 alike: the first is asked for in less than half of the cases.
-    assert places["1"] < binom.ppf(1 - 1e-6, sum(places.values()), 0.5)
+    # Eight alike, but for the last request of a context.
     assert set(places) >= set("12345678")
+    assert places["1"] < binom.ppf(1 - 1e-6, sum(places.values()), 0.2)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -182,9 +149,6 @@ def test_published_rules_are_kept() -> None:
         "Some special magic uuids are hidden within the following text. Make sure to memorize "
         "it. I will quiz you about the uuids afterwards.\n"
     ) in text
-    for question in context("needles-text", "words", 4096, 0).questions:
-        assert re.fullmatch(r" \d{7}", question.answer_text)
-        assert re.search(r"for [a-z]+-[a-z]+ mentioned", question.text)
     for question in context("tracking", "words", 4096, 0).questions:
         assert re.fullmatch(r"( [A-Z]{5},){4} [A-Z]{5}", question.answer_text)
     edges = re.findall(
@@ -217,16 +181,61 @@ def test_too_short_a_context_is_refused(task: str) -> None:
         make_context(task, tokenizer("words"), 40, 0, haystack=haystack())
 
 
-@pytest.mark.parametrize("task", ["needles-text", "rounds", "lookup"])
+@pytest.mark.parametrize("task", ["notes", "rounds"])
 def test_a_haystack_that_is_too_short_is_refused(task: str) -> None:
     with pytest.raises(QualityError, match="haystack of at least"):
         make_context(task, tokenizer("words"), 4096, 0)
 
 
-@pytest.mark.parametrize("task", ["rounds", "lookup"])
-def test_a_haystack_that_repeats_itself_is_refused(task: str) -> None:
-    with pytest.raises(QualityError, match=f"repeats itself too much for {task}"):
-        make_context(task, tokenizer("words"), 4096, 0, haystack="one two " * 5000)
+def test_a_haystack_that_repeats_itself_is_refused() -> None:
+    with pytest.raises(QualityError, match="repeats itself too much for rounds"):
+        make_context("rounds", tokenizer("words"), 4096, 0, haystack="one two " * 5000)
+
+
+class Beginning(Words):
+    """A tokenizer that begins every text with an id of its own."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
+        found = super().__call__(text, add_special_tokens=False)["input_ids"]
+        return {"input_ids": [[9999] * add_special_tokens + ids for ids in found]}
+
+
+def test_a_context_begins_as_a_text_does_for_the_model() -> None:
+    assert around(Beginning()) == ([9999], [])
+    made = make_context("needles", Beginning(), 2048, 3)
+    assert made.ids[0] == 9999
+    assert made.ids.count(9999) == 1
+    assert max(len(made.ids) + len(q.ids) + len(q.answer) for q in made.questions) == 2048
+    assert around(Words()) == ([], [])
+
+
+def test_questions_and_answers_stand_in_the_turns_of_the_models_template() -> None:
+    tiny = tokenizer("tiny-dsa")
+    made = context("parents", "tiny-dsa", 1024, 3)
+    whole = tiny.decode(made.ids + made.questions[0].ids)
+    asked = whole.removeprefix("<|user|>").partition("<|assistant|>")
+    rendered = tiny.apply_chat_template(
+        [{"role": "user", "content": asked[0]}], tokenize=False, add_generation_prompt=True
+    )
+    assert whole == f"{rendered}Final Answer: ["
+
+
+def test_generated_text_is_the_same_everywhere_and_says_nothing_twice() -> None:
+    text = prose(300_000)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "d71c438ddc805063"
+    sentences = text.replace("\n", " ").split(". ")
+    assert len(set(sentences)) > 0.9 * len(sentences)
+    assert prose(1000) == text[: len(prose(1000))]
+
+
+@pytest.mark.parametrize(("count", "total"), [(8, 8), (8, 9), (8, 13), (7, 100)])
+def test_no_place_is_drawn_twice(count: int, total: int) -> None:
+    """Two parts of 13 / 8 lines rounded to one line: the same question stood there twice."""
+    for seed in range(200):
+        places = strata(random.Random(seed), count, total)
+        assert places == sorted(set(places))
+        assert len(places) == count
+        assert 0 <= places[0] <= places[-1] < total
 
 
 def test_an_unknown_task_is_named() -> None:
@@ -261,16 +270,15 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
         fitted("stubborn", stubborn, Words(), 100, 3, "", 2)
 
 
-@pytest.mark.parametrize("task", ["rounds", "lookup"])
-def test_lines_that_an_answer_rests_on_are_kept(task: str) -> None:
+def test_lines_that_an_answer_rests_on_are_kept() -> None:
     """The i-th of look-alike turns is another one without those before it."""
     words = Words()
 
     def encode(pieces: Sequence[str]) -> list[list[int]]:
         return list(words(list(pieces), add_special_tokens=False)["input_ids"])
 
-    room = Room(2048, 8, encode, list)
-    draft = TASKS[task](random.Random(1), room, haystack())
+    room = Room(16384, 8, encode, list)
+    draft = TASKS["rounds"](random.Random(1), room, haystack())
     sizes = [len(ids) for ids in encode([f"\n{line}" for line in draft.lines])]
     shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))
     assert over <= 0
@@ -278,8 +286,7 @@ def test_lines_that_an_answer_rests_on_are_kept(task: str) -> None:
     for before, after in zip(draft.asked, shorter.asked, strict=True):
         [old], [new] = before.evidence, after.evidence
         assert shorter.lines[new] == draft.lines[old]
-    if task == "rounds":
-        for one in draft.asked:
-            kind = draft.lines[one.evidence[0]].partition("\n")[0]
-            alike = [line for line in draft.lines if line.startswith(kind)]
-            assert alike == [line for line in shorter.lines if line.startswith(kind)]
+    for one in draft.asked:
+        kind = draft.lines[one.evidence[0]].partition("\n")[0]
+        alike = [line for line in draft.lines if line.startswith(kind)]
+        assert alike == [line for line in shorter.lines if line.startswith(kind)]
