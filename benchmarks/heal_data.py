@@ -1,89 +1,322 @@
-"""What healing gives back when its data lack the task that is asked later.
+"""What healing gives back, by the data it is healed on and the length at which it is asked.
 
     python -m benchmarks.heal_data --work runs/heal-data [--seeds 0 1 2]
+    python -m benchmarks.heal_data --work runs/heal-data --redraw
 
-As ``benchmarks.heal_study`` heals uniform 1/4 (320 steps of one row of 512 tokens), but on the
-Python standard library's sources alone, and scored on the same held-out documents. The study
-itself heals on documents of the kinds that it asks. Writes results/heal_data.json and .md.
+Heals uniform 1/4 of the shipped small checkpoint on sources of the Python library, on prose
+(Python's language reference) and on conversations (questions about functions of the library,
+answered by their docstrings), and asks for recall, which none of them has. No text that is asked
+about is healed on. Beside them stands healing on documents of the asked task, which
+``benchmarks.heal_study`` measured on the same held-out documents. A seed decides which documents
+are seen. A step is a row of 512 tokens, or as many tokens in rows of another length.
+
+A run is a folder below ``--work`` with a report for every length that was asked; an interrupted
+study goes on, and ``--redraw`` collects the reports that there are. Writes results/heal_data.json
+and .png.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import inspect
+import json
+import pydoc_data.topics
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.heal_study import (
-    ALL_F,
-    FREE,
-    HEALED,
-    LENGTH,
-    Run,
-    Served,
-    scored,
-    summarise,
-    table,
-)
-from sglang_indexcache.data.documents import MACHINE
-from sglang_indexcache.data.machine import TEXT_CHARACTERS
+from benchmarks.heal_study import HEAL_LR
+from benchmarks.training.scores import Scorer
+from sglang_indexcache.adapter import Adapter
+from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions, heal
+from sglang_indexcache.stats.student import crossed_half_width
+from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.support.text import machine_text
 
 RESULT = Path(__file__).parent / "results" / "heal_data"
-NAME = "1/4 uniform"
+STUDY = Path(__file__).parent / "results" / "heal.json"
+PATTERN, SEARCHED, ALL_F = "uniform:1/4", "tiny-dsa-1of4", "full"
+SOURCE, PROSE, CONVERSATIONS = KINDS = ("source", "prose", "conversations")
+TASK = "the task"
+FEW = 80
+"""Steps of healing that show what its data does; :data:`STEPS` is what healing does by itself."""
+LENGTH = 512
+"""Tokens of a row, where the length is not what is compared."""
+ASKED = {512: 24, 256: 24, 1024: 12, 2048: 8}
+"""Held-out documents by their length in tokens."""
+TURNS = 6
+"""Questions of a conversation."""
+
+Rows = list[list[float]]
+"""``[seeds, documents]``"""
 
 
-def healed(run: Run, folder: Path) -> Served:
-    """The run's adapter, with the study's options but for the data."""
+@dataclass(frozen=True)
+class Run:
+    """One healing, or one pattern as it is.
+
+    Attributes:
+        pattern: for the pattern library.
+        healed_on: the kind of text; None if not healed.
+        length: tokens of a row of healing.
+        steps: of healing, of :data:`LENGTH` tokens each.
+        seed: of its documents.
+    """
+
+    pattern: str
+    healed_on: str | None = None
+    length: int = 0
+    steps: int = 0
+    seed: int = 0
+
+    @property
+    def folder(self) -> str:
+        """Its name below ``--work``."""
+        pattern = self.pattern.replace(":", "-").replace("/", "of")
+        if self.healed_on is None:
+            return pattern
+        data = self.healed_on.replace(" ", "-")
+        return f"{pattern}-{data}-{self.length}-{self.steps}-seed{self.seed}"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a line says of it; all seeds share a line."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
+
+def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
+    """Every run with a length at which it is asked, what matters most first."""
+    free = [Run(ALL_F), Run(PATTERN), Run(SEARCHED)]
+
+    def healings(kinds: Sequence[str], length: int, steps: int) -> list[Run]:
+        return [Run(PATTERN, kind, length, steps, seed) for seed in seeds for kind in kinds]
+
+    kinds = [run for kind in KINDS for run in healings([kind], LENGTH, STEPS)]
+    fewer = healings(KINDS, LENGTH, FEW)
+    lengths = [run for length in (256, 1024) for run in healings([SOURCE], length, FEW)]
+    first = [*free, *fewer[: len(KINDS)], *kinds]
+    return [
+        *((run, asked) for run in first for asked in (LENGTH, 256)),
+        *((run, asked) for run in fewer[len(KINDS) :] for asked in (LENGTH, 256)),
+        *((run, 1024) for run in first),
+        *((run, asked) for run in lengths for asked in (LENGTH, 256, 1024)),
+        *((run, 2048) for run in (*first, *lengths)),
+    ]
+
+
+def texts_of(kind: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Documents of a kind, in an order of the seed; none of a file that is asked about."""
+    *whole, _cut = machine_text(TEXT_CHARACTERS)
+    last = HELD_OUT_EVERY - 1
+    files = [text for number, text in enumerate(whole) if number % HELD_OUT_EVERY != last]
+    if kind == SOURCE:
+        found = [{"text": text} for text in files]
+    elif kind == PROSE:
+        found = [{"text": text} for text in pydoc_data.topics.topics.values()]
+    else:
+        found = [talk for text in files for talk in _conversations(text)]
+    random.Random(seed).shuffle(found)
+    yield from found
+
+
+def _conversations(source: str) -> Iterator[dict[str, Any]]:
+    """Questions about what a module defines, some to a conversation."""
+    defined = (ast.FunctionDef, ast.ClassDef)
+    named = (node for node in ast.walk(ast.parse(source)) if isinstance(node, defined))
+    said = [(node.name, ast.get_docstring(node)) for node in named]
+    pairs = [(name, inspect.cleandoc(text)) for name, text in said if text]
+    for first in range(0, len(pairs), TURNS):
+        messages = []
+        for name, text in pairs[first : first + TURNS]:
+            messages.append({"role": "user", "content": f"What does {name} do?"})
+            messages.append({"role": "assistant", "content": text})
+        yield {"messages": messages}
+
+
+def healed(run: Run, work: Path) -> Adapter:
+    """The run's adapter, made if it is not there."""
+    assert run.healed_on is not None
+    data = work / f"{run.healed_on.replace(' ', '-')}-{run.seed}.jsonl"
+    if not data.exists():
+        lines = [json.dumps(row) for row in texts_of(run.healed_on, run.seed)]
+        write_whole(data, "\n".join(lines) + "\n")
+    rows = max(1, LENGTH // run.length)
+    steps = run.steps * LENGTH // (run.length * rows)
     options = HealOptions(
         checkpoint=shipped_checkpoint(),
         pattern=run.pattern,
-        data=(MACHINE,),
-        output=folder / run.folder,
-        length=LENGTH,
-        rows=1,
-        dense_steps=run.steps,
+        data=(str(data),),
+        output=work / run.folder / "adapter",
+        length=run.length,
+        rows=rows,
+        dense_steps=steps,
+        lr=HEAL_LR,
         held_out=4,
-        evaluate_every=run.steps,
-        seed=run.seed or 0,
+        evaluate_every=steps,
+        save_every=40,
+        seed=run.seed,
         dtype="float32",
     )
-    return Served(shipped_checkpoint(), run.pattern, heal(options).adapter)
+    return heal(options).adapter
+
+
+@functools.cache
+def scorer_of(pattern: str, healed: bool) -> Scorer:
+    """The checkpoint with a pattern; one that may wear adapters is not the untouched one."""
+    del healed
+    return Scorer(shipped_checkpoint(), pattern, TEXT_CHARACTERS)
+
+
+def report(run: Run, asked: int, work: Path, make: bool) -> list[float] | None:
+    """Recall of each held-out document: what its folder has, or newly asked; None if neither."""
+    path = work / run.folder / f"asked-{asked}.json"
+    if not path.exists():
+        if not make:
+            return None
+        scorer = scorer_of(run.pattern, run.healed_on is not None)
+        if run.healed_on is not None:
+            scorer.wear(healed(run, work))
+        found = scorer.scores(asked, ASKED[asked], tasks=("recall",))["tasks"]["recall"]
+        write_json(path, found["per_row"])
+    kept: list[float] = json.loads(path.read_text())
+    return kept
+
+
+def line(told: dict[str, Any], asked: int, rows: Rows, base: Sequence[float]) -> dict[str, Any]:
+    """A row of the table: percent, and points over untouched all F with a 95 % interval.
+
+    The interval holds what differs between documents and, from two seeds on, between seeds.
+    """
+    over = [[100 * (value - before) for value, before in zip(r, base, strict=True)] for r in rows]
+    return told | {
+        "asked_at": asked,
+        "seeds": len(rows),
+        "documents": len(base),
+        "recall": 100 * statistics.fmean(statistics.fmean(row) for row in rows),
+        "over_all_f": statistics.fmean(statistics.fmean(row) for row in over),
+        "half_width": crossed_half_width(over),
+    }
+
+
+def collect(seeds: Sequence[int], work: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Lines of all that was measured, and the names of what was not."""
+    groups: dict[str, Rows] = {}
+    missing = []
+    for run, asked in all_cells(seeds):
+        found = report(run, asked, work, make=False)
+        if found is None:
+            missing.append(f"{run.folder} asked at {asked}")
+        else:
+            groups.setdefault(json.dumps([run.told, asked]), []).append(found)
+    for run, row in _on_the_task():
+        groups.setdefault(json.dumps([run.told, LENGTH]), []).append(row)
+    lines = []
+    for key, rows in groups.items():
+        told, asked = json.loads(key)
+        base = groups.get(json.dumps([Run(ALL_F).told, asked]))
+        if base is not None:
+            lines.append(line(told, asked, rows, base[0]))
+    return lines, missing
+
+
+def _on_the_task() -> Iterator[tuple[Run, list[float]]]:
+    """What ``heal_study`` found of the same documents of :data:`LENGTH` tokens."""
+    for one in json.loads(STUDY.read_text())["reports"]:
+        told = one["run"]
+        if told["name"] == "1/4 uniform" and told["way"] == "healed" and told["steps"] >= FEW:
+            run = Run(PATTERN, TASK, LENGTH, told["steps"], told["seed"])
+            yield run, one["documents"]["recall"]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """A line of the table in words."""
+    plain = {ALL_F: "all F", PATTERN: "uniform 1/4", SEARCHED: "searched 1/4"}[row["pattern"]]
+    if row["healed_on"] is None:
+        return f"{plain}, as it is"
+    return f"{plain}, {row['steps']} steps on {row['healed_on']} at {row['length']}"
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a row for each way, a column for each length that was asked."""
+    lengths = sorted({row["asked_at"] for row in lines})
+    text = ["| | " + " | ".join(f"asked at {n}" for n in lengths) + " | seeds |"]
+    text.append("|---" * (len(lengths) + 2) + "|")
+    for name in dict.fromkeys(map(name_of, lines)):
+        mine = {row["asked_at"]: row for row in lines if name_of(row) == name}
+        cells = [_cell(mine.get(length)) for length in lengths]
+        seeds = {row["seeds"] for row in mine.values() if row["healed_on"]}
+        text.append(f"| {name} | {' | '.join(cells)} | {', '.join(map(str, sorted(seeds)))} |")
+    return "\n".join(text) + "\n"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not measured"
+    if row["pattern"] == ALL_F:
+        return f"{row['recall']:.1f} %"
+    return f"{row['over_all_f']:+.1f} ± {row['half_width'] or 0.0:.1f}"
+
+
+def plot(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Points over all F, one panel for each length that was asked."""
+    lengths = sorted({row["asked_at"] for row in lines})
+    shown = [row for row in lines if row["pattern"] != ALL_F]
+    names = list(dict.fromkeys(map(name_of, shown)))
+    figure, axes = make_figure(4 + 2.6 * len(lengths), 0.9 + 0.34 * len(names), 1, len(lengths))
+    for axis, length in zip(axes, lengths, strict=True):
+        for place, name in enumerate(names):
+            found = [r for r in shown if name_of(r) == name and r["asked_at"] == length]
+            for row in found:
+                axis.errorbar(
+                    row["over_all_f"],
+                    place,
+                    xerr=row["half_width"],
+                    fmt="o",
+                    capsize=3,
+                    color="C0" if row["healed_on"] else "C1",
+                )
+        axis.axvline(0, color="grey", linewidth=0.8)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
+        axis.set_title(f"asked at {length} tokens", fontsize=9)
+        axis.set_xlabel("recall, points over all F")
+        axis.grid(alpha=0.3)
+    save_figure(figure, path)
 
 
 def main() -> None:
-    """Heal, score, write."""
+    """Heal and ask what is missing, then write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="a folder for the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.set_defaults(length=LENGTH, rows=24, text_characters=TEXT_CHARACTERS)
+    parser.add_argument("--redraw", action="store_true", help="heal and ask nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    runs = [Run(ALL_F, FREE), Run(NAME, FREE)]
-    runs += [Run(NAME, HEALED, STEPS, seed) for seed in arguments.seeds]
-    reports = []
-    for run in runs:
-        free = Served(shipped_checkpoint(), run.pattern)
-        served = free if run.way == FREE else healed(run, arguments.work)
-        documents = scored(served, arguments)
-        reports.append({"run": run.told, "cpu_seconds": None, "documents": documents})
-    lines = summarise(reports)
+    for run, asked in [] if arguments.redraw else all_cells(arguments.seeds):
+        report(run, asked, arguments.work, make=True)
+    lines, missing = collect(arguments.seeds, arguments.work)
     result = {
-        "what": "differences from the untouched checkpoint with all F, 95 % intervals",
-        "data": "the Python standard library's sources, none of the asked tasks",
+        "what": "recall; differences from the untouched checkpoint with all F, 95 % intervals",
         "machine": machine() | {"threads": 1},
         "checkpoint": checkpoint_digest(shipped_checkpoint()),
-        "tokens_of_a_document": LENGTH,
-        "documents_per_task": arguments.rows,
+        "tokens_of_a_step": LENGTH,
+        "not_measured": missing,
         "lines": lines,
-        "reports": reports,
     }
     write_json(RESULT.with_suffix(".json"), result)
-    write_whole(RESULT.with_suffix(".md"), table(lines))
+    plot(lines, RESULT.with_suffix(".png"))
     print(table(lines))
 
 

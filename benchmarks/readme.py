@@ -30,7 +30,7 @@ PAGES = tuple(
         "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
-        "docs/heal.md",
+        "benchmarks/results/heal.md",
         "docs/patterns.md",
     )
 )
@@ -151,6 +151,13 @@ def _healing_grid(folder: Path, path: str) -> str:
     return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
 
 
+def _healing_data(folder: Path, path: str) -> str:
+    """What it gives back when its data lack the task that is asked."""
+    from benchmarks import heal_data
+
+    return heal_data.table(json.loads((folder / path).read_text())["lines"])
+
+
 def _request_patterns(folder: Path, path: str) -> str:
     """What it costs that a request may have a pattern of its own."""
     from benchmarks import request_patterns
@@ -167,7 +174,13 @@ def _healing_memory(folder: Path, path: str) -> str:
 
 def _window(folder: Path, path: str) -> str:
     """Points against all F, by pattern and window."""
-    return recent_window.table(json.loads((folder / path).read_text())["cells"])
+    found = json.loads((folder / path).read_text())["cells"]
+    return recent_window.table(found) if found else f"{NOT_MEASURED}\n"
+
+
+def _window_losses(folder: Path, path: str) -> str:
+    """Thousandths of a nat over all F, by pattern and window."""
+    return recent_window.table(json.loads((folder / path).read_text())["losses"])
 
 
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
@@ -190,11 +203,13 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "quality-measures": (_quality_measures, "quality/measures.json"),
     "healing": (_healing, "heal.json"),
     "healing-grid": (_healing_grid, "heal.json"),
+    "healing-data": (_healing_data, "heal_data.json"),
     "healing-memory": (_healing_memory, "heal_memory.json"),
     "expect": (_expect, "expect.json"),
     "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "window": (_window, "window/result.json"),
+    "window-losses": (_window_losses, "window/result.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from sglang_indexcache.data.machine import MachineText, window
 from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.rows import PackedBatch
+from sglang_indexcache.heal.packing import PackedBatch
 
 TEXT = "text"
 

@@ -149,19 +149,29 @@ class Scorer:
         adapter: Adapter | None = None,
     ) -> None:
         self.pattern = Library.default().resolve(pattern, Checkpoint.read(checkpoint)).pattern
-        if adapter is not None:
-            adapter.check(checkpoint, self.pattern)
+        self._checkpoint = checkpoint
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._language_model = model
         if adapter is not None:
-            # Its file was checked to hold every tensor of these indexers and nothing else.
-            model.load_state_dict(adapter.tensors(), strict=False)
+            self.wear(adapter)
         text = MachineText.read(tokenizer, text_characters)
         self._words = TaskWords(tokenizer)
         self._mixture = Mixture(tokenizer, text, self._words, {TEXT: 1.0}, [], 0, held_out=True)
         self.unigram_loss = unigram_loss(text.train, text.held_out, model.config.vocab_size)
         self._model = DistilledModel(model, self.pattern)
         self._topk = self._model.sharing.topk
+
+    def wear(self, adapter: Adapter) -> None:
+        """Put an adapter's indexers in the places of those that are there.
+
+        Raises:
+            CheckpointError, PatternError: it is another checkpoint's or pattern's.
+        """
+        adapter.check(self._checkpoint, self.pattern)
+        # Its file was checked to hold every tensor of these indexers and nothing else.
+        loaded = self._language_model.load_state_dict(adapter.tensors(), strict=False)
+        assert not loaded.unexpected_keys
 
     def scores(
         self,

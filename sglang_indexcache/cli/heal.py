@@ -54,11 +54,11 @@ def run(
         str | None,
         typer.Option(
             metavar="LENGTH",
-            help=f"Length of a row of packed documents: {CONTEXTS}. Four times the model's "
+            help=f"Length of a row of packed documents: {CONTEXTS}. Eight times the model's "
             "index_topk if not given.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of each step.")] = 4,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of each step.")] = 1,
     micro_rows: Annotated[
         int,
         typer.Option(
@@ -74,13 +74,19 @@ def run(
             metavar="N", min=0, help="Steps after those, in which layers attend as served."
         ),
     ] = 0,
-    lr: Annotated[float, typer.Option(metavar="RATE", help="Highest learning rate.")] = 5e-3,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Highest learning rate. If not given, a short trial of three decides.",
+        ),
+    ] = None,
     held_out: Annotated[
         int, typer.Option(metavar="N", min=1, help="Rows that are only judged by.")
     ] = 8,
     evaluate_every: Annotated[
         int, typer.Option(metavar="N", min=1, help="Steps between evaluations.")
-    ] = 20,
+    ] = 40,
     patience: Annotated[
         int,
         typer.Option(

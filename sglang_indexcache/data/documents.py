@@ -44,6 +44,11 @@ class Text:
         """Whether any are marked."""
         return bool(self.answers)
 
+    @property
+    def characters(self) -> int:
+        """How long it is."""
+        return len(self.text)
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -68,6 +73,11 @@ class Conversation:
     def has_answers(self) -> bool:
         """Whether the assistant says anything."""
         return bool(self.responses)
+
+    @property
+    def characters(self) -> int:
+        """How long it is, about: what is said, before any template."""
+        return sum(len(str(message.get("content", ""))) for message in self.messages)
 
 
 Document = Text | Conversation

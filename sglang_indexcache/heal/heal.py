@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from sglang_indexcache.adapter import Adapter, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Marker
+from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.frozen import FrozenBody
@@ -35,9 +36,8 @@ from sglang_indexcache.heal.optimizer import (
     remember_peaks,
     set_lr,
 )
-from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.heal.packing import Layout, PackedBatch
 from sglang_indexcache.heal.passing import Passing, pass_through
-from sglang_indexcache.heal.rows import FileRows, PackedBatch, PackedRow
 from sglang_indexcache.heal.run_folder import HealRun, HeldOutEvaluation, Position, State
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
@@ -45,8 +45,18 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import checkpoint_digest, versions
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+RATES = (5e-3, 1e-3, 2e-4)
+"""Learning rates that are tried: that of the study in docs/heal.md, and lower ones, as a larger
+indexer that was trained for longer may bear less."""
+TRIAL_STEPS = 12
+"""Of each of them."""
 SHOWN_EVERY = 10
 """Steps between lines on the console; the file has every step."""
+
+
+class NotFiniteError(TrainingError):
+    """The loss is infinite or not a number."""
+
 
 Tensors = dict[str, torch.Tensor]
 OnStep = Callable[[int, Callable[[], Tensors]], None]
@@ -62,12 +72,12 @@ class HealOptions:
         pattern: in any form that the pattern library resolves.
         data: files, as for :func:`~sglang_indexcache.data.documents.read_documents`.
         output: folder of the adapter; beside it ``<output>.run`` holds state, log and figure.
-        length: tokens of a row; four times the model's index_topk if None.
+        length: tokens of a row; eight times the model's index_topk if None.
         rows: rows of a step over all processes.
         micro_rows: rows that run through a layer at a time.
         dense_steps: steps of the dense warm-up.
         sparse_steps: steps of the sparse stage after it.
-        lr: peak learning rate.
+        lr: peak learning rate; None tries :data:`RATES` first and takes the best.
         warmup: share of a stage's steps in which the learning rate rises.
         final_lr: share of the peak that a cosine falls to.
         weight_decay: of AdamW, matrices only.
@@ -77,7 +87,7 @@ class HealOptions:
         patience: end a stage after so many evaluations in a row without a lower held-out loss;
             0 to never do so.
         save_every: steps between states.
-        seed: of the order of rows.
+        seed: of the documents that are drawn, and of the order of rows.
         dtype: of the body: "bfloat16" or "float32".
         from_disk: read a layer's weights each time it runs, for a model that does not fit.
         block: queries per block of chunked work.
@@ -91,17 +101,17 @@ class HealOptions:
     data: tuple[str, ...]
     output: Path
     length: int | None = None
-    rows: int = 4
+    rows: int = 1
     micro_rows: int = 1
     dense_steps: int = STEPS
     sparse_steps: int = 0
-    lr: float = 5e-3  # what the study in docs/heal.md supports, on one small checkpoint
+    lr: float | None = None
     warmup: float = 0.1
     final_lr: float = 0.1
     weight_decay: float = 0.01
     clip: float = 1.0
     held_out: int = 8
-    evaluate_every: int = 20
+    evaluate_every: int = 40
     patience: int = 0
     save_every: int = 10
     seed: int = 0
@@ -215,12 +225,12 @@ class Target:
                 "adapter without a window, or serve the window without healing."
             )
         topk = int(checkpoint.shape["index_topk"])
-        length = options.length or 4 * topk
+        length = options.length or 8 * topk
         if length <= topk:
             raise TrainingError(
                 f"rows of {length} tokens are no longer than index_topk ({topk}): every "
                 f"query selects all that it sees, so nothing can be learned of selecting. Give "
-                f"longer rows, for instance {4 * topk} tokens."
+                f"longer rows, for instance {8 * topk} tokens."
             )
         return cls(pattern, topk, length)
 
@@ -274,6 +284,7 @@ class _Healing:
         self._load()
         state = self.files.load()
         self._announce(state)
+        self.lr = self.options.lr or (self._best_rate() if state is None else state.lr)
         for number, stage in enumerate(self.options.stages):
             here = state if state is not None and state.position.stage == number else None
             if state is None or number >= state.position.stage:
@@ -339,10 +350,40 @@ class _Healing:
         if state is not None:
             say(f"resumed after step {state.position.step} of stage {state.position.stage}")
 
+    def _best_rate(self) -> float:
+        """The learning rate with which a short run ends at the lowest held-out loss."""
+        first, found = self.options.stages[0], {}
+        stage = replace(
+            first, steps=TRIAL_STEPS, warmup_steps=round(TRIAL_STEPS * self.options.warmup)
+        )
+        begin = self._masters()
+        for rate in RATES:
+            try:
+                found[rate] = self._tried(rate, stage)
+            except NotFiniteError:
+                if rate == RATES[-1] and not found:
+                    raise
+            self._set(begin)
+        told = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in found.items())
+        best = min(found, key=lambda rate: found[rate])
+        self.files.log.say(
+            f"held-out loss after {stage.steps} steps at a learning rate of {told}; taking {best:g}"
+        )
+        return best
+
+    def _tried(self, rate: float, stage: HealStage) -> float:
+        """The held-out loss after a stage of its own."""
+        optimizer = self._optimizer(rate)
+        optimizer.zero_grad()  # a rate before may have ended in the middle of a step
+        for step in range(stage.steps):
+            set_lr([optimizer], lr_factor(step, stage))
+            self._step(0, step, stage, optimizer)
+        return sum(self._measure(stage.kind)[0])
+
     def _stage(self, number: int, stage: HealStage, state: State | None) -> None:
-        optimizer = self._optimizer()
+        optimizer = self._optimizer(self.lr)
         if state is None:
-            state = State(Position(number, 0))
+            state = State(Position(number, 0), lr=self.lr)
             self._judge(number, 0, stage, state)
         else:
             self._restore(state, optimizer)
@@ -382,9 +423,9 @@ class _Healing:
             "total_step": self._before(number) + done,
         }
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self, lr: float) -> torch.optim.Optimizer:
         parameters: list[nn.Parameter] = list(self.trained.values())
-        groups = adamw_groups(parameters, self.options.lr, self.options.weight_decay)
+        groups = adamw_groups(parameters, lr, self.options.weight_decay)
         optimizer = torch.optim.AdamW(groups, betas=BETAS)
         remember_peaks([optimizer])
         return optimizer
@@ -430,7 +471,7 @@ class _Healing:
             for part in (sums.loss, sums.mass, sums.choosing):
                 part.copy_(self._summed(part))
         if not sums.loss.isfinite().all():
-            raise TrainingError(
+            raise NotFiniteError(
                 "the distillation loss is not finite any more. Lower the learning rate; if it was "
                 "so from the first step, the checkpoint's weights are damaged."
             )
@@ -458,11 +499,14 @@ class _Healing:
             parameter.grad.copy_(self._summed(parameter.grad))
 
     @torch.no_grad()
+    def _measure(self, kind: Stage) -> tuple[list[float], list[float]]:
+        """Loss and recall of every layer on the held-out rows."""
+        sums, queries = self._forward(list(self.data.held_out), kind)
+        return (sums.loss / queries).tolist(), (sums.mass / sums.choosing).tolist()
+
     def _judge(self, number: int, done: int, stage: HealStage, state: State) -> None:
         """Evaluate on the held-out rows, and keep these weights if they are the best so far."""
-        sums, queries = self._forward(list(self.data.held_out), stage.kind)
-        loss = (sums.loss / queries).tolist()
-        recall = (sums.mass / sums.choosing).tolist()
+        loss, recall = self._measure(stage.kind)
         found = HeldOutEvaluation(
             **self._where(number, done, stage),
             held_out_loss=sum(loss),
@@ -526,7 +570,7 @@ class _Healing:
     def _record(self, evaluations: tuple[HeldOutEvaluation, ...]) -> dict[str, Any]:
         return {
             "made_by": "indexcache heal run",
-            "options": {**self._told(), "length": self.length},
+            "options": {**self._told(), "length": self.length, "lr": self.lr},
             "data_digest": self.data.digest,
             "evaluations": [
                 {k: v for k, v in vars(e).items() if not isinstance(v, list)} for e in evaluations

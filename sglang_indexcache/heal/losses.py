@@ -17,7 +17,7 @@ Everything is computed in float32 (float64 inputs in float64), whatever autocast
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +133,7 @@ def distillation_loss(
     layout: Layout,
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
+    average: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Sum over queries of KL(mean of the targets' p || q): L_avg, or one term of L_multi.
 
@@ -145,6 +146,9 @@ def distillation_loss(
         selected: ``[B, T, k]`` top-k indices padded with -1, each at most once in a row, for the
             sparse form; None for the warm-up form.
         block: queries per block.
+        average: makes ``[B, rows, S]`` of the p of this process's heads the mean over all
+            processes, where tensor parallelism splits the heads; every process calls it equally
+            often. None where all heads are here.
 
     Returns:
         A scalar. Divide by ``layout.counted.sum()`` for the mean over queries.
@@ -153,7 +157,7 @@ def distillation_loss(
         TrainingError: shapes that do not fit together, or no target.
     """
     _check(index, targets, layout, selected)
-    job = _Job(tuple(targets), layout, selected, block)
+    job = _Job(tuple(targets), layout, selected, block, average)
     loss: torch.Tensor = _Blockwise.apply(index.queries, index.keys, index.weights, job)
     return loss
 
@@ -345,6 +349,7 @@ class _Job:
     layout: Layout
     selected: torch.Tensor | None
     block: int
+    average: Callable[[torch.Tensor], torch.Tensor] | None
 
     def keys(self, rows: slice) -> _Keys:
         """What the queries ``rows`` are scored with."""
@@ -358,6 +363,7 @@ class _Job:
         keys = self.keys(rows)
         scores, hits, taken = keys.scores(index)
         p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
+        p = p if self.average is None else self.average(p)
         log_q = _log_softmax(scores, keys.allowed)
         counted = self.layout.counted[:, rows]
         if gradient is not None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_indexcache.errors import TrainingError
 
+if TYPE_CHECKING:
+    from sglang_indexcache.data.packed import PackedRow
+
 PADDING = -1
 """Document number of a token that only fills a row."""
-
-IGNORED = -100
-"""Label of a token that the LM loss does not count, as in torch's cross entropy."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,41 @@ class Layout:
             raise TrainingError(f"a block holds at least one query, got {size}")
         for start in reversed(range(0, self.length, size)):
             yield slice(start, min(start + size, self.length))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """``B`` rows of ``T`` tokens.
+
+    Attributes:
+        ids: ``[B, T]`` int64.
+        documents: ``[B, T]`` int64, the document of each token within its row;
+            :data:`PADDING` fills a row up.
+        positions: ``[B, T]`` int64, counted from 0 in each document.
+    """
+
+    ids: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], length: int, padding: int) -> PackedBatch:
+        """Pad rows to ``length`` tokens with the token id ``padding``."""
+        shape = (len(rows), length)
+        batch = cls(
+            ids=torch.full(shape, padding),
+            documents=torch.full(shape, PADDING),
+            positions=torch.zeros(shape, dtype=torch.int64),
+        )
+        for number, row in enumerate(rows):
+            at = 0
+            for document, piece in enumerate(row):
+                here = (number, slice(at, at + len(piece)))
+                batch.ids[here] = torch.from_numpy(piece).long()
+                batch.documents[here] = document
+                batch.positions[here] = torch.arange(len(piece))
+                at += len(piece)
+        return batch
 
 
 def selected_mask(indices: torch.Tensor, keys: int) -> torch.Tensor:

@@ -46,6 +46,7 @@ class State:
         best: the weights with the lowest held-out loss of this stage.
         best_loss: that loss.
         since_best: evaluations after it.
+        lr: peak learning rate.
     """
 
     position: Position
@@ -54,6 +55,7 @@ class State:
     best: Tensors = field(default_factory=dict)
     best_loss: float = float("inf")
     since_best: int = 0
+    lr: float = 0.0
 
     def judged(self, loss: float, weights: Callable[[], Tensors]) -> None:
         """Take note of an evaluation."""

@@ -18,6 +18,7 @@ from sglang_indexcache.errors import (
     PatternError,
     TrainingError,
 )
+from sglang_indexcache.heal import heal as heal_module
 from sglang_indexcache.heal.heal import HealOptions, HealResult, heal
 from sglang_indexcache.heal.run_folder import read_metrics
 from sglang_indexcache.study.provenance import checkpoint_digest
@@ -31,6 +32,7 @@ SMALL: dict[str, Any] = {
     "rows": 3,
     "dense_steps": 3,
     "sparse_steps": 2,
+    "lr": 5e-3,
     "held_out": 2,
     "evaluate_every": 2,
     "save_every": 1,
@@ -56,6 +58,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[HealResult, Path]
         folder / "adapter",
         rows=2,
         dense_steps=8,
+        lr=5e-3,
         evaluate_every=8,
         held_out=4,
         dtype="float32",
@@ -94,6 +97,7 @@ def test_a_finished_run_is_left_as_it_is(learned: tuple[HealResult, Path]) -> No
         folder / "adapter",
         rows=2,
         dense_steps=8,
+        lr=5e-3,
         evaluate_every=8,
         held_out=4,
         dtype="float32",
@@ -139,6 +143,21 @@ def test_interrupted_after_any_step_it_ends_the_same(base: Path) -> None:
 
 def without_time(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith("seconds")}
+
+
+def test_the_best_of_some_learning_rates_is_taken(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is that of the best rate from its first step on, also when it goes on later."""
+    monkeypatch.setattr(heal_module, "RATES", (1e30, 1e-7, 2e-2))
+    found = interrupted(options(base, lr=None), after=2)
+    given = heal(options(base, lr=2e-2, output=base / "given"))
+    for name, tensor in given.adapter.tensors().items():
+        assert torch.equal(found.adapter.tensors()[name], tensor)
+    assert found.adapter.record["options"]["lr"] == 2e-2
+    monkeypatch.setattr(heal_module, "RATES", (1e30,))
+    with pytest.raises(TrainingError, match="not finite any more"):
+        heal(options(base, lr=None, output=base / "none"))
 
 
 def test_from_disk_it_ends_the_same(base: Path) -> None:

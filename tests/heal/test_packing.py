@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.packing import Layout, selected_mask
+from sglang_indexcache.heal.packing import Layout, PackedBatch, selected_mask
 
 
 def naive_visible(documents: torch.Tensor) -> torch.Tensor:
@@ -50,3 +51,11 @@ def test_wrong_documents_are_one_clear_error(documents: torch.Tensor) -> None:
 def test_an_empty_block_is_an_error() -> None:
     with pytest.raises(TrainingError, match="at least one query"):
         list(Layout(torch.zeros(1, 3, dtype=torch.int64)).blocks(0))
+
+
+def test_rows_become_a_batch() -> None:
+    rows = [tuple(np.asarray(ids, dtype=np.int32) for ids in row) for row in ([[5, 6], [7]], [[8]])]
+    batch = PackedBatch.of(rows, length=4, padding=9)
+    assert batch.ids.tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
+    assert batch.documents.tolist() == [[0, 0, 1, -1], [0, -1, -1, -1]]
+    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sglang_indexcache.data.marking import is_held_out
+from sglang_indexcache.data.packed import LEAST, FileRows, drawn_documents
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.rows import FileRows, PackedBatch
 from tests.data.letters import letters, text_of
 
 LENGTH = 12
@@ -56,11 +55,24 @@ def test_all_windows_of_a_document_are_on_one_side(tmp_path: Path) -> None:
         )
 
 
-def test_no_more_is_read_than_is_needed(source: str, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{")
-    found = read(source, str(broken), train=5, held_out=3)
-    assert (len(found.train), len(found.held_out)) == (5, 3)
+def test_rows_come_from_all_of_the_files(tmp_path: Path) -> None:
+    """Once the first files of a folder gave them all."""
+    for number in range(26):
+        (tmp_path / f"{number:02d}.txt").write_text(chr(ord("A") + number) * LENGTH)
+    found = [read(str(tmp_path), train=8, held_out=2, seed=seed) for seed in (0, 0, 1)]
+    letters_of = [sorted(text[0] for text in written(rows.train)) for rows in found]
+    assert letters_of[0] == letters_of[1] != letters_of[2]
+    assert len(set(letters_of[0])) == 8
+    assert min(letters_of[0]) < "J" < "R" < max(letters_of[0])
+
+
+def test_no_more_is_held_than_is_wanted(source: str) -> None:
+    found = drawn_documents([source, source], 1000, seed=0)
+    sizes = [document.characters for document in found]
+    assert sum(sizes) >= 1000 > sum(sizes[:-1])
+    fewer = drawn_documents([source, source], 1, seed=0)
+    assert (len(fewer), fewer) == (LEAST, found[:LEAST])
+    assert len(drawn_documents([source], 10**9, seed=0)) == len(TEXTS)
 
 
 def test_rows_are_drawn_once_each_before_any_comes_again(source: str) -> None:
@@ -72,7 +84,6 @@ def test_rows_are_drawn_once_each_before_any_comes_again(source: str) -> None:
     assert sorted(first) == sorted(second) == sorted(written((row,)) for row in found.train)
     assert first != second
     again = read(source, seed=1)
-    assert again.digest == found.digest
     assert [written((again.drawn(i),)) for i in range(count)] != first
 
 
@@ -80,11 +91,3 @@ def test_too_little(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(TrainingError, match="one document in four is held out"):
         read(str(tmp_path / "short.txt"))
-
-
-def test_rows_become_a_batch() -> None:
-    rows = [tuple(np.asarray(ids, dtype=np.int32) for ids in row) for row in ([[5, 6], [7]], [[8]])]
-    batch = PackedBatch.of(rows, length=4, padding=9)
-    assert batch.ids.tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
-    assert batch.documents.tolist() == [[0, 0, 1, -1], [0, -1, -1, -1]]
-    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]

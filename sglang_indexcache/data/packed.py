@@ -4,57 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from sglang_indexcache.data.documents import read_documents
-from sglang_indexcache.data.marking import Marker, is_held_out
+from sglang_indexcache.data.documents import Document, read_documents
+from sglang_indexcache.data.marking import HELD_OUT_SHARE, Marker, is_held_out
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.packing import PADDING
+
+CHARACTERS_OF_A_TOKEN = 8
+"""More than any tokenizer's; where it is not enough, rows come again sooner."""
+
+LEAST = 64
+"""Documents that are drawn at least, so that some are held out and some are not."""
 
 Piece = NDArray[np.int32]
 """``[length]`` token ids of a document, or of a window of a longer one."""
 
 PackedRow = tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """``B`` rows of ``T`` tokens.
-
-    Attributes:
-        ids: ``[B, T]`` int64.
-        documents: ``[B, T]`` int64, the document of each token within its row;
-            :data:`~sglang_indexcache.heal.packing.PADDING` fills a row up.
-        positions: ``[B, T]`` int64, counted from 0 in each document.
-    """
-
-    ids: torch.Tensor
-    documents: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[PackedRow], length: int, padding: int) -> PackedBatch:
-        """Pad rows to ``length`` tokens with the token id ``padding``."""
-        shape = (len(rows), length)
-        batch = cls(
-            ids=torch.full(shape, padding),
-            documents=torch.full(shape, PADDING),
-            positions=torch.zeros(shape, dtype=torch.int64),
-        )
-        for number, row in enumerate(rows):
-            at = 0
-            for document, piece in enumerate(row):
-                here = (number, slice(at, at + len(piece)))
-                batch.ids[here] = torch.from_numpy(piece).long()
-                batch.documents[here] = document
-                batch.positions[here] = torch.arange(len(piece))
-                at += len(piece)
-        return batch
 
 
 @dataclass
@@ -105,7 +75,7 @@ class FileRows:
         held_out: int,
         seed: int = 0,
     ) -> FileRows:
-        """Read, tokenise, split and pack; reads no further than needed.
+        """Draw documents from all of the data, then tokenise, split and pack as many as needed.
 
         A document of more than ``length`` tokens is cut into windows. Whether a document is held
         out, with all its windows, its own tokens say.
@@ -116,14 +86,17 @@ class FileRows:
             length: tokens of a row, at most.
             train: rows to train on, at most.
             held_out: rows to hold out, at most.
-            seed: see the attribute.
+            seed: of the documents that are drawn; and see the attribute.
 
         Raises:
             DataError: nothing to read, or a row that nobody understands.
             TrainingError: not one row to train on, or to hold out where some are wanted.
         """
         parts = {False: _Packer(length, train), True: _Packer(length, held_out)}
-        for held_back, piece in _pieces(sources, marker, length):
+        share = HELD_OUT_SHARE
+        rows = max(-(-train * share // (share - 1)), held_out * share)
+        documents = drawn_documents(sources, rows * length * CHARACTERS_OF_A_TOKEN, seed)
+        for held_back, piece in _pieces(documents, marker, length):
             parts[held_back].add(piece)
             if all(part.full for part in parts.values()):
                 break
@@ -154,12 +127,39 @@ class FileRows:
         return content.hexdigest()
 
 
-def _pieces(sources: Sequence[str], marker: Marker, length: int) -> Iterator[tuple[bool, Piece]]:
+def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[Document]:
+    """Documents of all sources, in an order that the seed decides.
+
+    Everything is read, so that files which are sorted by topic do not decide what is learned; no
+    more is held at a time than is wanted.
+
+    Args:
+        sources: as for :func:`~sglang_indexcache.data.documents.read_documents`.
+        characters: that they have together, at least, if there are so many; there are also
+            at least :data:`LEAST` documents.
+        seed: of the order.
+
+    Raises:
+        DataError: nothing to read, or a row that nobody understands.
+    """
+    draw, held = random.Random(seed), 0
+    kept: list[tuple[float, int, Document]] = []  # a heap; on top what comes last in the order
+    found = (document for source in sources for document in read_documents(source))
+    for number, document in enumerate(found):
+        heappush(kept, (-draw.random(), number, document))
+        held += document.characters
+        while len(kept) > LEAST and held - kept[0][2].characters >= characters:
+            held -= heappop(kept)[2].characters
+    return [document for _, _, document in sorted(kept, reverse=True)]
+
+
+def _pieces(
+    documents: Iterable[Document], marker: Marker, length: int
+) -> Iterator[tuple[bool, Piece]]:
     """Whether it is held out, and a document or one of its windows."""
-    for source in sources:
-        for document in read_documents(source):
-            marked = marker.marked(document)
-            held_back = is_held_out(marked.ids)
-            ids = np.asarray(marked.ids, dtype=np.int32)
-            for start in range(0, len(ids), length):
-                yield held_back, ids[start : start + length]
+    for document in documents:
+        marked = marker.marked(document)
+        held_back = is_held_out(marked.ids)
+        ids = np.asarray(marked.ids, dtype=np.int32)
+        for start in range(0, len(ids), length):
+            yield held_back, ids[start : start + length]
