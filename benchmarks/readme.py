@@ -174,7 +174,13 @@ def _healing_memory(folder: Path, path: str) -> str:
 
 def _window(folder: Path, path: str) -> str:
     """Points against all F, by pattern and window."""
-    return recent_window.table(json.loads((folder / path).read_text())["cells"])
+    found = json.loads((folder / path).read_text())["cells"]
+    return recent_window.table(found) if found else f"{NOT_MEASURED}\n"
+
+
+def _window_losses(folder: Path, path: str) -> str:
+    """Thousandths of a nat over all F, by pattern and window."""
+    return recent_window.table(json.loads((folder / path).read_text())["losses"])
 
 
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
@@ -203,6 +209,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "window": (_window, "window/result.json"),
+    "window-losses": (_window_losses, "window/result.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

@@ -1,13 +1,15 @@
 """What a recent window gives back of what sharing loses, by ``indexcache eval``.
 
-    python -m benchmarks.recent_window WORK_FOLDER [--until HH:MM]
-    python -m benchmarks.recent_window WORK_FOLDER --report
+    python -m benchmarks.recent_window WORK_FOLDER {eval,losses} [--until HH:MM]
+    python -m benchmarks.recent_window WORK_FOLDER report
 
-Each setting (how long a list, how long a text) is one evaluation of the small checkpoint on the CPU
-platform: all patterns with every window against all F, on the same contexts. It runs the command
-that users have and computes no statistic of its own. Started again it goes on where it was; the
-report tells of the settings that are finished. Writes
-results/window/{result.json, table.md, window.png}.
+Each setting (how long a list, how long a text) is one evaluation of the small checkpoint: patterns
+with and without windows against all F, on the same documents. ``eval`` asks questions of a server
+on the CPU platform (``indexcache eval run``); ``losses`` measures the loss of held-out text in
+transformers (``indexcache search compare``), which is much cheaper and says less. Both run the
+commands that users have and compute no statistic of their own. Started again they go on where they
+were; the report tells of the settings that are finished. Writes
+results/window/{result.json, window.png}.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ import sglang_indexcache
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
-from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.support.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "window"
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
@@ -110,13 +114,66 @@ def run(setting: Setting, work: Path) -> None:
         )
 
 
+LOSSES = (
+    (64, 512),
+    (16, 512),
+    (256, 512),
+    (64, 256),
+    (16, 256),
+    (256, 1024),
+    (64, 1024),
+    (64, 2048),
+)
+"""List and text, in the order in which they are run."""
+COMPARED = (ALL_FULL, *with_windows(BLIND[:2], (0, 8)), *CONTROL)
+
+
+def compare(topk: int, length: int, work: Path) -> None:
+    """The loss of all patterns on eight held-out documents; the objective is the command's own."""
+    model = checkpoint(work / f"tiny-dsa-top{topk}", topk)
+    output = work / f"loss-top{topk}-{length}"
+    if (output / "compare.json").exists():
+        return
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "sglang_indexcache.cli", "search", "compare", *COMPARED),
+            *("--model", str(model), "--context", str(length), "--held-out", "8"),
+            *("--output", str(output)),
+        ],
+        check=True,
+    )
+
+
+def losses(work: Path) -> list[Cell]:
+    """What the comparisons that are finished say, in thousandths of a nat a token."""
+    told = []
+    for topk, length in LOSSES:
+        path = work / f"loss-top{topk}-{length}" / "compare.json"
+        for one in json.loads(path.read_text())["comparisons"] if path.exists() else ():
+            pattern, _, window = one["name"].partition("+w")
+            found = one["difference"]
+            told.append(
+                {
+                    "topk": topk,
+                    "length": length,
+                    "pattern": pattern,
+                    "window": int(window or 0),
+                    "reference": one["reference_loss"],
+                    "difference": 1000 * found["mean"],
+                    "interval": [1000 * found["low"], 1000 * found["high"]],
+                }
+            )
+    return told
+
+
 def cells(setting: Setting, found: dict[str, Any]) -> list[Cell]:
     """Each arm of a finished evaluation, in its own words and numbers, in points."""
     told = []
     for verdict in found["verdicts"]:
         pattern, _, window = verdict["pattern"].partition("+w")
-        low, high = verdict["interval"] or (None, None)
-        difference, levels = verdict["difference"], verdict["levels"]
+        around, difference, levels = (
+            verdict[name] for name in ("interval", "difference", "levels")
+        )
         told.append(
             {
                 "topk": setting.topk,
@@ -127,7 +184,7 @@ def cells(setting: Setting, found: dict[str, Any]) -> list[Cell]:
                 "verdict": verdict["kind"],
                 "reference": None if levels is None else 100 * levels[0],
                 "difference": None if difference is None else 100 * difference,
-                "interval": None if low is None else [100 * low, 100 * high],
+                "interval": None if around is None else [100 * end for end in around],
             }
         )
     return told
@@ -143,10 +200,10 @@ def report(work: Path) -> None:
             found += cells(setting, data)
             commits.add(data["facts"]["commit"])
     RESULTS.mkdir(parents=True, exist_ok=True)
-    told = {"machine": machine(), "commits": sorted(commits), "cells": found}
+    loss = losses(work)
+    told = {"machine": machine(), "commits": sorted(commits), "cells": found, "losses": loss}
     write_json(RESULTS / "result.json", told)
-    write_whole(RESULTS / "table.md", table(found))
-    draw(found, RESULTS / "window.png")
+    draw([("points to all F", found), ("nats / 1,000 over all F", loss)], RESULTS / "window.png")
 
 
 def groups(found: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
@@ -159,16 +216,13 @@ def groups(found: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
 
 def table(found: list[Cell]) -> str:
     """Markdown: a row for a setting and pattern, a column for a window."""
-    head = ["list", "tokens", "contexts", "all F", "pattern", *(f"w = {w}" for w in WINDOWS)]
+    head = ["list", "tokens", "pattern", *(f"w = {window}" for window in WINDOWS)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (topk, length), some in groups(found).items():
         for pattern in dict.fromkeys(cell["pattern"] for cell in some):
             row = {cell["window"]: cell for cell in some if cell["pattern"] == pattern}
-            any_one = next(iter(row.values()))
             texts = [_points(row.get(window)) for window in WINDOWS]
-            level = any_one["reference"]
-            about = (topk, length, any_one["contexts"], "" if level is None else f"{level:.0f} %")
-            lines.append("| " + " | ".join(map(str, (*about, pattern, *texts))) + " |")
+            lines.append("| " + " | ".join(map(str, (topk, length, pattern, *texts))) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -181,16 +235,16 @@ def _points(cell: Cell | None) -> str:
     )
 
 
-def draw(found: list[Cell], path: Path) -> None:
-    """A panel for each setting: points lost over the window, a line for each pattern."""
-    some = groups(found)
-    figure, axes = make_figure(7.0, 2.6 * len(some), rows=len(some))
-    for axis, ((topk, length), cells_here) in zip(axes, some.items(), strict=True):
+def draw(parts: list[tuple[str, list[Cell]]], path: Path) -> None:
+    """A panel for each setting: what is lost over the window, a line for each pattern."""
+    panels = [(unit, at, some) for unit, found in parts for at, some in groups(found).items()]
+    figure, axes = make_figure(7.0, 2.6 * len(panels), rows=len(panels))
+    for axis, (unit, (topk, length), some) in zip(axes, panels, strict=True):
         axis.axhline(0, color="black", lw=0.8)
-        for place, pattern in enumerate(dict.fromkeys(cell["pattern"] for cell in cells_here)):
+        for place, pattern in enumerate(dict.fromkeys(cell["pattern"] for cell in some)):
             mine = [
                 cell
-                for cell in cells_here
+                for cell in some
                 if cell["pattern"] == pattern and cell["difference"] is not None
             ]
             values = [cell["difference"] for cell in mine]
@@ -200,8 +254,8 @@ def draw(found: list[Cell], path: Path) -> None:
             axis.errorbar(at, values, yerr=bars or None, marker="o", ms=4, capsize=2, label=pattern)
         axis.set_xticks(WINDOWS)
         axis.set_title(f"lists of {topk} of {length} tokens", fontsize=9, loc="left")
-        axis.set_ylabel("points to all F", fontsize=8)
-        axis.legend(fontsize=7, loc="lower right")
+        axis.set_ylabel(unit, fontsize=8)
+        axis.legend(fontsize=6, loc="center right")
     axes[-1].set_xlabel("recent window, tokens", fontsize=8)
     save_figure(figure, path)
 
@@ -210,15 +264,20 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
+    parser.add_argument("what", choices=("eval", "losses", "report"))
     parser.add_argument("--until", default="", help="HH:MM; no setting begins after it")
-    parser.add_argument("--report", action="store_true", help="only write what is finished")
     arguments = parser.parse_args()
-    if not arguments.report:
-        for setting in SETTINGS:
-            if arguments.until and time.strftime("%H:%M") >= arguments.until:
-                break
-            run(setting, arguments.work)
-    report(arguments.work)
+    work = arguments.work
+    steps: list[Callable[[], None]] = []
+    if arguments.what == "eval":
+        steps = [partial(run, setting, work) for setting in SETTINGS]
+    if arguments.what == "losses":
+        steps = [partial(compare, topk, length, work) for topk, length in LOSSES]
+    for step in steps:
+        if arguments.until and time.strftime("%H:%M") >= arguments.until:
+            break
+        step()
+    report(work)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def prompt(length: int) -> list[int]:
     return [draw.randrange(3, 900) for _ in range(length)]
 
 
-def parameters(pattern: str | None) -> dict[str, Any]:
+def parameters(pattern: str | None, tokens: int = ANSWER) -> dict[str, Any]:
     named = {"custom_params": {"indexcache_pattern": pattern}} if pattern else {}
-    return {"temperature": 0.0, "max_new_tokens": ANSWER, "ignore_eos": True, **named}
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **named}
 
 
 def ask(client: Client, *asked: tuple[int, str | None]) -> list[list[tuple[float, int]]]:
@@ -77,6 +77,19 @@ class Judge:
         """The mean difference from float32, in nats."""
         exact = self._exact.answer(prompt(length), Pattern(pattern)).logprobs
         return float((got - exact).abs().mean())
+
+    def decoded_apart(
+        self, answers: dict[int, list[tuple[float, int]]], pattern: str
+    ) -> list[float]:
+        """The same of the answers to prompts: of theirs, and of transformers' own bfloat16."""
+        found, rounded = [], []
+        for length, answer in answers.items():
+            ids = prompt(length) + [token for _, token in answer]
+            exact = self._exact.answer(ids, Pattern(pattern)).logprobs[-len(answer) :]
+            coarse = self._rounded.answer(ids, Pattern(pattern)).logprobs[-len(answer) :]
+            found.append((torch.tensor([logprob for logprob, _ in answer]) - exact).abs())
+            rounded.append((coarse - exact).abs())
+        return [float(torch.cat(each).mean()) for each in (found, rounded)]
 
     def bound(self, length: int, pattern: str) -> float:
         """Twice what transformers' own bfloat16 is apart: SGLang rounds at other places."""
@@ -158,3 +171,41 @@ class TestStatic:
         override = ("--json-model-override-args", json.dumps({"indexer_types": kinds}))
         with rehearse(*DECODE_GRAPHS, *override, backend="dsa") as stock:
             assert ask(stock, *((length, None) for length in LENGTHS)) == answers
+
+
+class TestWindow:
+    """S layers see the last 8 tokens besides their list, in prefill and in decode graphs."""
+
+    WINDOW = f"{QUARTER}+w8"
+
+    @pytest.fixture(scope="class")
+    def client(self, rehearse: Rehearse) -> Iterator[Client]:
+        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", self.WINDOW) as client:
+            yield client
+
+    def test_prompts_are_read_as_by_transformers_and_not_as_without(
+        self, client: Client, judge: Judge
+    ) -> None:
+        for length in LENGTHS:
+            got = prompt_logprobs(client, length, None)
+            assert judge.apart(got, length, self.WINDOW) < judge.bound(length, self.WINDOW)
+            assert judge.apart(got, length, QUARTER) > judge.bound(length, self.WINDOW)
+
+    def test_answers_from_graphs_are_transformers_and_not_those_without(
+        self, client: Client, judge: Judge
+    ) -> None:
+        replies = client.generate(
+            input_ids=[prompt(length) for length in LENGTHS],
+            sampling_params=parameters(None, tokens=12),
+            return_logprob=True,
+        )
+        answers = {
+            length: [
+                (logprob, token)
+                for logprob, token, *_ in reply["meta_info"]["output_token_logprobs"]
+            ]
+            for length, reply in zip(LENGTHS, replies, strict=True)
+        }
+        apart, rounded = judge.decoded_apart(answers, self.WINDOW)
+        assert apart < 2 * rounded
+        assert judge.decoded_apart(answers, QUARTER)[0] > 2 * rounded

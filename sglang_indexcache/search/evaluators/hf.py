@@ -116,6 +116,7 @@ class TransformersEvaluator:
         self._kept.move_to_end(ids)
         nearest = max(kept, key=lambda run: _common(run.pattern, pattern), default=None)
         start = 0 if nearest is None else _common(nearest.pattern, pattern)
+        nearest = nearest if start else None  # a window can make even the first layers differ
         if nearest is not None and start == self.num_layers:
             return nearest
         self._learn_arguments(len(ids))

@@ -27,6 +27,9 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
     assert indices.shape[-1] % 128 == 0, f"the kernel takes lists by 128, not {indices.shape[-1]}"
     if indices.numel():
         assert -1 <= int(indices.amin()) <= int(indices.amax()) < len(latents), "a wild index"
+    if topk_length is not None:
+        unread = torch.arange(indices.shape[-1]) >= topk_length[:, None]
+        assert (indices[:, 0][unread] == -1).all(), "entries behind the length of a list"
     out = q.new_zeros(*q.shape[:2], d_v)
     heads = _heads_in_use(q)
     for rows in torch.arange(len(q)).split(_ROWS_AT_ONCE):
