@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import expect, heal_study, quality_measures, search_figures, small_checkpoint
+from benchmarks import (
+    expect,
+    heal_data,
+    heal_study,
+    quality_measures,
+    recent_window,
+    search_figures,
+    small_checkpoint,
+)
 from benchmarks.paper import shares, table_3
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import figures
@@ -29,9 +37,21 @@ def _of(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[Path, Path], 
     return lambda record, picture: draw(json.loads(record.read_text()), picture)
 
 
+def _healed_on(found: dict[str, Any], picture: Path) -> None:
+    heal_data.plot(found["lines"], picture)
+
+
+def _window(found: dict[str, Any], picture: Path) -> None:
+    recent_window.draw(
+        [("points to all F", found["cells"]), ("nats / 1,000 over all F", found["losses"])], picture
+    )
+
+
 FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "expect.png": ("expect.json", _of(expect.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
+    "heal_data.png": ("heal_data.json", _of(_healed_on)),
+    "window/window.png": ("window/result.json", _of(_window)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "quality/measures.png": ("quality/measures.json", _of(quality_measures.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -354,15 +354,15 @@ def _measuring(
     low_priority: bool,
 ) -> Callable[[Calibration], TokenEvaluator]:
     """What measures, as the options of a command describe it; nothing is loaded or asked yet."""
-    from sglang_indexcache.ask.pool import LoadPolicy, Pool
+    from sglang_indexcache.ask.pool import Pool
     from sglang_indexcache.search.evaluators import ServedEvaluator
 
     asked = {"--at-once": at_once, "--low-priority": low_priority}
     if servers:
         if dtype:
             raise SearchError("--dtype is for transformers; a server has its own")
-        load = LoadPolicy(None, at_once or 1, low_priority)
-        return lambda data: ServedEvaluator(Pool(servers, load, _tell), data)
+        load: dict[str, Any] = {"at_once": at_once or 1, "low_priority": low_priority}
+        return lambda data: ServedEvaluator(Pool(servers, tell=_tell, **load), data)
     if flag := next((flag for flag, value in asked.items() if value), None):
         raise SearchError(f"{flag} is for the servers of --url")
     if dtype not in (None, "float32", "bfloat16"):
