@@ -314,6 +314,11 @@ def main() -> None:
         "tokens_of_a_step": LENGTH,
         "not_measured": missing,
         "lines": lines,
+        "recall_of_documents": {
+            f"{run.folder} asked at {asked}": found
+            for run, asked in all_cells(arguments.seeds)
+            if (found := report(run, asked, arguments.work, make=False)) is not None
+        },
     }
     write_json(RESULT.with_suffix(".json"), result)
     plot(lines, RESULT.with_suffix(".png"))

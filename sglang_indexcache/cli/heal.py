@@ -126,6 +126,7 @@ def run(
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
     from sglang_indexcache.heal.heal import HealOptions, heal
+    from sglang_indexcache.study.running import resumable
     from sglang_indexcache.support.lengths import parse_length
 
     options = HealOptions(
@@ -154,7 +155,8 @@ def run(
 
         print_plan(out, planned(options, machine_of(gpus, find_gpu)))
         return
-    heal(options)
+    with resumable(out, output.with_name(f"{output.name}.run")):
+        heal(options, out)
 
 
 @app.command("merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")

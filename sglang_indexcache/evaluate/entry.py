@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, cast
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
-from sglang_indexcache.evaluate.verdict import Kind, Verdict, long_rows, verdicts_of
+from sglang_indexcache.evaluate.verdict import Verdict, long_rows, verdicts_of
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.pattern import Pattern
-
-_WORDS: dict[
-    Kind, Literal["no loss", "small loss", "loss", "undecided", "cannot see", "invalid"]
-] = {
-    Kind.NO_LOSS: "no loss",
-    Kind.SMALL_LOSS: "small loss",
-    Kind.LOSS: "loss",
-    Kind.UNDECIDED: "undecided",
-    Kind.CANNOT_SEE: "cannot see",
-    Kind.INVALID: "invalid",
-}
 
 
 def write_quality(path: Path, evaluation: Evaluation) -> str:
@@ -62,7 +51,7 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
     cells = asked - set(verdict.blind) or asked
     contexts = {row.context for row in rows if (row.task, row.length) in cells}
     return Evaluated(
-        verdict=_WORDS[verdict.kind],
+        verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
         margin=evaluation.design.margin,
         difference=verdict.difference,
         interval=verdict.interval,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import QualityError
+from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.evaluate.arms import ArmServer, Servers, facts
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.cost import check_fits, in_words, tails, tokens_at_most
@@ -78,14 +79,18 @@ class EvaluationRequest:
         candidates = [arm(value, Role.CANDIDATE) for value in self.patterns]
         candidates.sort(key=lambda one: -one.pattern.count("F"))
         given = (arm(self.against, Role.REFERENCE), *candidates)
-        known = [self.control] if self.control else list(CONTROLS)
-        controls = [arm(value, Role.BAD) for value in known]
-        if not self.control:
+        if self.control:
+            arms = (*given, arm(self.control, Role.BAD))
+        else:
             first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
+            controls = []
+            for value in CONTROLS:
+                with suppress(PatternError):  # this checkpoint has no such indexers
+                    controls.append(arm(value, Role.BAD))
             taken = {one.pattern for one in given}
-            controls = [one for one in controls if one.pattern not in taken]
             controls.append(Arm(LAST_CONTROL, first, Role.BAD))
-        arms = (*given, controls[0])
+            left = [one for one in controls if one.pattern not in taken]
+            arms = (*given, (left or controls)[0])
         for place, one in enumerate(arms):
             for other in arms[:place]:
                 if one.pattern == other.pattern:

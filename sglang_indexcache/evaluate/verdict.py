@@ -278,6 +278,9 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
                     selects_all=evaluation.selects_all,
                     permitted=permitted,
                 )
+                if evaluation.endpoint == "probability":
+                    said = f"Compared: the probability of the right answer. {verdict.details}"
+                    verdict = replace(verdict, details=said)
                 found[arm.name] = look, verdict
             permitted = permitted and found[arm.name][1].kind in SAFE
     return found

@@ -130,6 +130,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         return original(runner)
     adapter.check_in_effect(runner, plan)
     active = activate(plan)
+    active.traffic.look_at(plan, runner)
     live.install()
     requests.install(plan)
     foreign_kv.install()
@@ -306,7 +307,7 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
         SettingsError: kernels that do not fit the model, or cannot take over.
     """
     cfg = resolving_view(server_args)
-    plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
+    plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
         return
     model = model_config_of(server_args)
@@ -408,7 +409,7 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     if platform_cpu.is_active():
         merged |= fp8.overrides(config)
     cfg = resolving_view(server_args)
-    fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    fields: dict[str, Any] = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
     if cfg.speculative_draft_attention_backend == BACKEND_NAME:  # drafts have indexers of their own
         fields["speculative_draft_attention_backend"] = "dsa"
     if plan.mode == "live":
@@ -416,6 +417,10 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
         fields["cuda_graph_backend_prefill"] = "disabled"
         if not plan.graphs:
             fields["cuda_graph_backend_decode"] = "disabled"
+    if cfg.enable_metrics:
+        from sglang_indexcache.serving.metrics import collectors
+
+        fields["stat_loggers"] = collectors(cfg.stat_loggers)
     declare_resolution(
         server_args,
         BACKEND_NAME,

@@ -108,6 +108,23 @@ def test_the_control_loses_a_little_and_is_no_candidate(
     assert control in words(result)
 
 
+def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(
+    tmp_path: Path, haystack: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in TINY.glob("*.json"):
+        (model / path.name).write_bytes(path.read_bytes())
+    config = json.loads((TINY / "config.json").read_text())
+    kinds = ["full" if layer < 4 else "shared" for layer in range(config["num_hidden_layers"])]
+    (model / "config.json").write_text(json.dumps(config | {"indexer_types": kinds}))
+    pattern = "FFSSSSSSSSSS"
+    given = ("--against", "FFFFSSSSSSSS", *SMALL, "--model", model, "--haystack", haystack)
+    result = call("eval", "run", "--dry-run", pattern, *given)
+    assert result.exit_code == 0, result.output
+    assert "first-layer-only (bad)" in words(result)
+
+
 def test_more_than_an_hour_is_asked_for(tmp_path: Path, haystack: Path) -> None:
     fake = Fake()
     with serving(fake) as url:

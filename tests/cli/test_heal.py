@@ -27,3 +27,17 @@ def test_heal(runner: CliRunner, tmp_path: Path) -> None:
     refused = runner.invoke(app, [*heal, "--pattern", "FSS"])
     assert refused.exit_code == 1
     assert refused.output.startswith("indexcache: error: ")
+
+
+def test_an_interrupted_run_says_how_it_goes_on(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_indexcache.heal.heal.heal", interrupted)
+    heal = ["heal", "run", str(tmp_path), "--data", "machine", "-o", str(tmp_path / "adapter")]
+    ended = runner.invoke(app, [*heal, "--pattern", "FS"])
+    assert ended.exit_code != 0
+    said = ended.output.replace("\n", "")
+    assert f"{tmp_path / 'adapter.run'}; the same command continues" in said

@@ -281,6 +281,17 @@ def test_plan_survives_pickling_to_a_worker(model: Callable[..., Path]) -> None:
     assert built_pattern(server_args) == "FSSFSFSS"
 
 
+def test_metrics_go_through_sglangs_own_door(model: Callable[..., Path]) -> None:
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    def loggers(*arguments: str) -> Any:
+        worker = pickle.loads(pickle.dumps(resolve(model(), *arguments)))
+        return resolved_view(worker).stat_loggers
+
+    assert loggers() is None
+    assert loggers("--enable-metrics")["scheduler"].__name__ == "SchedulerCollector"
+
+
 def test_engine_keyword(model: Callable[..., Path]) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
