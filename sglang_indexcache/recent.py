@@ -46,8 +46,11 @@ def union(lists: torch.Tensor, recent: torch.Tensor) -> torch.Tensor:
     """
     held = torch.stack([(lists == one[..., None]).any(-1) for one in recent.unbind(-1)], dim=-1)
     both = torch.cat([lists, recent.to(lists.dtype).masked_fill(held, NOTHING)], dim=-1)
-    order = (both == NOTHING).to(torch.int8).argsort(dim=-1, stable=True)
-    return both.gather(-1, order)
+    width = both.shape[-1]
+    is_one = both != NOTHING
+    places = torch.where(is_one, is_one.cumsum(-1) - 1, width)  # the last column takes the rest
+    wide = torch.full_like(pad(both, (0, 1)), NOTHING)
+    return wide.scatter_(-1, places, both)[..., :width].contiguous()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_indexcache.ask.protocol import RankState
@@ -21,35 +20,8 @@ PATIENCE = 3600.0
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True)
-class LoadPolicy:
-    """How much the engines are asked at a time, and before whom.
-
-    Attributes:
-        timeout: seconds that one call may take; None leaves it to the call, times ``at_once``, as
-            it may wait for the others.
-        at_once: calls that each engine has at the same time.
-        low_priority: let the engines' other requests go first.
-
-    Raises:
-        ServerError: no call at a time.
-    """
-
-    timeout: float | None = None
-    at_once: int = 1
-    low_priority: bool = False
-
-    def __post_init__(self) -> None:
-        if self.at_once < 1:
-            raise ServerError(f"a server has at least one call at a time, got {self.at_once}")
-
-
-ONE_CALL = LoadPolicy()
-"""One call at a time, which lets nobody else go first."""
-
-
 class _Slot:
-    """An engine of the pool, asked as the load policy says; itself an engine.
+    """An engine of the pool, asked with patience for the others; itself an engine.
 
     What it serves was checked at first contact, and is again around every call: it may have been
     restarted in between.
@@ -61,8 +33,8 @@ class _Slot:
         checkpoint: what it serves; None until it has answered for the first time.
     """
 
-    def __init__(self, engine: Engine, load: LoadPolicy) -> None:
-        self._engine, self._load = engine, load
+    def __init__(self, engine: Engine, at_once: int, low_priority: bool) -> None:
+        self._engine, self._at_once, self._low_priority = engine, at_once, low_priority
         self._urgency: dict[str, int] = {}
         self.calls = self.failures = 0
         self.rests_until = 0.0
@@ -80,7 +52,7 @@ class _Slot:
         """
         if self.checkpoint is None:
             found = self._served()
-            if self._load.low_priority:
+            if self._low_priority:
                 self._urgency = {"priority": self._engine.low_priority()}
             self.checkpoint = found
         return self.checkpoint
@@ -93,10 +65,8 @@ class _Slot:
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self._check()
-        if self._load.timeout is not None:
-            timeout = self._load.timeout
-        elif timeout is not None:
-            timeout *= self._load.at_once
+        if timeout is not None:  # it may wait for the others
+            timeout *= self._at_once
         found = self._engine.generate(timeout=timeout, **body, **self._urgency)
         self._check()
         return found
@@ -134,7 +104,8 @@ class Pool:
 
     Args:
         engines: one at least.
-        load: how much they are asked at a time.
+        at_once: calls that each engine has at the same time.
+        low_priority: let the engines' other requests go first.
         tell: is given one line whenever an engine leaves or comes back.
         patience: seconds for which a call is tried again.
 
@@ -142,22 +113,26 @@ class Pool:
         in_flight: calls that can be under way at the same time.
 
     Raises:
-        ServerError: engines that differ in what they serve, are not in live mode, or know no low
-            priority where that was asked for.
+        ServerError: no call at a time, or engines that differ in what they serve, are not in live
+            mode, or know no low priority where that was asked for.
         ServerUnavailableError: none of them answers.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        load: LoadPolicy = ONE_CALL,
+        *,
+        at_once: int = 1,
+        low_priority: bool = False,
         tell: Callable[[str], None] = print,
         patience: float = PATIENCE,
     ) -> None:
-        self.in_flight = len(engines) * load.at_once
-        self._at_once, self._tell, self._patience = load.at_once, tell, patience
+        if at_once < 1:
+            raise ServerError(f"a server has at least one call at a time, got {at_once}")
+        self.in_flight = len(engines) * at_once
+        self._at_once, self._tell, self._patience = at_once, tell, patience
         self._changed = threading.Condition()
-        self._slots = [_Slot(engine, load) for engine in engines]
+        self._slots = [_Slot(engine, at_once, low_priority) for engine in engines]
         self._checkpoint: tuple[str, str] | None = None
         for slot in self._slots:
             try:

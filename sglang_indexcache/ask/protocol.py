@@ -86,6 +86,10 @@ class RankState(BaseModel):
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
         graph_replays: replays of decode graphs, by the graph's label.
+        tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
+        pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
+            the longest length of the bin of requests, as "decode 32Ki skipped".
+        rejections: patterns refused so far, as "switch" of the server's or by a "request".
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
             "_processor"). On a CPU only: a GPU's kernels run behind the clock.
         index_k_bytes_per_token: of the allocated buffers over this process's layers.
@@ -117,6 +121,9 @@ class RankState(BaseModel):
     index_reuses: list[int]
     index_key_writes: list[int]
     graph_replays: dict[str, int] = {}
+    tokens: dict[str, int] = {}
+    pairs: dict[str, int] = {}
+    rejections: dict[str, int] = {}
     indexer_seconds: dict[str, float] = {}
     index_k_bytes_per_token: int = 0
     indexer_weight_bytes: dict[str, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -15,10 +15,12 @@ from sglang_indexcache.cli.common import (
     CONTEXTS,
     ApiKeyOption,
     ConfigOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
     connect,
     group,
     out,
-    writable,
 )
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
@@ -32,16 +34,6 @@ app = group("Find a pattern for your checkpoint, and compare patterns.")
 
 _MODEL, _DATA, _SEARCH, _COST = "Model", "Data", "Search", "Cost"
 
-ModelOption = Annotated[
-    Path,
-    typer.Option("--model", metavar="FOLDER", help="The checkpoint.", rich_help_panel=_MODEL),
-]
-OutputOption = Annotated[
-    Path,
-    typer.Option(
-        "--output", "-o", metavar="FOLDER", callback=writable, help="Where everything is written."
-    ),
-]
 UrlsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -119,9 +111,6 @@ HeldOutOption = Annotated[
         help="Further documents. Found patterns are measured on them, none is chosen by them.",
         rich_help_panel=_DATA,
     ),
-]
-SeedOption = Annotated[
-    int, typer.Option(metavar="N", help="Seed of the documents' order.", rich_help_panel=_DATA)
 ]
 
 
@@ -354,15 +343,15 @@ def _measuring(
     low_priority: bool,
 ) -> Callable[[Calibration], TokenEvaluator]:
     """What measures, as the options of a command describe it; nothing is loaded or asked yet."""
-    from sglang_indexcache.ask.pool import LoadPolicy, Pool
+    from sglang_indexcache.ask.pool import Pool
     from sglang_indexcache.search.evaluators import ServedEvaluator
 
     asked = {"--at-once": at_once, "--low-priority": low_priority}
     if servers:
         if dtype:
             raise SearchError("--dtype is for transformers; a server has its own")
-        load = LoadPolicy(None, at_once or 1, low_priority)
-        return lambda data: ServedEvaluator(Pool(servers, load, _tell), data)
+        load: dict[str, Any] = {"at_once": at_once or 1, "low_priority": low_priority}
+        return lambda data: ServedEvaluator(Pool(servers, tell=_tell, **load), data)
     if flag := next((flag for flag, value in asked.items() if value), None):
         raise SearchError(f"{flag} is for the servers of --url")
     if dtype not in (None, "float32", "bfloat16"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,6 +95,27 @@ def live_show(
     [client] = connect([url], api_key)
     if not _print_states(client.states()):
         raise typer.Exit(1)
+
+
+@app.command("watch", epilog="Example: indexcache server watch --url http://127.0.0.1:30000")
+def live_watch(
+    url: UrlOption = "http://127.0.0.1:30000",
+    api_key: ApiKeyOption = None,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Look again after so many seconds.")
+    ] = 2.0,
+) -> None:
+    """Watch what sharing does on a running server, until you press Ctrl-C.
+
+    It shows which share of the indexers' work is skipped, the tokens and requests of each pattern,
+    and how often each layer ran its indexer. It asks /server_info, so --enable-metrics, which has
+    the same for Prometheus, is not needed.
+    """
+    from sglang_indexcache.serving.watch import watch
+
+    [client] = connect([url], api_key)
+    with suppress(KeyboardInterrupt):
+        watch(client, every, out)
 
 
 @app.command(

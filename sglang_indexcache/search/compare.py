@@ -100,17 +100,8 @@ class Comparison:
 
     def numbers(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {
-            "pattern": str(self.pattern),
-            "reference_pattern": str(self.reference),
-            "loss": self.loss,
-            "reference_loss": self.reference_loss,
-            "difference": asdict(self.difference),
-            "edges": list(self.edges),
-            "curve": [point and asdict(point) for point in self.curve],
-            "trend": self.trend and asdict(self.trend),
-            "verdict": self.verdict,
-        }
+        names = {"pattern": str(self.pattern), "reference": str(self.reference)}
+        return {**asdict(self), **names, "verdict": self.verdict}
 
 
 def compare(
@@ -149,16 +140,12 @@ def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list
     cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in batches]
     known: dict[Cell, list[Floats]] = {}
 
-    def measure(call: Call, _is_ahead: bool = False) -> None:
+    def measure(call: Call, _is_ahead: bool) -> None:
         [batch] = call.batches
         [known[call.pattern, batch]] = evaluator.token_losses(call.pattern, [batch])
 
-    calls = [Call(pattern, (batch,)) for pattern, batch in cells]
-    if evaluator.in_flight > 1:
-        Crew(evaluator.in_flight, measure, known.__contains__).want(cells, lambda _: calls)
-    else:
-        for call in calls:
-            measure(call)
+    crew = Crew(evaluator.in_flight, measure, known.__contains__)
+    crew.want(cells, lambda new: [Call(pattern, (batch,)) for pattern, batch in new])
     return [[known[pattern, batch] for batch in batches] for pattern in patterns]
 
 

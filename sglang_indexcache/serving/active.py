@@ -6,17 +6,18 @@ can be replaced for the requests to come.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.settings import CONFIG_KEY, Plan
+from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.serving.traffic import Traffic, phase_of, served_in
 
 _MOST_APART = 200
 """Different patterns, and different sets of them, that are counted each by itself. Whoever may send
@@ -71,6 +72,7 @@ class ActivePattern:
         policy: the pattern for each prompt length.
         source: who asked for it.
         is_counting: not while a decode graph is captured, which serves nobody.
+        traffic: what the forwards were, by lengths.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -82,6 +84,7 @@ class ActivePattern:
         self.switches = 0
         self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
+        self.traffic = Traffic()
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
 
     @property
@@ -109,6 +112,15 @@ class ActivePattern:
         _add(counters.forwards_under, "+".join(names), 1)
         for pattern, count in rows.items():
             _add(counters.rows, str(pattern), count)
+
+    def count_traffic(self, batch: Any) -> None:
+        """A forward of SGLang's ``batch`` has begun: note what its requests were."""
+        if not self.is_counting:
+            return
+        live = self.plan.mode == "live" and batch.rids
+        self.traffic.count(
+            phase_of(batch), served_in(batch, batch.rids.patterns if live else (), self.pattern)
+        )
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
@@ -185,6 +197,7 @@ class ActivePattern:
             index_reuses=list(counters.reuses),
             index_key_writes=list(counters.key_writes),
             graph_replays=dict(counters.graphs),
+            **self.traffic.report(),
             indexer_seconds=dict(counters.indexer_seconds),
             index_k_bytes_per_token=index_k_bytes_per_token,
             indexer_weight_bytes=dict(indexer_weight_bytes or {}),
@@ -221,7 +234,5 @@ def published_plan() -> Plan | None:
     return _plan(get_model().json_model_override_args)
 
 
-@lru_cache(maxsize=1)
-def _plan(overrides: str) -> Plan | None:
-    """Read once: the HTTP process asks at every request."""
-    return Plan.from_json(json.loads(overrides).get(CONFIG_KEY))
+_plan = lru_cache(maxsize=1)(Plan.from_overrides)
+"""Read once: the HTTP process asks at every request."""

@@ -30,7 +30,7 @@ from sglang_indexcache.errors import CombinedError, Findings, IndexCacheError, S
 from sglang_indexcache.library import Library, names
 from sglang_indexcache.serving import adapter
 from sglang_indexcache.serving.config_check import check_config
-from sglang_indexcache.serving.features import CONTRACT, FEATURES, TESTED
+from sglang_indexcache.serving.features import CONTRACT, FEATURES, REHEARSED, TESTED
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     OPTIONS,
@@ -52,8 +52,9 @@ ONLY_CONFIG = (
     "server's flags as well: pip install 'sglang-indexcache[serve]'"
 )
 EVIDENCE = (
-    f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; {CONTRACT}: "
-    "what is assumed of SGLang's code holds; no GPU has run either)"
+    f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
+    f"{REHEARSED}: SGLang's CUDA code ran on a CPU, with references for its kernels; {CONTRACT}: "
+    "what is assumed of SGLang's code holds; no GPU has run any)"
 )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TESTED = "CPU test"
+REHEARSED = "rehearsed"
+"""SGLang's CUDA code ran it on a CPU, references in the place of kernels (tests/rehearsal)."""
 CONTRACT = "source check"
 """Our assumptions are checked against SGLang's source; running it needs a GPU."""
 
@@ -20,7 +22,7 @@ class Feature:
         flag: how it is switched on; "" if it is on by default.
         static: whether static mode supports it, and with what condition.
         live: the same for live mode.
-        evidence: how we know.
+        known_by: how we know, the best first.
         in_use: whether a resolved configuration uses it.
     """
 
@@ -28,38 +30,45 @@ class Feature:
     flag: str
     static: str
     live: str
-    evidence: str
+    known_by: tuple[str, ...]
     in_use: Callable[[Any], bool]
+
+    @property
+    def evidence(self) -> str:
+        """How we know, as text."""
+        return ", ".join(self.known_by)
 
 
 FEATURES = (
-    Feature("chunked prefill", "--chunked-prefill-size", "yes", "yes", TESTED,
+    Feature("chunked prefill", "--chunked-prefill-size", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: (cfg.chunked_prefill_size or 0) > 0),
-    Feature("radix cache", "", "yes", "yes, shared within a pattern", TESTED,
+    Feature("radix cache", "", "yes", "yes, shared within a pattern", (TESTED, REHEARSED),
             lambda cfg: not cfg.disable_radix_cache),
-    Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", TESTED,
+    Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", (TESTED,),
             lambda cfg: cfg.enable_mixed_chunk),
-    Feature("overlap schedule", "", "yes", "yes", TESTED,
+    Feature("overlap schedule", "", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: not cfg.disable_overlap_schedule),
-    Feature("tensor parallelism", "--tp", "yes", "yes", TESTED, lambda cfg: cfg.tp_size > 1),
-    Feature("dp_attention", "--enable-dp-attention", "yes", "yes", TESTED,
+    Feature("tensor parallelism", "--tp", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: cfg.tp_size > 1),
+    Feature("dp_attention", "--enable-dp-attention", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: cfg.attn_dp_size > 1),
     Feature("pipeline parallelism", "--pp-size", "yes",
-            "patterns with F at every stage start", TESTED, lambda cfg: cfg.pp_size > 1),
-    Feature("CUDA graphs", "", "yes", "decode, with --indexcache-graphs", CONTRACT,
+            "patterns with F at every stage start", (TESTED, REHEARSED),
+            lambda cfg: cfg.pp_size > 1),
+    Feature("CUDA graphs", "", "yes", "decode, with --indexcache-graphs", (REHEARSED,),
             lambda cfg: cfg.device == "cuda"),
     Feature("two-batch overlap", "--enable-two-batch-overlap",
-            "yes, with --pp-size F at every stage start", "the same", CONTRACT,
+            "yes, with --pp-size F at every stage start", "the same", (CONTRACT,),
             lambda cfg: cfg.enable_two_batch_overlap),
     Feature("MTP / EAGLE", "--speculative-algorithm",
-            "yes, the draft layer keeps its own indexer", "no", CONTRACT,
+            "yes, the draft layer keeps its own indexer", "no", (CONTRACT,),
             lambda cfg: cfg.speculative_algorithm is not None),
-    Feature("prefill context parallelism", "--enable-prefill-cp", "yes", "no", CONTRACT,
+    Feature("prefill context parallelism", "--enable-prefill-cp", "yes", "no", (CONTRACT,),
             lambda cfg: cfg.enable_prefill_cp),
     Feature("disaggregation", "--disaggregation-mode", "yes, the same pattern on both sides",
-            "live on both sides with the same default, switch when idle", CONTRACT,
+            "live on both sides with the same default, switch when idle", (CONTRACT,),
             lambda cfg: cfg.disaggregation_mode != "null"),
     Feature("HiCache", "--enable-hierarchical-cache",
-            "yes, stored pages are kept apart by pattern", "the same", CONTRACT,
+            "yes, stored pages are kept apart by pattern", "the same", (CONTRACT,),
             lambda cfg: cfg.enable_hierarchical_cache),
 )  # fmt: skip

@@ -101,6 +101,9 @@ class Told:
         return ", ".join([*self.patterns, *([MORE] if self.has_more else [])])
 
 
+on_refusal: list[Callable[[int], object]] = []
+"""Told the HTTP status of each refusal; where metrics are on, ``metrics.py`` adds itself."""
+
 _told: ContextVar[Told | None] = ContextVar("indexcache_told", default=None)
 _in_flight: Counter[Pattern] = Counter()
 
@@ -150,6 +153,7 @@ async def _generate(
             named = _admit(plan, incoming, told)
         except IndexCacheError as error:
             told.status = 429 if isinstance(error, TooManyError) else 400
+            _tell(told.status)
             refusal = ValueError(str(error))  # what SGLang answers with an error of the client's
             refusal.status_code = told.status  # type: ignore[attr-defined]
             raise refusal from error
@@ -311,10 +315,16 @@ async def _whole(receive: Receive) -> tuple[Receive, bytes]:
 
 
 async def _refuse(send: Send, reason: str) -> None:
+    _tell(400)
     said = {"message": reason, "type": "BadRequest", "code": 400}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": said}).encode()})
+
+
+def _tell(status: int) -> None:
+    for listener in on_refusal:
+        listener(status)
 
 
 def _misspelt_header(headers: MutableMapping[str, str]) -> str:

@@ -6,12 +6,11 @@ however many graphs it captures of a size, and gives the rest to the KV pool.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache.serving.settings import BACKEND_NAME, CONFIG_KEY, GRAPHS, Plan
+from sglang_indexcache.serving.settings import BACKEND_NAME, GRAPHS, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def keep_free(server_args: Any, previous: Callable[[Any], None]) -> None:
     cfg = resolving_view(server_args)
     is_fixed = cfg.mem_fraction_static is not None
     previous(server_args)
-    plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
+    plan = Plan.from_overrides(cfg.json_model_override_args)
     reserve = 0 if plan is None else graph_reserve_mb(cfg, plan)
     memory = get_device_memory_capacity(cfg.device) if reserve else None
     if memory is None:

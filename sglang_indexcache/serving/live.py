@@ -55,8 +55,8 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
         state = active.report(
             rank=_rank(),
             requests=requests.in_hand(),
-            stage=_stage(controller.scheduler, active.plan),
-            index_k_bytes_per_token=_index_k_bytes_per_token(controller.scheduler),
+            stage=(active.traffic.here.start, active.traffic.here.stop),
+            index_k_bytes_per_token=active.traffic.index_k_bytes,
             indexer_weight_bytes=_indexer_weight_bytes(controller.scheduler),
         ).to_json()
     except Exception as error:  # in the scheduler's loop: it would end the server
@@ -71,21 +71,6 @@ def _rank() -> int:
 
     parallel = get_parallel()
     return int(parallel.attn_dp_rank if parallel.dp_rank is None else parallel.dp_rank)
-
-
-def _stage(scheduler: Scheduler, plan: Plan) -> tuple[int, int]:
-    """Pattern positions of this process's pipeline stage, from and to below."""
-    layers = scheduler.tp_worker.model_runner.layer_info
-    start = sum(layer < layers.start_layer for layer in plan.layer_ids)
-    return start, sum(layer < layers.end_layer for layer in plan.layer_ids)
-
-
-def _index_k_bytes_per_token(scheduler: Scheduler) -> int:
-    """Bytes of index keys per token over this process's layers, from the buffers themselves."""
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    pool = getattr(pool, "full_kv_pool", pool)
-    slots = pool.index_buf_size + pool.page_size
-    return round(sum(buffer.nbytes for buffer in pool.index_key_cache.buffer) / slots)
 
 
 def _indexer_weight_bytes(scheduler: Scheduler) -> dict[str, int]:
@@ -130,6 +115,7 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
         return SetInternalStateReqOutput(updated=True)
     if active is not None:
         active.last_rejection = reason
+        active.traffic.rejections["switch"] += 1
     return SetInternalStateReqOutput(updated=False)
 
 

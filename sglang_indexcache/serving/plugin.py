@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ FOUND = "_indexcache_found"
 
 def register() -> None:
     """Called by SGLang in every process, before it parses arguments."""
+    _end_if_left_alone()
     add_attention_backend_choices([BACKEND_NAME])
     hooks.after("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, at_start=True)
     hooks.around("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, at_start=True)
@@ -91,6 +93,17 @@ def register() -> None:
     agreement.install()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
+
+
+def _end_if_left_alone() -> None:
+    """Follow a server that was killed while this process of its still loaded modules.
+
+    SGLang asks the kernel for a signal at its parent's death, but only later: a process whose
+    parent is dead by then would wait for the other ranks for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise SystemExit("the server was killed while this process of it started")
 
 
 def _register_backend() -> None:
@@ -130,6 +143,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         return original(runner)
     adapter.check_in_effect(runner, plan)
     active = activate(plan)
+    active.traffic.look_at(plan, runner)
     live.install()
     requests.install(plan)
     foreign_kv.install()
@@ -306,7 +320,7 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
         SettingsError: kernels that do not fit the model, or cannot take over.
     """
     cfg = resolving_view(server_args)
-    plan = Plan.from_json(json.loads(cfg.json_model_override_args).get(CONFIG_KEY))
+    plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
         return
     model = model_config_of(server_args)
@@ -408,7 +422,7 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     if platform_cpu.is_active():
         merged |= fp8.overrides(config)
     cfg = resolving_view(server_args)
-    fields = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
+    fields: dict[str, Any] = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
     if cfg.speculative_draft_attention_backend == BACKEND_NAME:  # drafts have indexers of their own
         fields["speculative_draft_attention_backend"] = "dsa"
     if plan.mode == "live":
@@ -416,6 +430,10 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
         fields["cuda_graph_backend_prefill"] = "disabled"
         if not plan.graphs:
             fields["cuda_graph_backend_decode"] = "disabled"
+    if cfg.enable_metrics:
+        from sglang_indexcache.serving.metrics import collectors
+
+        fields["stat_loggers"] = collectors(cfg.stat_loggers)
     declare_resolution(
         server_args,
         BACKEND_NAME,

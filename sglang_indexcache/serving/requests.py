@@ -165,6 +165,7 @@ def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
         pattern = _decide(active, request)
     except IndexCacheError as error:  # it came by another way than the HTTP process
         pattern = active.pattern
+        active.traffic.rejections["request"] += 1
         request.set_finish_with_abort(str(error))
     request.indexcache_pattern = pattern
     request.customized_info = {NAME: [str(pattern)]}

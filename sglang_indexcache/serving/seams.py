@@ -222,6 +222,13 @@ sglang.srt.model_executor.runner_utils.capture_mode
     get_capture_attention_variant: which of them is captured
 sglang.srt.layers.attention.dsa.dsa_indexer
     Indexer._should_skip_logits_computation(forward_batch): an indexer asks which graph is captured
+sglang.srt.observability.metrics_collector
+    STAT_LOGGER_ROLE_SCHEDULER, STAT_LOGGER_ROLE_TOKENIZER: where our metrics go
+    def TokenizerMetricsCollector.__init__(labels): SGLang's labels of a process
+    resolve_collector_class(role, default_cls): how SGLang comes to take our collector
+    SchedulerMetricsCollector.
+        def __init__(labels): SGLang's labels of a process
+        def log_stats(stats): when a scheduler exports
 
 # What the CUDA backend needs.
 sglang.srt.layers.attention.dsa_backend

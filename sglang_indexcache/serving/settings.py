@@ -7,6 +7,7 @@ what is wrong. The plan travels to every process inside the HF config (``Plan.hf
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -280,6 +281,11 @@ class Plan:
     def from_hf_config(cls, config: Any) -> Plan | None:
         """The plan that :meth:`hf_overrides` wrote, or None if there is none."""
         return cls.from_json(getattr(config, CONFIG_KEY, None))
+
+    @classmethod
+    def from_overrides(cls, overrides: str) -> Plan | None:
+        """The plan in resolved ``--json-model-override-args``, or None if there is none."""
+        return cls.from_json(json.loads(overrides).get(CONFIG_KEY))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> Plan | None:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.ask import pool as pool_module
+from sglang_indexcache.ask import score as score_module
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import free_port
-from sglang_indexcache.ask.pool import LoadPolicy, Pool
+from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.errors import (
     IndexCacheError,
     ServerError,
@@ -63,11 +64,13 @@ def pool_of(stack: ExitStack, *engines: FakeServer, **arguments: Any) -> ServedE
 @pytest.mark.parametrize(
     "fault", ["500", "502", "503", "429", "reset", "cut", "half json", "slow", "abort"]
 )
-def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: str) -> None:
+def test_what_may_get_better_is_tried_again_and_told(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     engine, told = live(), list[str]()
-    pool = pool_of(
-        stack, engine, tell=told.append, load=LoadPolicy(0.3) if fault == "slow" else LoadPolicy()
-    )
+    if fault == "slow":
+        monkeypatch.setattr(score_module, "_LEAST_SECONDS", 0.3)
+    pool = pool_of(stack, engine, tell=told.append)
     engine.faults = [fault, fault]
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
     assert engine.calls == 3
@@ -79,12 +82,15 @@ def test_what_may_get_better_is_tried_again_and_told(stack: ExitStack, fault: st
     assert len(told) == 3
 
 
-def test_a_slow_answer_names_the_time_that_it_had(stack: ExitStack) -> None:
+def test_a_slow_answer_names_the_time_that_it_had(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score_module, "_LEAST_SECONDS", 0.3)
     engine, told = live(), list[str]()
-    pool = pool_of(stack, engine, tell=told.append, load=LoadPolicy(0.3))
+    pool = pool_of(stack, engine, tell=told.append)
     engine.faults = ["slow"]
     pool.loss(PATTERN, [0])
-    assert "did not answer /generate within 0.3 s" in told[0]
+    assert "did not answer /generate within 0.30" in told[0]
 
 
 def test_a_server_that_still_loads_is_waited_for(stack: ExitStack) -> None:
@@ -184,7 +190,7 @@ def test_a_retried_call_is_in_the_journal_once(
 def test_a_server_has_as_many_calls_at_once_as_it_may(stack: ExitStack) -> None:
     """Of several patterns; each gets what it gets alone."""
     engines = [live(gathers=3) for _ in range(2)]
-    pool = pool_of(stack, *engines, load=LoadPolicy(at_once=3))
+    pool = pool_of(stack, *engines, at_once=3)
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF")]
     found = Ledger(pool, call_tokens=1).many(patterns)
     assert np.array_equal(found, [expected(pattern) for pattern in patterns])
@@ -198,7 +204,7 @@ def test_calls_that_fail_together_are_told_once(
     monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.5)
     monkeypatch.setattr(pool_module, "LONGEST_PAUSE", 0.5)
     engine, told = live(gathers=4), list[str]()
-    pool = pool_of(stack, engine, load=LoadPolicy(at_once=4), tell=told.append)
+    pool = pool_of(stack, engine, at_once=4, tell=told.append)
     engine.faults = ["503"] * 4
     assert list(Ledger(pool, call_tokens=1).losses(PATTERN)) == expected()
     assert engine.calls == 8
@@ -211,7 +217,7 @@ def test_low_priority_is_far_below_the_servers_usual_one(
 ) -> None:
     facts = {"enable_priority_scheduling": True, "default_priority_value": 5}
     engine = live(info={**facts, "schedule_low_priority_values_first": is_smaller_first})
-    pool = pool_of(stack, engine, load=LoadPolicy(low_priority=True))
+    pool = pool_of(stack, engine, low_priority=True)
     assert list(pool.loss(PATTERN, range(4)).values) == expected()
     assert {body.get("priority") for body in engine.bodies} == {priority}
 
@@ -227,13 +233,13 @@ def test_low_priority_is_refused_where_there_is_none(
     """Without a usual priority, SGLang gives requests that name none the lowest there is."""
     engine = live(info=facts)
     with pytest.raises(ServerError, match="--enable-priority-scheduling --default-priority-value"):
-        pool_of(stack, engine, load=LoadPolicy(low_priority=True))
+        pool_of(stack, engine, low_priority=True)
     assert engine.calls == 0
 
 
 def test_no_call_at_once_is_no_way_to_ask() -> None:
     with pytest.raises(ServerError, match="at least one call at a time, got 0"):
-        LoadPolicy(at_once=0)
+        Pool([], at_once=0)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -84,6 +88,15 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     return start
 
 
+@pytest.fixture(scope="session")
+def live(glm: Path, serve: Serve) -> Iterator[Client]:
+    """A server in live mode that several modules share; each sets the pattern that it wants."""
+    arguments = ["--indexcache-mode", "live", "--dtype", "float32", "--max-total-tokens", "16384"]
+    arguments += ["--chunked-prefill-size", "128", "--page-size", "64", "--enable-metrics"]
+    with serve(glm, *arguments) as client:
+        yield client
+
+
 def prompt(length: int, seed: int) -> list[int]:
     """A reproducible random prompt of token ids, without the special tokens."""
     generator = random.Random(f"{length}/{seed}")
@@ -127,3 +140,34 @@ def greedy(client: Client, ids: list[int], count: int, **sampling: Any) -> list[
     greedily = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
     reply = client.generate(input_ids=ids, sampling_params=greedily | sampling)
     return list(reply["output_ids"])
+
+
+def check_metrics(client: Client) -> None:
+    """The sums at ``/metrics`` over all ranks are what their layers counted.
+
+    SGLang's schedulers export when they become idle, and every 30 seconds from then on.
+    """
+    states = client.states()
+    counted = {
+        "tokens": sum(sum(state.tokens.values()) for state in states),
+        "pairs": sum(sum(state.pairs.values()) for state in states),
+        "forwards": sum(state.forwards for state in states),
+        "layer_runs": sum(sum(s.indexer_selections) + sum(s.index_reuses) for s in states),
+        "switches": sum(state.switches for state in states),
+        "rejections": sum(sum(state.rejections.values()) for state in states),
+    }
+    assert counted["tokens"] == sum(sum(state.rows.values()) for state in states)
+    deadline = time.monotonic() + 60
+    while (told := scraped(client)) != counted and time.monotonic() < deadline:
+        time.sleep(1)
+    assert told == counted
+
+
+def scraped(client: Client) -> dict[str, float]:
+    """The sum of each of our counters over its series."""
+    with urlopen(f"{client.url}/metrics") as answer:
+        text = answer.read().decode()
+    found: dict[str, float] = defaultdict(float)
+    for name, value in re.findall(r"^sglang_indexcache_(\w+)_total\{.*\} (\S+)$", text, re.M):
+        found[name] += float(value)
+    return {name: value for name, value in found.items() if name not in ("flops_saved", "refused")}

@@ -1,6 +1,6 @@
 """Bad input through the real command line: one clear error before weights load.
 
-Each case starts ``python -m sglang.launch_server`` and asserts on what a person would see.
+Each case runs ``python -m sglang.launch_server`` and asserts on what a person would see.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,74 @@ GLM_CASES = [
 ]
 
 
-def launch(
-    model: Path, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None
+FORKING = """
+import json, os, runpy, sys
+import sglang.launch_server, sglang.srt.configs.model_config, sglang_indexcache.serving.plugin
+import sglang.srt.layers.attention.attention_registry
+del sys.modules["sglang.launch_server"]
+for line in sys.stdin:
+    case = json.loads(line)
+    if not (child := os.fork()):
+        os.dup2(os.open(case["log"], os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        os.chdir(case["cwd"])
+        os.environ.update(case["env"])
+        sys.argv = ["sglang.launch_server", *case["arguments"]]
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs ``python -m sglang.launch_server`` again and again, in forks of a process that has imported
+what it imports: a launch then takes the seconds of its own work alone."""
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """``launch(model, "--flag", ..., cwd=folder)``, until it ends."""
+    log = tmp_path_factory.mktemp("launches") / "log"
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def run(model: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            log.unlink(missing_ok=True)
+            given = command(model, *arguments)[3:]
+            case = {"arguments": given, "cwd": str(cwd), "env": environment, "log": str(log)}
+            print(json.dumps(case), file=process.stdin, flush=True)
+            status = int(process.stdout.readline())
+            return subprocess.CompletedProcess(given, status, log.read_text(), "")
+
+        yield run
+        process.stdin.close()  # type: ignore[union-attr]
+
+
+def launch_alone(
+    model: Path, *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    if "--attention-backend" not in arguments:
-        command += ["--attention-backend", "indexcache"]
+    """The same in a process of its own, as a user starts it."""
     return subprocess.run(
-        [*command, *arguments],
+        command(model, *arguments),
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
+def command(model: Path, *arguments: str) -> list[str]:
+    """Of a server with IndexCache."""
+    start = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    return [*start, "--attention-backend", "indexcache", *arguments]
+
+
 def assert_one_error(result: subprocess.CompletedProcess[str], reason: str) -> None:
     output = result.stdout + result.stderr
-    assert result.returncode != 0, output
+    assert result.returncode > 0, output
     errors = [line for line in output.splitlines() if line.startswith("indexcache: error:")]
     assert len(errors) == 1, output
     assert reason in errors[0], errors[0]
@@ -85,8 +134,18 @@ def config_only(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("arguments", "reason"), GLM_CASES, ids=lambda value: str(value)[-40:])
-def test_bad_pattern(config_only: Path, folder: Path, arguments: list[str], reason: str) -> None:
+def test_bad_pattern(
+    launch: Launch, config_only: Path, folder: Path, arguments: list[str], reason: str
+) -> None:
     assert_one_error(launch(config_only, *arguments, cwd=folder), reason)
+
+
+def test_a_fork_says_what_a_whole_process_says(
+    launch: Launch, config_only: Path, folder: Path
+) -> None:
+    arguments, reason = GLM_CASES[0]
+    for run in (launch, launch_alone):
+        assert_one_error(run(config_only, *arguments, cwd=folder), reason)
 
 
 def edited(source: Path, target: Path, **fields: Any) -> Path:
@@ -97,24 +156,22 @@ def edited(source: Path, target: Path, **fields: Any) -> Path:
     return target
 
 
-def test_flag_and_environment_disagree(config_only: Path, folder: Path) -> None:
-    result = launch(
-        config_only,
-        *("--indexcache-pattern", "FSSFSS"),
-        cwd=folder,
-        env={"SGLANG_INDEXCACHE_PATTERN": "FSFSFS"},
-    )
+def test_flag_and_environment_disagree(launch: Launch, config_only: Path, folder: Path) -> None:
+    said = {"SGLANG_INDEXCACHE_PATTERN": "FSFSFS"}
+    result = launch(config_only, "--indexcache-pattern", "FSSFSS", cwd=folder, **said)
     assert_one_error(result, "Give only one")
 
 
-def test_llama(folder: Path, tmp_path: Path) -> None:
+def test_llama(launch: Launch, folder: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
     assert_one_error(launch(tmp_path, cwd=folder), "LlamaForCausalLM")
 
 
-def test_mla_without_an_indexer(config_only: Path, folder: Path, tmp_path: Path) -> None:
+def test_mla_without_an_indexer(
+    launch: Launch, config_only: Path, folder: Path, tmp_path: Path
+) -> None:
     """A DeepSeek-V3 that was never turned into a DSA model."""
     fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     indexer = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"))
@@ -122,14 +179,16 @@ def test_mla_without_an_indexer(config_only: Path, folder: Path, tmp_path: Path)
     assert_one_error(launch(model, cwd=folder), "without a lightning indexer")
 
 
-def test_full_where_the_checkpoint_shares(config_only: Path, folder: Path, tmp_path: Path) -> None:
+def test_full_where_the_checkpoint_shares(
+    launch: Launch, config_only: Path, folder: Path, tmp_path: Path
+) -> None:
     types = ["full", "shared", "shared"] * 2
     model = edited(config_only, tmp_path / "model", indexer_types=types)
     result = launch(model, "--indexcache-pattern", "FFSFSS", cwd=folder)
     assert_one_error(result, "ships no indexer weights there")
 
 
-def test_no_such_model(folder: Path) -> None:
+def test_no_such_model(launch: Launch, folder: Path) -> None:
     assert_one_error(launch(folder / "nowhere", cwd=folder), "there is no model at")
 
 
@@ -159,8 +218,6 @@ def test_another_version_of_sglang(
     """After an upgrade behind our back: judged before anything else is."""
     (tmp_path / "sitecustomize.py").write_text(change)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    result = launch(
-        config_only, "--indexcache-pattern", "FSSFS", cwd=folder, env={"PYTHONPATH": path}
-    )
+    result = launch_alone(config_only, "--indexcache-pattern", "FSSFS", cwd=folder, PYTHONPATH=path)
     assert_one_error(result, error)
     assert log in result.stderr

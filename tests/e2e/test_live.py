@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,18 +14,16 @@ import torch
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
-from tests.e2e.conftest import Serve, decided_prompt, greedy, logprobs, prompt
+from tests.e2e.conftest import check_metrics, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
 
 PATTERNS = [Pattern(text) for text in ("FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS", "FSSSSS")]
 SWITCHES = 100
 
 
-@pytest.fixture(scope="module")
-def client(glm: Path, serve: Serve) -> Iterator[Client]:
-    arguments = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "16384"]
-    with serve(glm, *arguments) as client:
-        yield client
+@pytest.fixture
+def client(live: Client) -> Client:
+    return live
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +129,11 @@ def test_a_bad_pattern_is_refused_and_nothing_changes(
     with pytest.raises(ServerError, match=reason):
         client.switch_pattern(value)
     assert client.states()[0].pattern == "FSFSFS"
+
+
+def test_metrics_are_what_was_counted(client: Client) -> None:
+    """The module's last: after all its traffic, switches and refusals."""
+    with pytest.raises(ServerError):
+        client.switch_pattern("FFF")
+    greedy(client, prompt(50, 1), 2)
+    check_metrics(client)

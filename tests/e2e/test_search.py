@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.pool import ONE_CALL, LoadPolicy, Pool
+from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.library import load_entry
@@ -70,9 +71,9 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     assert served.loss(pattern, [2, 0, 1]).values == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
-def search_into(folder: Path, glm: Path, live: Client, load: LoadPolicy = ONE_CALL) -> Search:
+def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
     setup = replace(Setup.read(glm, context=160, batches=4), name="e2e")
-    evaluator = ServedEvaluator(Pool([live], load), setup.calibration)
+    evaluator = ServedEvaluator(Pool([live], **load), setup.calibration)
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "2"], rules)
     return run_search(setup, evaluator, rules, goals, Options(), folder)
@@ -127,8 +128,7 @@ def test_a_search_under_other_traffic(
     with ThreadPoolExecutor(len(names)) as pool:
         others = [pool.submit(traffic, number) for number in range(len(names))]
         try:
-            load = LoadPolicy(at_once=3, low_priority=True)
-            busy = search_into(tmp_path, glm, live, load)
+            busy = search_into(tmp_path, glm, live, at_once=3, low_priority=True)
         finally:
             done.set()
         counts = [other.result() for other in others]

@@ -196,7 +196,7 @@ def test_a_request_that_names_another_pattern_is_refused(client: Client) -> None
     assert answer(str(PATTERN)) == [str(PATTERN)]
 
 
-def test_static_and_live_agree_exactly(client: Client, glm: Path, serve: Serve) -> None:
+def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
     """The same kernels on the same inputs: not one bit may differ."""
     prompts = [prompt(length, 50) for length in (70, 130, 350)]
 
@@ -205,18 +205,15 @@ def test_static_and_live_agree_exactly(client: Client, glm: Path, serve: Serve) 
         return [logprobs(server, ids) for ids in prompts]
 
     static = answers(client)
-    arguments = ["--dtype", "float32", "--chunked-prefill-size", "128", "--page-size", "64"]
-    with serve(glm, *arguments, "--indexcache-mode", "live") as live:
-        live.switch_pattern(str(PATTERN))
-        [before] = live.states()  # its warm-up ran every indexer
-        for mine, theirs in zip(static, answers(live), strict=True):
-            assert torch.equal(mine, theirs)
-        [state] = live.states()
-        assert state.indexer_selections[1] == before.indexer_selections[1]
-        # Live mode keeps the keys for other patterns.
-        assert state.index_key_writes[1] > before.index_key_writes[1]
-        assert state.index_k_bytes_per_token == 6 * 128 * 4
-        assert len(state.indexer_weight_bytes) == 6
+    [before] = live.switch_pattern(str(PATTERN))  # its warm-up ran every indexer
+    for mine, theirs in zip(static, answers(live), strict=True):
+        assert torch.equal(mine, theirs)
+    [state] = live.states()
+    assert state.indexer_selections[1] == before.indexer_selections[1]
+    # Live mode keeps the keys for other patterns.
+    assert state.index_key_writes[1] > before.index_key_writes[1]
+    assert state.index_k_bytes_per_token == 6 * 128 * 4
+    assert len(state.indexer_weight_bytes) == 6
 
 
 def test_readers_do_not_disturb(client: Client) -> None:

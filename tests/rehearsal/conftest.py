@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,23 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint.make(tmp_path_factory.mktemp("checkpoint"))
-
-
+Models = Callable[[str], Path]
 Rehearse = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def rehearse(driver: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The small checkpoint of a family, made once."""
+
+    @cache
+    def of(family: str) -> Path:
+        return checkpoint.make(tmp_path_factory.mktemp("checkpoint"), family)
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
     """``with rehearse("--flag", ...) as client``: a server on the stage for that block."""
     logs = tmp_path_factory.mktemp("logs")
     environment = {
@@ -54,9 +62,11 @@ def rehearse(driver: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
     }
 
     @contextmanager
-    def start(*arguments: str, backend: str = "indexcache", cards: int = 1) -> Iterator[Any]:
+    def start(
+        *arguments: str, backend: str = "indexcache", cards: int = 1, family: str = "glm-5"
+    ) -> Iterator[Any]:
         command = [
-            *("--model-path", str(model)),
+            *("--model-path", str(models(family))),
             *("--attention-backend", backend),
             *("--mem-fraction-static", "0.5"),
             *("--max-total-tokens", "8192"),

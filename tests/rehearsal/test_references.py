@@ -36,6 +36,9 @@ def test_norms() -> None:
     dense.fused_add_rmsnorm(x, residual, weight, 0.0)
     close(x, expected)
     close(residual, total)
+    scale, shift = torch.rand(8), torch.randn(8)
+    expected = torch.nn.functional.layer_norm(x.double(), (8,), scale.double(), shift.double())
+    close(dense.layernorm(x, scale, shift, 1e-5), expected)
 
 
 @pytest.mark.parametrize("neox", [True, False])

@@ -21,7 +21,7 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
 from tests.rehearsal.checkpoint import LAYERS
-from tests.rehearsal.conftest import Rehearse
+from tests.rehearsal.conftest import Models, Rehearse
 
 QUARTER = "FSSSFS"
 PATTERNS = [QUARTER, "F" * LAYERS, "FSFSFS", "FSSSSS"]
@@ -41,11 +41,13 @@ def parameters(pattern: str | None, tokens: int = ANSWER) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **named}
 
 
-def ask(client: Client, *asked: tuple[int, str | None]) -> list[list[tuple[float, int]]]:
+def ask(
+    client: Client, *asked: tuple[int, str | None], tokens: int = ANSWER
+) -> list[list[tuple[float, int]]]:
     """The greedy answers to prompts of given lengths and patterns, as one request."""
     replies = client.generate(
         input_ids=[prompt(length) for length, _ in asked],
-        sampling_params=[parameters(pattern) for _, pattern in asked],
+        sampling_params=[parameters(pattern, tokens) for _, pattern in asked],
         return_logprob=True,
     )
     return [
@@ -73,33 +75,39 @@ class Judge:
         self._exact = Oracle(model, torch.float32, fp8_indexer=True)
         self._rounded = Oracle(model, torch.bfloat16, fp8_indexer=True)
 
-    def apart(self, got: torch.Tensor, length: int, pattern: str) -> float:
-        """The mean difference from float32, in nats."""
-        exact = self._exact.answer(prompt(length), Pattern(pattern)).logprobs
+    def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
+        """The mean difference of log-probabilities of the last tokens from float32's, in nats."""
+        exact = self._exact.answer(tokens, Pattern(pattern)).logprobs[-len(got) :]
         return float((got - exact).abs().mean())
 
-    def decoded_apart(
-        self, answers: dict[int, list[tuple[float, int]]], pattern: str
-    ) -> list[float]:
-        """The same of the answers to prompts: of theirs, and of transformers' own bfloat16."""
-        found, rounded = [], []
-        for length, answer in answers.items():
-            ids = prompt(length) + [token for _, token in answer]
-            exact = self._exact.answer(ids, Pattern(pattern)).logprobs[-len(answer) :]
-            coarse = self._rounded.answer(ids, Pattern(pattern)).logprobs[-len(answer) :]
-            found.append((torch.tensor([logprob for logprob, _ in answer]) - exact).abs())
-            rounded.append((coarse - exact).abs())
-        return [float(torch.cat(each).mean()) for each in (found, rounded)]
-
-    def bound(self, length: int, pattern: str) -> float:
+    def bound(self, count: int, tokens: list[int], pattern: str) -> float:
         """Twice what transformers' own bfloat16 is apart: SGLang rounds at other places."""
-        rounded = self._rounded.answer(prompt(length), Pattern(pattern)).logprobs
-        return 2 * self.apart(rounded, length, pattern)
+        rounded = self._rounded.answer(tokens, Pattern(pattern)).logprobs[-count:]
+        return 2 * self.apart(rounded, tokens, pattern)
+
+    def check(self, got: torch.Tensor, tokens: list[int], pattern: str) -> None:
+        """``got``: ``[n]`` log-probabilities of the last ``n`` tokens, as SGLang told them."""
+        assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
+
+    def answers_apart(
+        self, asked: list[tuple[int, str]], answers: list[Any]
+    ) -> tuple[float, float]:
+        """How far answers are from one forward over prompt and answer, and the bound of that.
+
+        One answer is a few tokens, so they are judged together.
+        """
+        apart = bound = 0.0
+        for (length, pattern), answer in zip(asked, answers, strict=True):
+            tokens = prompt(length) + [token for _, token in answer]
+            got = torch.tensor([logprob for logprob, _ in answer])
+            apart += self.apart(got, tokens, pattern)
+            bound += self.bound(len(got), tokens, pattern)
+        return apart, bound
 
 
 @pytest.fixture(scope="module")
-def judge(model: Path) -> Judge:
-    return Judge(model)
+def judge(models: Models) -> Judge:
+    return Judge(models("glm-5"))
 
 
 class TestLive:
@@ -138,8 +146,9 @@ class TestLive:
     ) -> None:
         length, pattern = LENGTHS[case], PATTERNS[case]
         got = prompt_logprobs(client, length, pattern)
-        assert judge.apart(got, length, pattern) < judge.bound(length, pattern)
-        assert judge.apart(got, length, PATTERNS[case - 1]) > judge.bound(length, pattern)
+        judge.check(got, prompt(length), pattern)
+        other = judge.apart(got, prompt(length), PATTERNS[case - 1])
+        assert other > judge.bound(len(got), prompt(length), pattern)
 
 
 class TestStatic:
@@ -156,8 +165,11 @@ class TestStatic:
 
     def test_prompts_are_read_as_by_transformers(self, client: Client, judge: Judge) -> None:
         for length in LENGTHS:
-            got = prompt_logprobs(client, length, None)
-            assert judge.apart(got, length, QUARTER) < judge.bound(length, QUARTER)
+            judge.check(prompt_logprobs(client, length, None), prompt(length), QUARTER)
+
+    def test_answers_are_those_of_transformers(self, judge: Judge, answers: list[Any]) -> None:
+        apart, bound = judge.answers_apart([(length, QUARTER) for length in LENGTHS], answers)
+        assert apart < bound
 
     def test_shared_layers_ran_no_indexer(self, client: Client, answers: list[Any]) -> None:
         state = client.server_info()["internal_states"][0]["indexcache"]
@@ -187,25 +199,15 @@ class TestWindow:
         self, client: Client, judge: Judge
     ) -> None:
         for length in LENGTHS:
-            got = prompt_logprobs(client, length, None)
-            assert judge.apart(got, length, self.WINDOW) < judge.bound(length, self.WINDOW)
-            assert judge.apart(got, length, QUARTER) > judge.bound(length, self.WINDOW)
+            got, tokens = prompt_logprobs(client, length, None), prompt(length)
+            judge.check(got, tokens, self.WINDOW)
+            without = judge.apart(got, tokens, QUARTER)
+            assert without > judge.bound(len(got), tokens, self.WINDOW)
 
     def test_answers_from_graphs_are_transformers_and_not_those_without(
         self, client: Client, judge: Judge
     ) -> None:
-        replies = client.generate(
-            input_ids=[prompt(length) for length in LENGTHS],
-            sampling_params=parameters(None, tokens=12),
-            return_logprob=True,
-        )
-        answers = {
-            length: [
-                (logprob, token)
-                for logprob, token, *_ in reply["meta_info"]["output_token_logprobs"]
-            ]
-            for length, reply in zip(LENGTHS, replies, strict=True)
-        }
-        apart, rounded = judge.decoded_apart(answers, self.WINDOW)
-        assert apart < 2 * rounded
-        assert judge.decoded_apart(answers, QUARTER)[0] > 2 * rounded
+        answers = ask(client, *((length, None) for length in LENGTHS), tokens=12)
+        apart, bound = judge.answers_apart([(length, self.WINDOW) for length in LENGTHS], answers)
+        without, _ = judge.answers_apart([(length, QUARTER) for length in LENGTHS], answers)
+        assert apart < bound < without

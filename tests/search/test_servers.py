@@ -19,7 +19,7 @@ import sglang_indexcache
 from sglang_indexcache.ask import pool
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import free_port
-from sglang_indexcache.ask.pool import LoadPolicy, Pool
+from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.search.evaluators import ServedEvaluator
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
@@ -64,7 +64,7 @@ class Process:
 def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1) -> None:
     clients = tuple(Client(f"http://127.0.0.1:{port}") for port in ports)
     setup = replace(Setup.read(TINY, str(TEXT), context=128, batches=8, held_out=2), name="x")
-    engines = Pool(clients, LoadPolicy(at_once=at_once), told.append)
+    engines = Pool(clients, at_once=at_once, tell=told.append)
     evaluator = ServedEvaluator(engines, setup.calibration)
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "1/4"], rules)

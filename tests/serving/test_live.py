@@ -32,21 +32,10 @@ class Model(torch.nn.Module):
         return self.weights.items()
 
 
-def scheduler(**pool: Any) -> SimpleNamespace:
+def scheduler() -> SimpleNamespace:
     """SGLang's scheduler as far as a report looks into it."""
-    whole = {
-        "index_buf_size": 96,
-        "page_size": 32,
-        "index_key_cache": SimpleNamespace(buffer=[torch.zeros(128)]),
-    }
-    pool = SimpleNamespace(**whole | pool)
     return SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-        tp_worker=SimpleNamespace(
-            model_runner=SimpleNamespace(
-                model=Model(), layer_info=SimpleNamespace(start_layer=0, end_layer=3)
-            )
-        ),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
         is_fully_idle=lambda: True,
     )
 
@@ -79,7 +68,23 @@ def ask(engine: SimpleNamespace, *keys: str) -> bool:
     return bool(live._accept(lambda *_: None, controller, request).updated)
 
 
-def test_the_report_counts_what_is_allocated() -> None:
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_the_report_counts_what_is_allocated(
+    serving: active.ActivePattern, is_hybrid: bool
+) -> None:
+    config = {"index_topk": 64, "index_n_heads": 8, "index_head_dim": 128}
+    keys = SimpleNamespace(buffer=[torch.zeros(128)])
+    pool = SimpleNamespace(index_buf_size=96, page_size=32, index_key_cache=keys)
+    serving.traffic.look_at(
+        serving.plan,
+        SimpleNamespace(
+            layer_info=SimpleNamespace(start_layer=0, end_layer=3),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)),
+            token_to_kv_pool=SimpleNamespace(full_kv_pool=pool) if is_hybrid else pool,
+        ),
+    )
+    assert (serving.traffic.topk, serving.traffic.flops) == (64, 2 * 8 * 128)
+    assert serving.traffic.own == {0, 1, 2}
     state = report(scheduler())
     assert state["pattern"] == "FFFF"
     assert state["index_k_bytes_per_token"] == 4
@@ -126,9 +131,11 @@ def test_weights_are_looked_through_once() -> None:
 
 
 def test_a_report_that_fails_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    state = report(scheduler(index_key_cache=None))
+    engine = scheduler()
+    engine.tp_worker.model_runner = None
+    state = report(engine)
     assert state.keys() == {"error"}
-    assert "AttributeError: 'NoneType' object has no attribute 'buffer'" in state["error"]
+    assert "AttributeError: 'NoneType' object has no attribute 'model'" in state["error"]
     assert "Traceback" in caplog.text
 
 

@@ -50,6 +50,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         """Begin a forward: reset the index buffer, lay out the batch."""
         rows = patterns_of_rows(forward_batch, self.active)
         self.active.count_forward(rows_by_pattern(forward_batch, self.active))
+        self.active.count_traffic(forward_batch)
         self.index_buffer.begin(rows)
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())

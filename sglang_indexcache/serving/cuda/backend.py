@@ -116,6 +116,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         elif self.graphs is not None and self.active.plan.mode == "live":
             # A replay, which runs no layer's Python.
             self.active.count_forward(self.graphs.rows_in_batch)
+            self.active.traffic.count("decode", self.graphs.served)
         else:
             self._begin(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -237,6 +238,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             rows = patterns_of_rows(forward_batch, self.active)
         if whole is self:
             self.active.count_forward(rows_by_pattern(forward_batch, self.active))
+            self.active.count_traffic(forward_batch)
         self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:

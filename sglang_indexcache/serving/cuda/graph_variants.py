@@ -34,6 +34,7 @@ from sglang_indexcache.serving.rows import (
     to_device,
 )
 from sglang_indexcache.serving.settings import SHORT
+from sglang_indexcache.serving.traffic import Served, served_in
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -61,6 +62,8 @@ class GraphVariants:
         self._declared = {str(pattern): pattern for pattern in plan.graph_patterns}
         self.rows_in_batch: Mapping[Pattern, int] = {}
         """Of the batch for which a graph was last selected, by pattern."""
+        self.served: Sequence[Served] = ()
+        """Its requests."""
         self.label = ""
         """The graph that was last selected."""
         self._masks: torch.Tensor | None = None
@@ -80,6 +83,7 @@ class GraphVariants:
         """
         patterns = patterns_of_requests(forward_batch) if self._is_live else []
         self.rows_in_batch = Counter(patterns) or {self._active.pattern: 0}
+        self.served = served_in(forward_batch, patterns, self._active.pattern)
         self.label = self._label(forward_batch, patterns)
         if self.label == MIXED:
             self._write_masks(patterns)

@@ -47,7 +47,9 @@ def check(cfg: Any, plan: Plan, routes: tuple[Route, ...], index_kpool: int) -> 
         return
     ours = {route.phase for route in routes if route.op == "sparse_mla" and route.implementation}
     asked = {"prefill": cfg.dsa_prefill_backend, "decode": cfg.dsa_decode_backend}
-    wide = (*TAKE_WIDER, *(["flashmla_auto"] if cfg.kv_cache_dtype in ("bfloat16", "bf16") else []))
+    wide: tuple[str, ...] = TAKE_WIDER
+    if not str(cfg.kv_cache_dtype).startswith("fp8"):
+        wide += ("flashmla_auto",)  # it chooses flashmla_sparse then
     reasons = {
         f"--dsa-{phase}-backend {name} (take {' or '.join(TAKE_WIDER)}, or --indexcache-kernels)": (
             name not in wide and phase not in ours

@@ -76,6 +76,8 @@ class Exact(TorchDispatchMode):
         run = _exact(func) if func in _PRODUCTS else func
         out = run(*args, **kwargs)
         if is_capturing() and func not in _MAKERS:
+            if func.namespace == "c10d":
+                raise RuntimeError(f"a collective that a recording would not wait for: {func}")
             _record(run, args, kwargs, out)
         return out
 

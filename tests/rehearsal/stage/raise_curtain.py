@@ -1,9 +1,11 @@
 """Sets the stage when imported: ``torch.cuda``, the ways into compiled code, the references."""
 
-from tests.rehearsal.stage import launches
+from tests.rehearsal.stage import collectives, launches
 
+collectives.install()
 launches.install()  # before any module of SGLang imports one of them by name
 
 from tests.rehearsal.stage.kernels import attention, dense, experts, indexer, rotary  # noqa: E402, F401
 
 launches.stand_in()
+collectives.stand_in()

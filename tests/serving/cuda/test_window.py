@@ -162,8 +162,9 @@ def test_what_cannot_be_given_wider_lists_is_refused(change: dict[str, Any], mes
 
 def test_what_can_is_not() -> None:
     window.check(SimpleNamespace(**FINE), plan("FSSS+w8"), (), 1)
-    automatic = FINE | {"dsa_prefill_backend": "flashmla_auto"}
-    window.check(SimpleNamespace(**automatic), plan("FSSS+w8"), (), 1)
+    for dtype in ("bfloat16", "auto"):
+        automatic = FINE | {"dsa_prefill_backend": "flashmla_auto", "kv_cache_dtype": dtype}
+        window.check(SimpleNamespace(**automatic), plan("FSSS+w8"), (), 1)
     with pytest.raises(SettingsError, match="pools its index keys"):
         window.check(SimpleNamespace(**FINE), plan("FSSS+w8"), (), 4)
 

@@ -27,7 +27,18 @@ def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):  # ty
     input.copy_(_rms(total, weight, eps))
 
 
-@reference("jit:hadamard_transform.run")
+@reference("flashinfer.norm:layernorm")
+def layernorm(input, gemma, beta, eps=1e-6):  # type: ignore[no-untyped-def]
+    """Norm of the last dimension, bfloat16 with float32 weights."""
+    assert input.dtype == torch.bfloat16
+    assert gemma.dtype == beta.dtype == torch.float32
+    x = input.double()
+    spread = x.var(-1, unbiased=False, keepdim=True)
+    normed = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(spread + eps)
+    return (normed * gemma.double() + beta.double()).to(input.dtype)
+
+
+@reference("jit:hadamard_transform.run", "jit:hadamard.hadamard_transform")
 def hadamard(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """The Walsh-Hadamard transform of the last dimension, times ``scale``."""
     width, step = x.shape[-1], 1

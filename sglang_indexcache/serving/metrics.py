@@ -1,0 +1,189 @@
+"""What sharing does, among SGLang's own metrics: with ``--enable-metrics``, at ``/metrics``.
+
+SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names, one for each
+role. Ours are its own with more in them: whenever a scheduler logs its statistics, it also exports
+what this process has counted since. The labels are SGLang's, and so is the prefix but for its
+colon, which arrives as an underscore at a Prometheus that asks for OpenMetrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.observability.metrics_collector import (
+    STAT_LOGGER_ROLE_SCHEDULER,
+    STAT_LOGGER_ROLE_TOKENIZER,
+    SchedulerMetricsCollector,
+    TokenizerMetricsCollector,
+)
+
+from sglang_indexcache import __version__
+from sglang_indexcache.ask.protocol import OTHERS
+from sglang_indexcache.serving import front, requests
+from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving.traffic import MOST_APART
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "sglang_indexcache_"
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tokens": ("Rows forwarded.", ("phase", "pattern")),
+    "pairs": (
+        "Query-key pairs that indexers scored, or skipped because a layer shared.",
+        ("phase", "length", "kind"),
+    ),
+    "flops_saved": ("Operations of indexers that sharing saved, on each GPU.", ()),
+    "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
+    "layer_runs": (
+        "What layers did: their indexer ran, or they reused another's indices.",
+        ("layer", "did"),
+    ),
+    "switches": ("Replacements of the server's pattern.", ()),
+    "rejections": ("Patterns refused.", ("by",)),
+}
+"""Name, what it counts, and labels beside SGLang's. Layers count as in ``/server_info``: no replay
+of a CUDA graph."""
+
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "info": ("1 for what is in effect.", ("pattern", "mode", "source", "version")),
+    "requests": ("Unfinished requests.", ("pattern",)),
+    "index_k_bytes": ("Bytes of index keys a token.", ()),
+}
+
+REFUSED = "Requests refused for the pattern that they name.", ("status",)
+"""Of the processes that take requests: ``refused``, by the HTTP status of the answer."""
+
+Values = dict[tuple[str, ...], int]
+
+
+class SchedulerCollector(SchedulerMetricsCollector):
+    """SGLang's collector of a scheduler, and what IndexCache counts there."""
+
+    def __init__(self, labels: dict[str, str], **options: Any) -> None:
+        super().__init__(labels=labels, **options)
+        self._sharing: Exporter | None = Exporter(labels)
+
+    def log_stats(self, stats: Any) -> None:
+        """Export; what goes wrong with ours is logged once and stops ours alone."""
+        super().log_stats(stats)
+        if self._sharing is None or (active := current()) is None:
+            return
+        try:
+            self._sharing.export(active)
+        except Exception:  # in the scheduler's loop: it would end the server
+            logger.exception("IndexCache: its metrics stop here")
+            self._sharing = None
+
+
+class TokenizerCollector(TokenizerMetricsCollector):
+    """SGLang's collector of a process that takes requests, and the patterns refused there."""
+
+    def __init__(self, labels: dict[str, str], **options: Any) -> None:
+        super().__init__(labels=labels, **options)
+        import prometheus_client
+
+        about, more = REFUSED
+        refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
+        front.on_refusal.append(lambda status: refused.labels(**labels, status=status).inc())
+
+
+class Exporter:
+    """Our metrics of one process, in Prometheus' registry.
+
+    Args:
+        labels: SGLang's, of this process.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        # Only now: SGLang says by a variable, late, that several processes write.
+        import prometheus_client
+
+        self._labels = {name: str(value) for name, value in labels.items()}
+        self._metrics: dict[str, Any] = {
+            name: prometheus_client.Counter(f"{PREFIX}{name}_total", about, (*labels, *more))
+            for name, (about, more) in COUNTERS.items()
+        }
+        self._metrics |= {
+            name: prometheus_client.Gauge(
+                PREFIX + name, about, (*labels, *more), multiprocess_mode="mostrecent"
+            )
+            for name, (about, more) in GAUGES.items()
+        }
+        self._told: dict[str, Values] = {name: {} for name in self._metrics}
+
+    def export(self, active: ActivePattern) -> None:
+        """Write what changed since the last time."""
+        for name, values in _counted(active).items():
+            for key, value in values.items():
+                if risen := value - self._told[name].get(key, 0):
+                    self._child(name, key).inc(risen)
+            self._told[name] = values
+        for name, values in _standing(active).items():
+            now: Counter[tuple[str, ...]] = Counter()
+            for key, value in values.items():
+                is_known = key in self._told[name] or len(self._told[name]) < MOST_APART
+                now[key if is_known else (OTHERS,) * len(key)] += value
+            # What is no more is 0: between processes no series can be taken back.
+            for key in self._told[name].keys() | now.keys():
+                self._child(name, key).set(now[key])
+            self._told[name] |= now
+
+    def _child(self, name: str, key: tuple[str, ...]) -> Any:
+        more = (COUNTERS | GAUGES)[name][1]
+        return self._metrics[name].labels(**self._labels, **dict(zip(more, key, strict=True)))
+
+
+def _counted(active: ActivePattern) -> dict[str, Values]:
+    """Every counter's value now, by its own labels."""
+    counters, traffic = active.counters, active.traffic
+    layers = active.plan.layer_ids
+    did = {"ran": counters.selections, "reused": counters.reuses}
+    return {
+        "tokens": {**traffic.tokens},
+        "pairs": {**traffic.pairs},
+        "flops_saved": {
+            (): traffic.flops * sum(n for key, n in traffic.pairs.items() if key[-1] == "skipped")
+        },
+        "forwards": {
+            ("1",): counters.mixed_forwards,
+            ("0",): counters.forwards - counters.mixed_forwards,
+        },
+        "layer_runs": {
+            (str(layers[position]), what): times[position]
+            for what, times in did.items()
+            for position in traffic.here
+        },
+        "switches": {(): active.switches},
+        "rejections": {(by,): count for by, count in traffic.rejections.items()},
+    }
+
+
+def _standing(active: ActivePattern) -> dict[str, Values]:
+    """Every gauge's value now."""
+    plan = active.plan
+    return {
+        "info": {(str(active.policy), plan.mode, active.source, __version__): 1},
+        "requests": {(pattern,): count for pattern, count in requests.in_hand().items()},
+        "index_k_bytes": {(): active.traffic.index_k_bytes},
+    }
+
+
+def collectors(given: Mapping[str, type] | None) -> dict[str, type]:
+    """``ServerArgs.stat_loggers`` with ours in it.
+
+    Args:
+        given: those of whoever starts the server, which stay.
+    """
+    ours: dict[str, type] = {
+        STAT_LOGGER_ROLE_SCHEDULER: SchedulerCollector,
+        STAT_LOGGER_ROLE_TOKENIZER: TokenizerCollector,
+    }
+    if taken := ours.keys() & (given or {}):
+        logger.warning(
+            "IndexCache: metrics of the %s are left out, for stat_loggers has a collector there.",
+            " and the ".join(sorted(taken)),
+        )
+    return ours | dict(given or {})

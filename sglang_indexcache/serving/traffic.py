@@ -1,0 +1,146 @@
+"""What a process's forwards were, counted from lengths that the host knows.
+
+So nothing waits for a GPU, and the replay of a CUDA graph, which runs no layer's Python, counts
+like any other forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sglang_indexcache.ask.protocol import OTHERS
+from sglang_indexcache.checkpoint import text_config
+from sglang_indexcache.models import read_field
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.lengths import format_length
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_indexcache.serving.settings import Plan
+
+BINS = (2048, 8192, 32768, 131072)
+"""The last length, in tokens, of each bin but the last, which is "more"."""
+
+MOST_APART = 100
+"""Patterns that are counted each by itself; those that come after them are counted together."""
+
+Served = tuple[Pattern, int, int]
+"""A request's part of a forward: its pattern, its rows, and its length with them."""
+
+
+@dataclass
+class Traffic:
+    """Counters that never go back to 0, of the layers that this process has.
+
+    A query-key pair is a row and one of the tokens that it may see, at one layer; indexers score
+    them. Forwards whose requests all have at most ``topk`` tokens are left out: there, selecting is
+    selecting everything, so sharing saves no scores.
+
+    Attributes:
+        here: the pattern positions of this process.
+        own: those of them at which the checkpoint has an indexer.
+        topk: the model's ``index_topk``.
+        flops: of one pair: a multiplication and an addition for each head's dimension.
+        index_k_bytes: of index keys a token, as allocated over these layers.
+        tokens: rows by phase ("prefill", "decode") and pattern.
+        pairs: by phase, bin of the request's length and "scored" or "skipped". A layer that is F
+            for one request of a forward scores the pairs of all.
+        rejections: of patterns, by who was refused: "switch" or "request".
+    """
+
+    here: range = range(0)
+    own: frozenset[int] = frozenset()
+    topk: int = 0
+    flops: int = 0
+    index_k_bytes: int = 0
+    tokens: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=Counter)
+
+    def look_at(self, plan: Plan, runner: Any) -> None:
+        """Note which layers, k and memory SGLang's model ``runner`` has."""
+        layers, config = runner.layer_info, text_config(runner.model_config.hf_config)
+        start, stop = (
+            sum(layer < limit for layer in plan.layer_ids)
+            for limit in (layers.start_layer, layers.end_layer)
+        )
+        self.here = range(start, stop)
+        self.own = frozenset(filter(plan.own.is_full, self.here))
+        self.topk = int(read_field(config, "index_topk"))
+        self.flops = 2 * read_field(config, "index_n_heads") * read_field(config, "index_head_dim")
+        self.index_k_bytes = _index_k_bytes(runner.token_to_kv_pool)
+
+    def count(self, phase: str, served: Sequence[Served]) -> None:
+        """A forward of these requests, in ``phase``."""
+        known = {key[-1] for key in self.tokens}
+        for pattern, rows, _ in served:
+            name = str(pattern)
+            if name not in known and len(known) >= MOST_APART:
+                name = OTHERS
+            known.add(name)
+            self.tokens[phase, name] += rows
+        if max((length for _, _, length in served), default=0) <= self.topk:
+            return
+        full = _full(frozenset(pattern for pattern, *_ in served), self.own)
+        for _, rows, length in served:
+            visible = rows * (length - rows) + rows * (rows + 1) // 2
+            self.pairs[phase, length_bin(length), "scored"] += visible * full
+            self.pairs[phase, length_bin(length), "skipped"] += visible * (len(self.own) - full)
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """For a rank's state: the counters, the parts of their keys joined by spaces."""
+        return {
+            "tokens": {" ".join(key): count for key, count in self.tokens.items()},
+            "pairs": {" ".join(key): count for key, count in self.pairs.items()},
+            "rejections": dict(self.rejections),
+        }
+
+
+@lru_cache(maxsize=256)
+def _full(patterns: frozenset[Pattern], own: frozenset[int]) -> int:
+    """How many of the layers ``own`` are F for any of ``patterns``."""
+    return sum(any(pattern.is_full(layer) for pattern in patterns) for layer in own)
+
+
+def length_bin(length: int) -> str:
+    """The bin of a request of ``length`` tokens, named by its last: "2Ki", ..., "more"."""
+    return next((format_length(last) for last in BINS if length <= last), "more")
+
+
+def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern) -> list[Served]:
+    """The requests of ``batch``, by what the host knows; [] if their lengths are not there.
+
+    Args:
+        batch: SGLang's, or its view of a batch that is replayed as a graph.
+        patterns: of its requests; none where all have the same.
+        default: what they have then.
+    """
+    lengths: Any = getattr(batch, "seq_lens_cpu", None)
+    if lengths is None or batch.forward_mode.is_idle():
+        return []
+    rids = getattr(batch, "rids", None)
+    count = batch.batch_size - getattr(batch, "num_padding", 0) if rids is None else len(rids)
+    rows: Any = getattr(batch, "extend_seq_lens_cpu", None)
+    if batch.forward_mode.is_decode() or rows is None:
+        speculated = getattr(getattr(batch, "spec_info", None), "num_tokens_per_req", 0)
+        rows = [max(1, speculated)] * count
+    each = zip(patterns or [default] * count, rows, lengths[:count].tolist(), strict=False)
+    return [(pattern, int(new), int(length)) for pattern, new, length in each]
+
+
+def phase_of(batch: ForwardBatch) -> str:
+    """Whether a forward fills a cache or continues one."""
+    mode = batch.forward_mode
+    return "decode" if mode.is_decode() or mode.is_target_verify() else "prefill"
+
+
+def _index_k_bytes(pool: Any) -> int:
+    """Bytes of index keys per token over this process's layers, from a pool's own buffers."""
+    pool = getattr(pool, "full_kv_pool", pool)
+    slots = pool.index_buf_size + pool.page_size
+    return round(sum(buffer.nbytes for buffer in pool.index_key_cache.buffer) / slots)

@@ -1,0 +1,146 @@
+"""One server for each feature that needs a card, each asked the same.
+
+Alone or in a batch, an answer is the same bits; prompts and answers are those of transformers; and
+a layer that is S in every pattern ran no indexer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.pattern import Pattern
+from tests.rehearsal.conftest import Models, Rehearse
+from tests.rehearsal.test_server import (
+    DECODE_GRAPHS,
+    EAGER,
+    LENGTHS,
+    PATTERNS,
+    QUARTER,
+    Judge,
+    ask,
+    prompt,
+    prompt_logprobs,
+)
+
+LIVE = ("--indexcache-mode", "live")
+TP_2 = ("--tp", "2")
+DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server.
+
+    Attributes:
+        name: what it rehearses.
+        flags: beside the pattern's.
+        cards: how many ranks it has.
+        family: of its checkpoint.
+        rehearses: features of SGLang, by their names in ``serving.features``.
+        in_every_run: whether ``make test`` runs it too, not only ``make rehearse``.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    cards: int = 1
+    family: str = "glm-5"
+    rehearses: tuple[str, ...] = ()
+    in_every_run: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether each request brings its pattern."""
+        return set(LIVE) <= set(self.flags)
+
+    @property
+    def patterns(self) -> list[str]:
+        """Under which the requests are answered."""
+        return list(PATTERNS) if self.is_live else [QUARTER] * len(LENGTHS)
+
+    @property
+    def asked(self) -> list[tuple[int, str | None]]:
+        """The requests' lengths, and the patterns that they name."""
+        named = self.patterns if self.is_live else [None] * len(LENGTHS)
+        return list(zip(LENGTHS, named, strict=True))
+
+
+CASES = [
+    Case(
+        "tensor parallelism",
+        (*TP_2, *DECODE_GRAPHS),
+        cards=2,
+        rehearses=("tensor parallelism", "CUDA graphs"),
+        in_every_run=True,
+    ),
+    Case("dp_attention", (*LIVE, *DP_2, *EAGER), cards=2, rehearses=("dp_attention",)),
+    Case("dp_attention with graphs", (*DP_2, *DECODE_GRAPHS), cards=2, rehearses=("dp_attention",)),
+    Case(
+        "chunked prefill",
+        (*LIVE, *EAGER, "--chunked-prefill-size", "128"),
+        rehearses=("chunked prefill",),
+    ),
+    Case(
+        "pipeline parallelism",
+        ("--pp-size", "2", *EAGER),
+        cards=2,
+        rehearses=("pipeline parallelism",),
+    ),
+    Case("DeepSeek-V3.2", (*LIVE, *EAGER), family="deepseek-v3.2"),
+]
+IN_TEST_SERVER = {"radix cache", "overlap schedule"}
+"""Rehearsed by ``test_server.py``: prefixes there, and the schedule that SGLang has by default."""
+
+
+def _parameter(case: Case) -> Any:
+    marks = () if case.in_every_run else (pytest.mark.matrix,)
+    return pytest.param(case, marks=marks, id=case.name.replace(" ", "_"))
+
+
+@pytest.fixture(scope="module", params=map(_parameter, CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    chosen: Case = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def client(case: Case, rehearse: Rehearse) -> Iterator[Client]:
+    flags = ("--indexcache-pattern", QUARTER, *case.flags)
+    with rehearse(*flags, cards=case.cards, family=case.family) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def together(case: Case, client: Client) -> list[Any]:
+    return ask(client, *case.asked)
+
+
+def test_an_answer_alone_is_the_same_bits(case: Case, client: Client, together: list[Any]) -> None:
+    client.flush_cache()
+    assert [ask(client, one)[0] for one in case.asked] == together
+
+
+def test_prompts_and_answers_are_those_of_transformers(
+    case: Case, client: Client, models: Models, together: list[Any]
+) -> None:
+    judge = Judge(models(case.family))
+    apart, bound = judge.answers_apart(list(zip(LENGTHS, case.patterns, strict=True)), together)
+    assert apart < bound
+    length, named = case.asked[-1]
+    judge.check(prompt_logprobs(client, length, named), prompt(length), case.patterns[-1])
+
+
+def test_layers_that_are_shared_in_every_pattern_ran_no_indexer(
+    case: Case, client: Client, together: list[Any]
+) -> None:
+    full = {layer for pattern in case.patterns for layer in Pattern(pattern).full_layers}
+    ran: set[int] = set()
+    for state in client.server_info()["internal_states"]:
+        runs = state["indexcache"]["indexer_selections"]
+        ran |= {layer for layer, count in enumerate(runs) if count}
+    assert ran
+    assert ran <= full

@@ -1,0 +1,257 @@
+"""Metrics: sums of what was counted, SGLang's labels, and failures that stay ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
+
+import prometheus_client
+import pytest
+import yaml
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import active, front, metrics, requests
+from sglang_indexcache.serving.metrics import (
+    Exporter,
+    SchedulerCollector,
+    TokenizerCollector,
+    collectors,
+)
+from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.traffic import MOST_APART
+from tests.serving.plans import plan
+
+MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
+LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0, "pp_rank": 0}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
+    monkeypatch.setattr(active, "_active", None)
+    monkeypatch.setattr(requests, "in_hand", lambda: {"FSSS": 2})
+    made = active.activate(plan("FSSS", mode="live"))
+    made.traffic.here, made.traffic.own = range(4), frozenset(range(4))
+    made.traffic.topk, made.traffic.flops, made.traffic.index_k_bytes = 8, 100, 528
+    return made
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
+    """In place of the process' own."""
+    made = prometheus_client.CollectorRegistry()
+    for name in ("Counter", "Gauge"):
+        kind = getattr(prometheus_client, name)
+        monkeypatch.setattr(
+            prometheus_client, name, lambda *a, kind=kind, **k: kind(*a, registry=made, **k)
+        )
+    return made
+
+
+def work(served: active.ActivePattern) -> None:
+    """A prefill of two patterns, and a decode."""
+    both = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
+    served.count_forward({pattern: rows for pattern, rows, _ in both})
+    served.traffic.count("prefill", both)
+    for layer in range(4):
+        (served.count_selection if layer < 2 else served.count_reuse)(layer)
+    served.count_forward({Pattern("FSSS"): 1})
+    served.traffic.count("decode", [(Pattern("FSSS"), 1, 11)])
+
+
+def test_sums_are_what_was_counted(
+    served: active.ActivePattern, registry: prometheus_client.CollectorRegistry
+) -> None:
+    exporter = Exporter(LABELS)
+
+    def told(name: str, **labels: str) -> float | None:
+        every = {k: str(v) for k, v in LABELS.items()} | labels
+        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
+
+    pairs = 55 + 4 * 16 + 10  # rows and the tokens that they see
+    for times in (1, 2):  # nothing twice, nothing lost
+        work(served)
+        for _ in range(2):
+            exporter.export(served)
+        assert told("tokens_total", phase="prefill", pattern="FSSS") == 10 * times
+        assert told("tokens_total", phase="prefill", pattern="FFSS") == 4 * times
+        assert told("tokens_total", phase="decode", pattern="FSSS") == times
+        in_prefill = {"phase": "prefill", "length": "2Ki"}
+        assert told("pairs_total", kind="scored", **in_prefill) == 2 * pairs * times
+        assert told("pairs_total", kind="skipped", **in_prefill) == 2 * pairs * times
+        assert told("flops_saved_total") == 100 * (2 * pairs + 3 * 11) * times
+        assert told("forwards_total", mixed="1") == times
+        assert told("forwards_total", mixed="0") == times
+        assert told("layer_runs_total", layer="1", did="ran") == times
+        assert told("layer_runs_total", layer="3", did="reused") == times
+    assert told("index_k_bytes") == 528
+    assert told("requests", pattern="FSSS") == 2
+
+
+def test_a_switch_moves_what_is_in_effect(
+    served: active.ActivePattern,
+    registry: prometheus_client.CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporter = Exporter(LABELS)
+    exporter.export(served)
+    served.replace(Policy.of(Pattern("FFFF")), "a test")
+    served.traffic.rejections["switch"] += 1
+    monkeypatch.setattr(requests, "in_hand", lambda: {"FFFF": 1})
+    exporter.export(served)
+    samples = [s for metric in registry.collect() for s in metric.samples]
+    info = {s.labels["pattern"]: s.value for s in samples if s.name.endswith("_info")}
+    assert info == {"FSSS": 0, "FFFF": 1}
+    waiting = {s.labels["pattern"]: s.value for s in samples if s.name.endswith("_requests")}
+    assert waiting == {"FSSS": 0, "FFFF": 1}
+    every = {name: str(value) for name, value in LABELS.items()}
+    for name, more in (("switches", {}), ("rejections", {"by": "switch"})):
+        assert registry.get_sample_value(f"sglang_indexcache_{name}_total", every | more) == 1
+
+
+def test_no_more_series_than_so_many(
+    served: active.ActivePattern,
+    registry: prometheus_client.CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporter = Exporter(LABELS)
+    for number in range(MOST_APART + 3):
+        monkeypatch.setattr(requests, "in_hand", lambda n=number: {f"a{n}": 1, f"b{n}": 1})
+        exporter.export(served)
+    found = {s.labels["pattern"]: s.value for m in registry.collect() for s in m.samples
+             if s.name.endswith("_requests")}  # fmt: skip
+    assert len(found) == MOST_APART + 1
+    assert found["others"] == 2
+
+
+def test_a_failure_stops_ours_alone(
+    served: active.ActivePattern, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged: list[Any] = []
+    base = SchedulerCollector.__mro__[1]
+    monkeypatch.setattr(base, "log_stats", lambda self, stats: logged.append(stats))
+    collector = SchedulerCollector.__new__(SchedulerCollector)
+    collector._sharing = SimpleNamespace(export=lambda _: 1 / 0)  # type: ignore[assignment]
+    for number in range(2):
+        collector.log_stats(number)
+    assert logged == [0, 1]
+    assert caplog.text.count("IndexCache: its metrics stop here") == 1
+
+
+def test_a_collector_of_whoever_starts_the_server_stays() -> None:
+    ours = {"scheduler": SchedulerCollector, "tokenizer": TokenizerCollector}
+    assert collectors(None) == ours
+    assert collectors({"storage": int}) == ours | {"storage": int}
+    assert collectors({"scheduler": int}) == ours | {"scheduler": int}
+
+
+def test_refused_requests_are_counted_where_they_come_in(
+    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "on_refusal", [])
+    monkeypatch.setattr(TokenizerCollector.__mro__[1], "__init__", lambda self, labels: None)
+    TokenizerCollector({"model_name": "m"})
+    plan_of_server = plan("FSSS", mode="live")
+    monkeypatch.setattr(front, "published_plan", lambda: plan_of_server)
+
+    async def ask() -> None:
+        named = {"custom_params": {"indexcache_pattern": "nobody"}}
+        with pytest.raises(ValueError, match="nobody"):
+            await anext(front._generate(None, None, SimpleNamespace(sampling_params=named)))  # type: ignore[arg-type]
+        await front._refuse(AsyncMock(), "misspelt")
+
+    asyncio.run(ask())
+    every = {"model_name": "m", "status": "400"}
+    assert registry.get_sample_value("sglang_indexcache_refused_total", every) == 2
+
+
+# -- the dashboard and the rules ---------------------------------------------------------------
+
+
+def queries() -> list[str]:
+    dashboard = json.loads(
+        (MONITORING / "grafana/dashboards/json/indexcache-dashboard.json").read_text()
+    )
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())
+    return panels + [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+
+
+def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
+    counters = metrics.COUNTERS | {"refused": metrics.REFUSED}
+    kinds = {f"{name}_total": more for name, (_, more) in counters.items()}
+    kinds |= {name: more for name, (_, more) in metrics.GAUGES.items()}
+    asked = set()
+    for query in queries():
+        names = re.findall(r"sglang_indexcache_(\w+)", query)
+        assert names, query
+        asked |= set(names)
+        allowed = {label for name in names for label in kinds[name]} | set(LABELS) | {"instance"}
+        within = re.findall(r"(\w+)=~?\"", query)
+        grouped = [
+            one.strip() for by in re.findall(r"by \(([^)]*)\)", query) for one in by.split(",")
+        ]
+        assert set(within) | set(grouped) <= allowed, query
+    assert asked == set(kinds)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
+def test_rules_fire_where_they_should(tmp_path: Path) -> None:
+    """Two servers under one pattern, then one of them under another that nobody asked for."""
+
+    def info(pattern: str, instance: str, values: str) -> dict[str, str]:
+        labels = f'model_name="m", pattern="{pattern}", instance="{instance}"'
+        return {"series": f"sglang_indexcache_info{{{labels}}}", "values": values}
+
+    def pairs(kind: str, values: str) -> dict[str, str]:
+        series = f'sglang_indexcache_pairs_total{{model_name="m", kind="{kind}"}}'
+        return {"series": series, "values": values}
+
+    def alert(name: str, minute: int, *fires: dict[str, str]) -> dict[str, Any]:
+        return {
+            "eval_time": f"{minute}m",
+            "alertname": name,
+            "exp_alerts": [{"exp_labels": labels} for labels in fires],
+        }
+
+    critical = {"model_name": "m", "severity": "critical"}
+    warning = {"model_name": "m", "severity": "warning"}
+    case = {
+        "interval": "1m",
+        "input_series": [
+            info("FSSS", "a", "1x120"),
+            info("FSSS", "b", "1x30 0x90"),
+            info("FFSS", "b", "0x30 1x90"),
+            pairs("scored", "0+1000x60 60000+10x60"),
+            pairs("skipped", "0+10x60 600+1000x60"),
+            {"series": 'sglang_indexcache_rejections_total{model_name="m", by="request"}',
+             "values": "0x20 1x100"},
+        ],
+        "alert_rule_test": [
+            alert("IndexCachePatternsDiffer", 29),
+            alert("IndexCachePatternsDiffer", 50, critical),
+            alert("IndexCacheSavesLittle", 50, warning),
+            alert("IndexCacheSavesLittle", 110),
+            alert("IndexCacheRefusesPatterns", 19),
+            alert("IndexCacheRefusesPatterns", 25, warning | {"by": "request"}),
+            alert("IndexCacheRefusesPatterns", 60),
+        ],
+    }  # fmt: skip
+    rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        del rule["annotations"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    test = {"rule_files": ["rules.yaml"], "tests": [case]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    for command in (
+        ["check", "rules", str(MONITORING / "rules.yaml")],
+        ["test", "rules", str(tmp_path / "test.yaml")],
+    ):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

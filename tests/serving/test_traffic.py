@@ -1,0 +1,111 @@
+"""What forwards were: rows by phase and pattern, and pairs of queries and keys, one by one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.traffic import MOST_APART, Traffic, length_bin, served_in
+
+torch = pytest.importorskip("torch")
+LAYERS, TOPK = 4, 8
+
+
+def traffic(*own: int) -> Traffic:
+    return Traffic(range(LAYERS), frozenset(own or range(LAYERS)), TOPK)
+
+
+requests = st.lists(
+    st.tuples(
+        st.text("FS", min_size=LAYERS - 1, max_size=LAYERS - 1).map(
+            lambda rest: Pattern(f"F{rest}")
+        ),
+        st.integers(1, 12),
+        st.integers(0, 12),
+    ),
+    max_size=4,
+)
+
+
+@given(given=requests, own=st.sets(st.integers(0, LAYERS - 1)))
+def test_pairs_are_those_of_every_row_with_every_token_that_it_sees(
+    given: list[tuple[Pattern, int, int]], own: set[int]
+) -> None:
+    """``given``: pattern, rows and the tokens before them."""
+    counted = Traffic(range(LAYERS), frozenset(own), TOPK)
+    counted.count("prefill", [(p, rows, rows + before) for p, rows, before in given])
+    scored = skipped = 0
+    if any(rows + before > TOPK for _, rows, before in given):
+        for layer in own:
+            runs = any(str(pattern)[layer] == "F" for pattern, *_ in given)
+            pairs = sum(before + row + 1 for _, rows, before in given for row in range(rows))
+            scored, skipped = scored + pairs * runs, skipped + pairs * (not runs)
+    assert counted.pairs[("prefill", "2Ki", "scored")] == scored
+    assert counted.pairs[("prefill", "2Ki", "skipped")] == skipped
+    assert sum(counted.tokens.values()) == sum(rows for _, rows, _ in given)
+
+
+def test_bins_by_the_length_of_each_request() -> None:
+    counted = traffic()
+    counted.count("decode", [(Pattern("FSFS"), 1, 2048), (Pattern("FSFS"), 1, 200_000)])
+    assert counted.pairs == {
+        ("decode", "2Ki", "scored"): 4096,
+        ("decode", "2Ki", "skipped"): 4096,
+        ("decode", "more", "scored"): 400_000,
+        ("decode", "more", "skipped"): 400_000,
+    }
+    assert [length_bin(n) for n in (1, 8192, 8193, 131072)] == ["2Ki", "8Ki", "32Ki", "128Ki"]
+
+
+def test_so_many_patterns_are_counted_apart() -> None:
+    counted = traffic()
+    names = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(MOST_APART + 5)]
+    for name in names:
+        counted.count("prefill", [(Pattern(name), 2, 2)])
+    assert len(counted.tokens) == MOST_APART + 1
+    assert counted.tokens["prefill", "others"] == 10
+    assert counted.tokens["prefill", names[0]] == 2
+
+
+def batch(mode: str, lengths: Any, **fields: Any) -> Any:
+    kinds = ("idle", "decode", "target_verify")
+    asks = {f"is_{kind}": lambda kind=kind: kind == mode for kind in kinds}
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(**asks),
+        batch_size=len(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
+        **fields,
+    )
+
+
+A, B = Pattern("FSSS"), Pattern("FFSS")
+
+
+@pytest.mark.parametrize(
+    ("given", "patterns", "served"),
+    [
+        (batch("extend", [5, 9], rids=["1", "2"], extend_seq_lens_cpu=[5, 2]), [A, B],
+         [(A, 5, 5), (B, 2, 9)]),
+        (batch("extend", [5, 1], rids=["1"], extend_seq_lens_cpu=[5, 0]), [], [(B, 5, 5)]),
+        (batch("decode", [5, 9], rids=["1", "2"], extend_seq_lens_cpu=None), [A, A],
+         [(A, 1, 5), (A, 1, 9)]),
+        # A view of a batch that is replayed: padded, and without its requests.
+        (batch("decode", [5, 9, 1], num_padding=1), [], [(B, 1, 5), (B, 1, 9)]),
+        (batch("target_verify", [9], rids=["1"], spec_info=SimpleNamespace(num_tokens_per_req=4)),
+         [], [(B, 4, 9)]),
+        (batch("idle", [], rids=[]), [], []),
+    ],
+)  # fmt: skip
+def test_what_a_batch_says_on_the_host(given: Any, patterns: Any, served: Any) -> None:
+    assert served_in(given, patterns, B) == served
+
+
+def test_without_lengths_nothing_is_counted() -> None:
+    unknown = batch("decode", [5], rids=["1"])
+    unknown.seq_lens_cpu = None
+    assert served_in(unknown, [], B) == []
