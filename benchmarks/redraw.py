@@ -23,13 +23,13 @@ from benchmarks import (
 )
 from benchmarks.paper import shares, table_3
 from benchmarks.records import RESULTS, read_arguments
-from sglang_indexcache.bench import figures
+from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
 
 
 def _latency(record: Path, picture: Path) -> None:
     result = load(record)
-    draw = shares.draw if picture.stem == "latency-share" else figures.draw_speedups
+    draw = shares.draw if picture.stem == "latency-share" else tables.draw_speedups
     draw(result, picture)
 
 

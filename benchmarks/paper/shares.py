@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.paper import table_1
 from benchmarks.records import read_arguments
-from sglang_indexcache.bench.figures import PANELS, describe
 from sglang_indexcache.bench.results import LatencyResult, load
+from sglang_indexcache.bench.tables import PANELS, describe
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.lengths import format_length
 

@@ -23,7 +23,7 @@ from typing import Literal
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.ask.stream import StreamedAnswer, stream
-from sglang_indexcache.bench import figures, tables
+from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import (
     METRICS,
     Configuration,
@@ -406,5 +406,5 @@ def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
     written = [folder / name for name in names]
     save(result, written[0])
     write_whole(written[1], tables.report(result))
-    figures.draw_speedups(result, written[2])
+    tables.draw_speedups(result, written[2])
     return written

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -223,27 +222,6 @@ def _checked(url: str) -> str:
 def group(help: str) -> typer.Typer:
     """A command group."""
     return typer.Typer(help=help, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as options, and an instance as first argument.
-
-    So options that several commands have are stated once.
-    """
-    shared = inspect.signature(options, eval_str=True).parameters
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-
-        def run(**given: Any) -> None:
-            command(options(**{name: given.pop(name) for name in shared}), **given)
-
-        every = [one.replace(kind=one.KEYWORD_ONLY) for one in (*shared.values(), *own)]
-        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-        run.__doc__ = command.__doc__
-        return run
-
-    return decorate
 
 
 def name_and_value(text: str, option: str) -> tuple[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +21,6 @@ from sglang_indexcache.cli.common import (
     group,
     name_and_value,
     out,
-    takes,
     writable,
 )
 from sglang_indexcache.errors import QualityError
@@ -67,6 +68,24 @@ LogArgument = Annotated[
         "score a line.",
     ),
 ]
+
+
+def _takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as options, and an instance as first argument."""
+    shared = inspect.signature(options, eval_str=True).parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        def run(**given: Any) -> None:
+            command(options(**{name: given.pop(name) for name in shared}), **given)
+
+        every = [one.replace(kind=one.KEYWORD_ONLY) for one in (*shared.values(), *own)]
+        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        run.__doc__ = command.__doc__
+        return run
+
+    return decorate
 
 
 @dataclass
@@ -242,7 +261,7 @@ class Questions:
 
 
 @app.command("run")
-@takes(Questions)
+@_takes(Questions)
 def run_command(
     asked: Questions,
     output: Annotated[

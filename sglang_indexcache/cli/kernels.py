@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -96,20 +97,33 @@ def _check(runner: Runner, group_name: str) -> tuple[int, int]:
     return passed, failed
 
 
-@app.command("build", epilog="Example: indexcache kernels build")
-def build_command() -> None:
+@app.command("build", epilog="Example: indexcache kernels build --archive kernels.tar.gz")
+def build_command(
+    archive: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a "
+            "machine without nvcc they are used there.",
+        ),
+    ] = None,
+) -> None:
     """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
     from time import monotonic
 
-    from sglang_indexcache.kernels.build import FOLDERS, build
+    from sglang_indexcache.kernels.build import FOLDERS, build, pack
     from sglang_indexcache.kernels.dispatch import outlook
 
     out.print(outlook(), markup=False, soft_wrap=True)
+    libraries = []
     for folder in FOLDERS:
         started = monotonic()
-        library = build(folder, say=out.print)
+        libraries.append(library := build(folder, say=out.print))
         took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
         out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
+    if archive is not None:
+        pack(archive, libraries)
+        out.print(f"wrote {archive}", soft_wrap=True)
 
 
 def _say_machine(machine: Machine) -> None:

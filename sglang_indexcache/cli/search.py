@@ -15,10 +15,12 @@ from sglang_indexcache.cli.common import (
     CONTEXTS,
     ApiKeyOption,
     ConfigOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
     connect,
     group,
     out,
-    writable,
 )
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
@@ -32,16 +34,6 @@ app = group("Find a pattern for your checkpoint, and compare patterns.")
 
 _MODEL, _DATA, _SEARCH, _COST = "Model", "Data", "Search", "Cost"
 
-ModelOption = Annotated[
-    Path,
-    typer.Option("--model", metavar="FOLDER", help="The checkpoint.", rich_help_panel=_MODEL),
-]
-OutputOption = Annotated[
-    Path,
-    typer.Option(
-        "--output", "-o", metavar="FOLDER", callback=writable, help="Where everything is written."
-    ),
-]
 UrlsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -119,9 +111,6 @@ HeldOutOption = Annotated[
         help="Further documents. Found patterns are measured on them, none is chosen by them.",
         rich_help_panel=_DATA,
     ),
-]
-SeedOption = Annotated[
-    int, typer.Option(metavar="N", help="Seed of the documents' order.", rich_help_panel=_DATA)
 ]
 
 

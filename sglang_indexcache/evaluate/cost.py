@@ -20,8 +20,7 @@ from sglang_indexcache.evaluate.plan import (
 )
 from sglang_indexcache.evaluate.verdict import points
 from sglang_indexcache.study.cost import Cost
-from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.words import counted
+from sglang_indexcache.support.lengths import counted, format_length
 
 _ASSUMED = {
     "answers": f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} "

@@ -14,7 +14,7 @@ from sglang_indexcache.evaluate.evaluation import ENDPOINTS, Planned
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design, spread_over_cells
-from sglang_indexcache.support.words import counted
+from sglang_indexcache.support.lengths import counted
 
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed before anything is measured: paired questions that differ, and how they do together."""

@@ -13,7 +13,7 @@ from sglang_indexcache.evaluate.plan import SelectedRows
 from sglang_indexcache.evaluate.tasks import FILES, Item, Tokenizer
 from sglang_indexcache.evaluate.tasks.chat import has_template
 from sglang_indexcache.evaluate.tasks.items import read_items, tokens
-from sglang_indexcache.support.words import counted
+from sglang_indexcache.support.lengths import counted
 
 _CHARACTERS = 16
 """Of a token on average, at most: what has more characters is too long without being counted."""

@@ -33,8 +33,7 @@ from sglang_indexcache.stats.bounds import Estimate, capital
 from sglang_indexcache.stats.interim import boundaries
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.stats.power import Design
-from sglang_indexcache.support.lengths import format_length
-from sglang_indexcache.support.words import counted
+from sglang_indexcache.support.lengths import counted, format_length
 
 LEAST_ABOVE_CHANCE = 0.10
 """Right answers of the reference above what guessing gives, below which a cell shows nothing."""

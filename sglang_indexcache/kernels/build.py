@@ -12,16 +12,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.compilers import Version, dotted, version_said
-from sglang_indexcache.support.files import shipped
+from sglang_indexcache.kernels.compilers import Version, dotted, doubt, version_said
+from sglang_indexcache.support.files import replacing, shipped
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
 """The folders of ``csrc/`` that become a library each."""
@@ -175,6 +176,23 @@ def cached(folder: str) -> BuiltKernels | None:
         builds = sorted(cache_folder().glob(f"{stem}*"), key=_version_in_name, reverse=True)
     libraries = (_library(path, folder, fresh=False) for path in builds)
     return next((library for library in libraries if library.path.is_file()), None)
+
+
+def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
+    """Put built libraries into one .tar.gz, for machines without nvcc.
+
+    Unpacked in another machine's :func:`cache_folder` it is what :func:`cached` finds there, if the
+    sources and apache-tvm-ffi are of the same versions.
+
+    Raises:
+        KernelError: a compiler that is not known to be good made one of them.
+    """
+    for library in libraries:
+        if why := doubt(library.compiler):
+            raise KernelError(f"{library.path.stem} is not packed for other machines: {why}")
+    with replacing(archive) as part, tarfile.open(part, "w:gz") as packed:
+        for library in libraries:
+            packed.add(library.path.parent, arcname=library.path.parent.name)
 
 
 def _make_writable(folder: Path) -> None:

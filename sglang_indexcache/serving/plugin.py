@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ FOUND = "_indexcache_found"
 
 def register() -> None:
     """Called by SGLang in every process, before it parses arguments."""
+    _end_if_left_alone()
     add_attention_backend_choices([BACKEND_NAME])
     hooks.after("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, at_start=True)
     hooks.around("sglang.srt.server_args.ServerArgs.from_cli_args", _keep_flags, at_start=True)
@@ -91,6 +93,17 @@ def register() -> None:
     agreement.install()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
+
+
+def _end_if_left_alone() -> None:
+    """Follow a server that was killed while this process of its still loaded modules.
+
+    SGLang asks the kernel for a signal at its parent's death, but only later: a process whose
+    parent is dead by then would wait for the other ranks for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise SystemExit("the server was killed while this process of it started")
 
 
 def _register_backend() -> None:

@@ -1,4 +1,4 @@
-"""Token counts as people write them: ``200K``, ``16Ki``, ``4096``."""
+"""Numbers as people write them: token counts such as ``200K``, ``16Ki``, and counted things."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def format_length(length: int) -> str:
     if length >= 1024 and length % 1024 == 0:
         return f"{length // 1024}Ki"
     return str(length)
+
+
+def counted(count: int, name: str) -> str:
+    """``1 look``, ``1,200 looks``."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"

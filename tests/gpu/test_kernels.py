@@ -15,10 +15,17 @@ import pytest
 import torch
 
 from sglang_indexcache.kernels.build import FOLDERS, build
-from sglang_indexcache.kernels.contract import VALUE_DIM, IndexerBatch
+from sglang_indexcache.kernels.contract import (
+    INDEX_DIM,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    VALUE_DIM,
+    IndexerBatch,
+)
 from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.grid import cases
 from sglang_indexcache.kernels.grid.runner import GROUPS, Runner
+from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
 from tests.gpu.test_served import TOKENS, Prompts, Request, answer, serving
 
 GRID = "sglang_indexcache.kernels.grid.runner"
@@ -45,6 +52,20 @@ Tensors = tuple[torch.Tensor, ...]
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_cuda_kernels_compile(folder: str, evidence: dict[str, Any]) -> None:
     evidence["nvcc"] = build(folder).compiler
+
+
+def test_sglang_s_key_store_writes_the_pages_that_we_read() -> None:
+    """Byte for byte, keys near zero included: in live mode S layers store theirs by it alone."""
+    store = pytest.importorskip("sglang.kernels.ops.kvcache.dsa_fused_store_index_cache")
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(150, INDEX_DIM, generator=generator).to(torch.bfloat16)
+    keys[-5:] *= 1e-6
+    slots = torch.randperm(6 * PAGE_TOKENS, generator=generator)[: len(keys)]
+    pages = torch.full((6, PAGE_BYTES), 0x55, dtype=torch.uint8)
+    stored = pages.cuda()
+    write_pages(pages, slots, *quantize_e4m3(keys))
+    store.fused_store_index_k_cache(keys.cuda(), stored, slots.cuda(), PAGE_TOKENS)
+    assert torch.equal(stored.cpu(), pages)
 
 
 @ours

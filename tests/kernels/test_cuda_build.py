@@ -6,6 +6,7 @@ These are checks of the compiler's output. They say nothing about a run: none ha
 import os
 import re
 import subprocess
+import tarfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -514,6 +515,33 @@ def fresh_libraries() -> None:
     cuda.library.cache_clear()
     yield
     cuda.library.cache_clear()
+
+
+def test_what_was_packed_is_found_on_a_machine_without_nvcc(
+    empty_library: Path, elsewhere: Path, fresh_libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {folder: keep(folder, "13.1.80", empty_library) for folder in FOLDERS}
+    made = [BuiltKernels(path, path.parent / "build.log", fresh=True) for path in kept.values()]
+    building.pack(elsewhere / "kernels.tar.gz", made)
+    node = elsewhere / "node"
+    monkeypatch.setenv(building.CACHE_VARIABLE, str(node))
+    assert building.cached("topk") is None
+    with tarfile.open(elsewhere / "kernels.tar.gz") as packed:
+        packed.extractall(node, filter="data")
+    for folder, path in kept.items():
+        found = building.cached(folder)
+        assert found is not None
+        assert found.path.is_relative_to(node)
+        assert found.path.read_bytes() == path.read_bytes()
+        assert found.compiler == (13, 1, 80)
+    assert cuda.library("topk")
+
+
+def test_what_a_bad_compiler_made_is_not_packed(empty_library: Path, elsewhere: Path) -> None:
+    path = keep("topk", "13.0.88", empty_library)
+    with pytest.raises(KernelError, match=r"topk is not packed .* nvcc 13\.0\.88 miscompiles"):
+        building.pack(elsewhere / "a.tar.gz", [BuiltKernels(path, path, fresh=True)])
+    assert not (elsewhere / "a.tar.gz").exists()
 
 
 def test_what_was_built_ahead_needs_no_nvcc(

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -607,3 +608,33 @@ def test_the_drafts_backend_is_resolved_like_the_others(model: Callable[..., Pat
     assert resolving_view(resolve(model(), *draft)).speculative_draft_attention_backend == "dsa"
     with pytest.raises(SettingsError, match="needs --attention-backend indexcache"):
         resolve(model(), *draft, backend="dsa")
+
+
+def test_a_process_does_not_outlive_a_server_that_was_killed_at_its_start(tmp_path: Path) -> None:
+    """While the child loads modules, before SGLang asks for a signal at its parent's death."""
+    code = """
+import multiprocessing, os, signal, sys, time
+
+def child(ready):
+    from sglang_indexcache.serving import plugin  # as SGLang's, this takes a while
+    ready.send(None)
+    ready.close()
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    try:
+        plugin.register()
+    except SystemExit as error:
+        print(error, file=open(sys.argv[1], "w"), flush=True)
+
+parent = os.getpid()
+ours, theirs = multiprocessing.Pipe()
+multiprocessing.get_context("fork").Process(target=child, args=[theirs]).start()
+ours.recv()
+os.kill(parent, signal.SIGKILL)
+"""
+    said = tmp_path / "said"
+    subprocess.run([sys.executable, "-c", code, str(said)], check=False)
+    deadline = time.monotonic() + 60
+    while not (said.exists() and said.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "the server was killed while this process of it started" in said.read_text()
