@@ -143,7 +143,9 @@ def dry_run(options: HealOptions, machine: GpuMachine) -> list[tuple[str, str]]:
     found = plan_of(options, machine)
     rows = describe(found, machine)
     if found.peak <= machine.memory:
-        return [*rows, ("verdict", "it fits")]
+        idle = not options.from_disk and options.rows < machine.gpus * options.micro_rows
+        more = f"; with --rows {machine.gpus * options.micro_rows} the GPUs would work at once"
+        return [*rows, ("verdict", "it fits" + more * idle)]
     if options.from_disk:
         return [*rows, ("verdict", "it does not fit: give a shorter --context, or fewer --rows")]
     alone = replace(machine, gpus=1)

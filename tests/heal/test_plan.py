@@ -82,7 +82,8 @@ def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
     assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == whole["GPU 0"]
-    assert whole["verdict"] == "it fits"
+    assert whole["verdict"] == "it fits; with --rows 2 the GPUs would work at once"
+    assert dict(dry_run(options(tmp_path, rows=2), MACHINE))["verdict"] == "it fits"
     assert "2 GPUs at work" in whole["hours"]
     small = GpuMachine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
     advice = dict(dry_run(options(tmp_path), small))["verdict"]
