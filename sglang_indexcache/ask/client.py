@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from sglang_indexcache.ask.protocol import RankState, states_of
+from sglang_indexcache.ask.protocol import SWITCH, RankState, states_of
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
 
 _CONNECT_SECONDS = 10.0
@@ -162,7 +162,7 @@ class Client:
             ServerError: with the server's reason, if it refused.
         """
         self.states()
-        body = {"server_args": {f"indexcache_pattern={value}": 1}}
+        body = {"server_args": {SWITCH + value: 1}}
         accepted = self._request("POST", "/set_internal_state", body)
         states = self.states()
         if not all(accepted):

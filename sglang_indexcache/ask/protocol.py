@@ -23,6 +23,9 @@ PATTERN_OF_REQUEST = "indexcache_pattern"
 """Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
 and where an answer says under which it was made, in ``meta_info``, as a list of one."""
 
+SWITCH = f"{PATTERN_OF_REQUEST}="
+"""What begins the key by which ``/set_internal_state`` is asked for another pattern."""
+
 STATE = "indexcache"
 """The key of a rank's report in ``/server_info``, below ``internal_states[i]``."""
 

@@ -150,12 +150,15 @@ def run_evaluation(
     asking = Servers(arms, servers)
     for server in asking.all:
         check_fits(request.plan, server.server_info(), server.name)
+    server_facts = facts(asking.all[0])
+    if "model_path" in server_facts:  # its digest tells what the checkpoint is, wherever it lies
+        server_facts["model_path"] = Path(server_facts["model_path"]).name
     who = identity(
         request.plan,
         arms,
         checkpoint=checkpoint_digest(request.model),
         material=request.corpus.digest,
-        server=facts(asking.all[0]),
+        server=server_facts,
     )
     with EvaluationJournal(output, who) as journal:
         journal.note(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.ask.protocol import STATE
+from sglang_indexcache.ask.protocol import STATE, SWITCH
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.serving import adapter, hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEY = "indexcache_pattern="
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-
-
-def switch_request(value: str) -> dict[str, Any]:
-    """The JSON body that asks ``/set_internal_state`` for pattern ``value``."""
-    return {"server_args": {_KEY + value: 1}}
 
 
 def install() -> None:
@@ -93,7 +87,7 @@ def _weighed(model: Module) -> dict[str, int]:
 def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    values = [key.removeprefix(_KEY) for key in request.server_args if key.startswith(_KEY)]
+    values = [key.removeprefix(SWITCH) for key in request.server_args if key.startswith(SWITCH)]
     if not values:
         return original(controller, request)
     active = current()
@@ -102,8 +96,8 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
             raise SettingsError("this server does not run IndexCache")
         if len(request.server_args) > 1:
             raise SettingsError("a pattern is switched alone, in a request of its own")
-        if request.server_args[_KEY + values[0]] != 1:
-            raise SettingsError(f'the value must be 1: {{"{_KEY}{values[0]}": 1}}')
+        if request.server_args[SWITCH + values[0]] != 1:
+            raise SettingsError(f'the value must be 1: {{"{SWITCH}{values[0]}": 1}}')
         switch(controller.scheduler, active, values[0])
     except IndexCacheError as error:
         logger.warning("IndexCache: pattern not switched: %s", error)

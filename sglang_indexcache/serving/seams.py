@@ -63,8 +63,6 @@ sglang.launch_server
 sglang.cli.serve_backends
     SERVE_BACKEND_API_VERSION, ServeBackend: sglang serve --model-type indexcache
     ServeRequest: sglang serve --model-type indexcache
-sglang
-    Engine: search with an engine inside the command
 sglang.srt.entrypoints.engine
     Engine.server_args_class: accept Engine keywords
 sglang.srt.arg_groups.choices
