@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks import search_synthetic as simulation
+from benchmarks.records import RESULTS
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
 
 
 @pytest.mark.parametrize("layers", [47, 78])
 def test_the_committed_summary_is_of_the_committed_rows(layers: int) -> None:
-    found = json.loads((simulation.RESULTS / f"synthetic-{layers}.json").read_text())
+    found = json.loads((RESULTS / "search" / f"synthetic-{layers}.json").read_text())
     assert found["layers"] == layers
     for kind in found["summary"].values():
         kind["searches"].pop("oneshot")  # was measured, and is a method no more

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from sglang_indexcache.serving.cuda import choice
 from tests.rehearsal.stage.kernels.rotary import rotate
 from tests.rehearsal.stage.registry import poison, reference
 
-choice.ENGINE_TOPK.add(128)  # the checkpoint's
 PAGE = 64
 WIDTH = 128
 E4M3 = torch.float8_e4m3fn
