@@ -1,15 +1,14 @@
 """What a recent window gives back of what sharing loses, by ``indexcache eval``.
 
     python -m benchmarks.recent_window WORK_FOLDER {eval,losses} [--until HH:MM]
-    python -m benchmarks.recent_window WORK_FOLDER report
+    python -m benchmarks.recent_window WORK_FOLDER report [--publish]
 
 Each setting (how long a list, how long a text) is one evaluation of the small checkpoint: patterns
 with and without windows against all F, on the same documents. ``eval`` asks questions of a server
 on the CPU platform (``indexcache eval run``); ``losses`` measures the loss of held-out text in
 transformers (``indexcache search compare``), which is much cheaper and says less. Both run the
 commands that users have and compute no statistic of their own. Started again they go on where they
-were; the report tells of the settings that are finished. Writes
-results/window/{result.json, window.png}.
+were; the report tells of the settings that are finished, in result.json and window.png.
 """
 
 from __future__ import annotations
@@ -26,17 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import sglang_indexcache
+from benchmarks.records import read_arguments
 from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.library import Library
+from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
-RESULTS = Path(__file__).parent / "results" / "window"
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 WINDOWS = (0, 4, 8, 16)
 BLIND = tuple(f"uniform:1/{ratio}" for ratio in (2, 4, 3, 6))
 SEARCHED = ("1/4", "1/8")
 ALL_FULL = "full"
+MARKS = {0: "o", 4: "v", 8: "s", 16: "D"}
+"""Of each window, in the figure."""
 
 Cell = dict[str, Any]
 
@@ -84,7 +87,7 @@ SETTINGS = (
 """In the order in which they are run; what does not fit the time is not measured."""
 
 
-def checkpoint(folder: Path, topk: int) -> Path:
+def with_lists(folder: Path, topk: int) -> Path:
     """The small checkpoint with lists of another length: a config beside links to its files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in TINY.iterdir():
@@ -97,7 +100,7 @@ def checkpoint(folder: Path, topk: int) -> Path:
 
 def run(setting: Setting, work: Path) -> None:
     """Serve the checkpoint in live mode and evaluate every arm on it."""
-    model = checkpoint(work / f"tiny-dsa-top{setting.topk}", setting.topk)
+    model = with_lists(work / f"tiny-dsa-top{setting.topk}", setting.topk)
     flags = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "65536"]
     command = ["--model-path", str(model), "--attention-backend", "indexcache", *flags]
     with Server(command, work / f"{setting.name}.log") as server:
@@ -130,7 +133,7 @@ COMPARED = (ALL_FULL, *with_windows(BLIND[:2], (0, 8)), *CONTROL)
 
 def compare(topk: int, length: int, work: Path) -> None:
     """The loss of all patterns on eight held-out documents; the objective is the command's own."""
-    model = checkpoint(work / f"tiny-dsa-top{topk}", topk)
+    model = with_lists(work / f"tiny-dsa-top{topk}", topk)
     output = work / f"loss-top{topk}-{length}"
     if (output / "compare.json").exists():
         return
@@ -190,8 +193,8 @@ def cells(setting: Setting, found: dict[str, Any]) -> list[Cell]:
     return told
 
 
-def report(work: Path) -> None:
-    """Table and figure of the finished settings."""
+def report(work: Path, output: Path, command: str) -> None:
+    """Record and figure of the finished settings."""
     found: list[Cell] = []
     commits = set()
     for setting in SETTINGS:
@@ -199,29 +202,35 @@ def report(work: Path) -> None:
         if path.exists() and (data := json.loads(path.read_text()))["finished"]:
             found += cells(setting, data)
             commits.add(data["facts"]["commit"])
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    loss = losses(work)
-    told = {"machine": machine(), "commits": sorted(commits), "cells": found, "losses": loss}
-    write_json(RESULTS / "result.json", told)
-    draw([("points to all F", found), ("nats / 1,000 over all F", loss)], RESULTS / "window.png")
+    told = {
+        "command": command,
+        "machine": machine(),
+        "commits": sorted(commits),
+        "cells": found,
+        "losses": losses(work),
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / "result.json", told)
+    draw(told, output / "window.png")
 
 
 def groups(found: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
-    """The cells of each setting; those of one list and one text stand together."""
+    """The cells of each setting, the shortest texts and lists first."""
     by: dict[tuple[int, int], list[Cell]] = {}
-    for cell in found:
+    for cell in sorted(found, key=lambda cell: (cell["length"], cell["topk"])):
         by.setdefault((cell["topk"], cell["length"]), []).append(cell)
     return by
 
 
 def table(found: list[Cell]) -> str:
     """Markdown: a row for a setting and pattern, a column for a window."""
-    head = ["list", "tokens", "pattern", *(f"w = {window}" for window in WINDOWS)]
+    windows = sorted({cell["window"] for cell in found})
+    head = ["list", "tokens", "pattern", *(f"w = {window}" for window in windows)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (topk, length), some in groups(found).items():
         for pattern in dict.fromkeys(cell["pattern"] for cell in some):
             row = {cell["window"]: cell for cell in some if cell["pattern"] == pattern}
-            texts = [_points(row.get(window)) for window in WINDOWS]
+            texts = [_points(row.get(window)) for window in windows]
             lines.append("| " + " | ".join(map(str, (topk, length, pattern, *texts))) + " |")
     return "\n".join(lines) + "\n"
 
@@ -235,28 +244,47 @@ def _points(cell: Cell | None) -> str:
     )
 
 
-def draw(parts: list[tuple[str, list[Cell]]], path: Path) -> None:
-    """A panel for each setting: what is lost over the window, a line for each pattern."""
-    panels = [(unit, at, some) for unit, found in parts for at, some in groups(found).items()]
-    figure, axes = make_figure(7.0, 2.6 * len(panels), rows=len(panels))
-    for axis, (unit, (topk, length), some) in zip(axes, panels, strict=True):
-        axis.axhline(0, color="black", lw=0.8)
-        for place, pattern in enumerate(dict.fromkeys(cell["pattern"] for cell in some)):
-            mine = [
-                cell
-                for cell in some
-                if cell["pattern"] == pattern and cell["difference"] is not None
-            ]
-            values = [cell["difference"] for cell in mine]
-            ends = list(zip(*(cell["interval"] for cell in mine), strict=True))
-            bars = [[abs(v - e) for v, e in zip(values, end, strict=True)] for end in ends]
-            at = [cell["window"] + 0.15 * place for cell in mine]
-            axis.errorbar(at, values, yerr=bars or None, marker="o", ms=4, capsize=2, label=pattern)
-        axis.set_xticks(WINDOWS)
-        axis.set_title(f"lists of {topk} of {length} tokens", fontsize=9, loc="left")
-        axis.set_ylabel(unit, fontsize=8)
-        axis.legend(fontsize=6, loc="center right")
-    axes[-1].set_xlabel("recent window, tokens", fontsize=8)
+def draw(told: dict[str, Any], path: Path) -> None:
+    """A panel for each pattern and measure, a line for each setting, a mark for each window."""
+    panels = [
+        (unit, pattern, [cell for cell in found if cell["pattern"] == pattern])
+        for unit, found in (
+            ("points to all F", told["cells"]),
+            ("thousandths of a nat a token over all F", told["losses"]),
+        )
+        for pattern in dict.fromkeys(cell["pattern"] for cell in found)
+        if pattern != ALL_FULL
+    ]
+    checkpoint = Checkpoint.read(TINY)
+    figure, axes = make_figure(4.2 * len(panels), 3.4, columns=len(panels), sharey=True)
+    for axis, (unit, pattern, some) in zip(axes, panels, strict=True):
+        color = pattern_color(Library.default().resolve(pattern, checkpoint).pattern)
+        names = [f"{topk} of {length}" for topk, length in groups(some)]
+        axis.axvline(0, color="black", lw=0.8)
+        for window in sorted({cell["window"] for cell in some}):
+            for row, cells_there in enumerate(groups(some).values()):
+                for cell in (c for c in cells_there if c["window"] == window):
+                    if cell["interval"] is None:
+                        continue
+                    at, (low, high) = cell["difference"], cell["interval"]
+                    face = color if window else "white"
+                    label = f"window of {window}" if window else "no window"
+                    axis.errorbar(
+                        at,
+                        row,
+                        xerr=[[at - low], [high - at]],
+                        fmt=MARKS[window],
+                        color=color,
+                        markerfacecolor=face,
+                        capsize=2,
+                        label=label if row == 0 else None,
+                    )
+        axis.set_yticks(range(len(names)), names)
+        axis.set_title(pattern, fontsize=9, loc="left")
+        axis.set_xlabel(unit, fontsize=8)
+        axis.legend(fontsize=7, loc="lower right")
+    axes[0].invert_yaxis()
+    axes[0].set_ylabel("tokens selected, of how many", fontsize=8)
     save_figure(figure, path)
 
 
@@ -266,7 +294,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("what", choices=("eval", "losses", "report"))
     parser.add_argument("--until", default="", help="HH:MM; no setting begins after it")
-    arguments = parser.parse_args()
+    arguments = read_arguments(parser, "window")
     work = arguments.work
     steps: list[Callable[[], None]] = []
     if arguments.what == "eval":
@@ -277,7 +305,7 @@ def main() -> None:
         if arguments.until and time.strftime("%H:%M") >= arguments.until:
             break
         step()
-    report(work)
+    report(work, arguments.output, arguments.command)
 
 
 if __name__ == "__main__":

@@ -41,17 +41,11 @@ def _healed_on(found: dict[str, Any], picture: Path) -> None:
     heal_data.plot(found["lines"], picture)
 
 
-def _window(found: dict[str, Any], picture: Path) -> None:
-    recent_window.draw(
-        [("points to all F", found["cells"]), ("nats / 1,000 over all F", found["losses"])], picture
-    )
-
-
 FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "expect.png": ("expect.json", _of(expect.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(_healed_on)),
-    "window/window.png": ("window/result.json", _of(_window)),
+    "window/window.png": ("window/result.json", _of(recent_window.draw)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "quality/measures.png": ("quality/measures.json", _of(quality_measures.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
