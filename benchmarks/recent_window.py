@@ -294,13 +294,14 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("what", choices=("eval", "losses", "report"))
     parser.add_argument("--until", default="", help="HH:MM; no setting begins after it")
-    arguments = read_arguments(parser, "window")
-    work = arguments.work
+    parser.add_argument("--settings", type=int, default=len(LOSSES), help="only the first so many")
+    arguments = read_arguments(parser, "window", quick={"settings": 1})
+    work, count = arguments.work, arguments.settings
     steps: list[Callable[[], None]] = []
     if arguments.what == "eval":
-        steps = [partial(run, setting, work) for setting in SETTINGS]
+        steps = [partial(run, setting, work) for setting in SETTINGS[:count]]
     if arguments.what == "losses":
-        steps = [partial(compare, topk, length, work) for topk, length in LOSSES]
+        steps = [partial(compare, topk, length, work) for topk, length in LOSSES[:count]]
     for step in steps:
         if arguments.until and time.strftime("%H:%M") >= arguments.until:
             break
