@@ -49,7 +49,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.pairs import Floats
 from sglang_indexcache.study.journal import Journal
 from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.study.provenance import checkpoint_digest, machine, versions
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json
 from sglang_indexcache.support.text import machine_text
 
@@ -460,7 +460,6 @@ def main() -> None:
         "task": TASK,
         "lengths": LENGTHS,
         "machine": machine(),
-        "versions": versions(),
         **analysed(lines),
     }
     write_json(arguments.output.with_suffix(".json"), result)

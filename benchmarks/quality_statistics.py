@@ -43,7 +43,7 @@ from sglang_indexcache.evaluate.verdict import SAME, bounds, repeats_itself, see
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats
 from sglang_indexcache.stats.power import Design, spread, spread_over_cells
-from sglang_indexcache.study.provenance import machine, versions
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
 NAME = "quality/statistics"
@@ -552,7 +552,6 @@ def main() -> None:
             "evaluations": arguments.evaluations,
             "seed": arguments.seed,
             "machine": machine(),
-            "versions": versions(),
             "rows": rows,
             "held_back": unseen,
         },

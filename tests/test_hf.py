@@ -106,20 +106,26 @@ def test_sharing_changes_the_answer(model: Any) -> None:
         assert not torch.allclose(logits(model), plain, atol=1e-3)
 
 
+def eight_greedy_tokens(model: Any) -> torch.Tensor:
+    """``[1, T + 8]``: ``IDS`` and what the model says behind it, with a cache."""
+    found: torch.Tensor = model.generate(
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        do_sample=False,
+        min_new_tokens=8,
+        max_new_tokens=8,
+        eos_token_id=None,
+    )
+    return found
+
+
 def test_greedy_generation_with_a_cache_is_the_oracles(folder: Path, model: Any) -> None:
     oracle = Oracle(folder, torch.float32, first_of_ties=False)
     for text in PATTERNS[1:]:
         counts: Counter[int] = Counter()
         hooks = runs(model, counts)
         with share(model, text):
-            found = model.generate(
-                IDS,
-                attention_mask=torch.ones_like(IDS),
-                do_sample=False,
-                min_new_tokens=8,
-                max_new_tokens=8,
-                eos_token_id=None,
-            )
+            found = eight_greedy_tokens(model)
         for hook in hooks:
             hook.remove()
         assert counts == Counter(dict.fromkeys(Pattern(text).full_layers, 8))
@@ -418,14 +424,7 @@ def test_greedy_tokens_under_a_window_are_the_oracles(folder: Path, model: Any) 
     oracle = Oracle(folder, torch.float32, first_of_ties=False)
     for text in WINDOWS[1:3]:
         with share(model, text):
-            found = model.generate(
-                IDS,
-                attention_mask=torch.ones_like(IDS),
-                do_sample=False,
-                min_new_tokens=8,
-                max_new_tokens=8,
-                eos_token_id=None,
-            )
+            found = eight_greedy_tokens(model)
         expected, gap = oracle.greedy(IDS[0].tolist(), 8, Pattern(text))
         assert gap > 1e-6
         assert found[0, IDS.shape[1] :].tolist() == expected

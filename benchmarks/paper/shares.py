@@ -42,11 +42,7 @@ def draw(result: LatencyResult, path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder")
-    parser.add_argument("--context", nargs="+", default=table_1.CONTEXTS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("server_flags", nargs="*", default=[], metavar="-- FLAGS")
+    table_1.options(parser)
     arguments = read_arguments(parser, "shares", argv, table_1.QUICK)
     model = ["--model", str(arguments.model)] if arguments.model else []
     table_1.main(

@@ -25,15 +25,20 @@ SHAPE = ["--size", "small", "--field", "num_hidden_layers=4", "--field", "index_
 ON_A_CPU = ["--max-total-tokens", "33536", "--disable-overlap-schedule"]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those that ``shares`` has too."""
     parser.add_argument("--model", type=Path, help="a checkpoint's folder")
-    parser.add_argument("--pattern", nargs="+", default=PATTERNS)
     parser.add_argument("--context", nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("server_flags", nargs="*", default=[], metavar="-- FLAGS")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pattern", nargs="+", default=PATTERNS)
+    options(parser)
     arguments = read_arguments(parser, NAME, argv, QUICK)
     model, flags, note = arguments.model, arguments.server_flags, f"{arguments.command}."
     if model is None:

@@ -22,7 +22,7 @@ from benchmarks.training.scores import Scorer
 from sglang_indexcache.data.machine import TEXT_CHARACTERS
 from sglang_indexcache.data.retrieval import chance
 from sglang_indexcache.stats.student import half_width
-from sglang_indexcache.study.provenance import checkpoint_digest, machine, versions
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 
 TASKS = (TEXT, "recall", "needles")
@@ -82,7 +82,6 @@ def write(found: list[Line], arguments: argparse.Namespace, what: str) -> None:
         "command": arguments.command,
         "checkpoint": checkpoint_digest(SMALL),
         "machine": machine(),
-        "versions": versions(),
         "length": arguments.length,
         "documents_per_task": arguments.rows,
         "rows": found,

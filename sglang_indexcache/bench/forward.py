@@ -16,6 +16,7 @@ from pathlib import Path
 from sglang_indexcache.bench.results import METRICS, Metric
 from sglang_indexcache.bench.rows import ENGINE, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.bench.shapes import PRESETS, ModelShape, find_gpu
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.pattern import Pattern
 
@@ -28,8 +29,6 @@ EXPERT_LOADS = "power_law_1.01"
 """How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
 MEMORY_PART = 0.8
 """Of the bandwidth that a norm reaches: an assumption."""
-INDEX_K_BYTES = 128 + 4
-"""Of a token's index key: e4m3 and a float32 scale."""
 KV_BYTES = {"fp8": 656, "bf16": 1152}
 """Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 
@@ -122,7 +121,7 @@ class Deployment:
     def cache_tokens(self) -> int:
         """Of one rank beside the weights, every layer F; negative if the weights do not fit."""
         room = USED_MEMORY * find_gpu(self.gpu).memory - self.weight_bytes
-        each = KV_BYTES[self.cache] + INDEX_K_BYTES
+        each = KV_BYTES[self.cache] + INDEX_K_BYTES_PER_KEY
         return int(room / (self.shape.num_hidden_layers * each))
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from sglang_indexcache.ask.protocol import OTHERS, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import Plan
-from sglang_indexcache.serving.traffic import Traffic, phase_of, served_in
+from sglang_indexcache.serving.traffic import Traffic, is_apart, phase_of, served_in
 
 _MOST_APART = 200
 """Different patterns, and different sets of them, that are counted each by itself. Whoever may send
@@ -207,8 +207,7 @@ class ActivePattern:
 def _add(counter: Counter[str], name: str, count: int) -> None:
     """``count`` more of ``name``, or of the others where so many are counted already."""
     if count:
-        known = name in counter or len(counter) < _MOST_APART
-        counter[name if known else OTHERS] += count
+        counter[name if is_apart(name, counter, _MOST_APART) else OTHERS] += count
 
 
 _active: ActivePattern | None = None

@@ -24,7 +24,7 @@ from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.serving import front, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.traffic import MOST_APART
+from sglang_indexcache.serving.traffic import MOST_APART, is_apart
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ class Exporter:
         for name, values in _standing(active).items():
             now: Counter[tuple[str, ...]] = Counter()
             for key, value in values.items():
-                is_known = key in self._told[name] or len(self._told[name]) < MOST_APART
-                now[key if is_known else (OTHERS,) * len(key)] += value
+                is_own = is_apart(key, self._told[name], MOST_APART)
+                now[key if is_own else (OTHERS,) * len(key)] += value
             # What is no more is 0: between processes no series can be taken back.
             for key in self._told[name].keys() | now.keys():
                 self._child(name, key).set(now[key])

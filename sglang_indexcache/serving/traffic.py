@@ -7,7 +7,7 @@ like any other forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,7 @@ class Traffic:
         known = {key[-1] for key in self.tokens}
         for pattern, rows, _ in served:
             name = str(pattern)
-            if name not in known and len(known) >= MOST_APART:
+            if not is_apart(name, known, MOST_APART):
                 name = OTHERS
             known.add(name)
             self.tokens[phase, name] += rows
@@ -99,6 +99,11 @@ class Traffic:
             "pairs": {" ".join(key): count for key, count in self.pairs.items()},
             "rejections": dict(self.rejections),
         }
+
+
+def is_apart(name: object, known: Collection[object], most: int) -> bool:
+    """Whether ``name`` is counted by itself, and not with all after the first ``most``."""
+    return name in known or len(known) < most
 
 
 @lru_cache(maxsize=256)

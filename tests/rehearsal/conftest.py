@@ -14,6 +14,7 @@ import pytest
 
 from sglang_indexcache.ask.launch import Server
 from tests.rehearsal import checkpoint
+from tests.rehearsal.questions import Judge
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -36,6 +37,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Models = Callable[[str], Path]
+Judges = Callable[[str], Judge]
 Rehearse = Callable[..., Any]
 
 
@@ -48,6 +50,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return checkpoint.make(tmp_path_factory.mktemp("checkpoint"), family)
 
     return of
+
+
+@pytest.fixture(scope="session")
+def judges(models: Models) -> Judges:
+    """Who judges the answers of a family's checkpoint; what it has read it keeps."""
+    return cache(lambda family: Judge(models(family)))
 
 
 @pytest.fixture(scope="session")

@@ -9,105 +9,29 @@ and together are all longer than the lists.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.pattern import Pattern
-from tests.oracle import Oracle
-from tests.rehearsal.checkpoint import LAYERS
-from tests.rehearsal.conftest import Models, Rehearse
-
-QUARTER = "FSSSFS"
-PATTERNS = [QUARTER, "F" * LAYERS, "FSFSFS", "FSSSSS"]
-LENGTHS = [300, 260, 205, 330]
-ANSWER = 6
-EAGER = ("--disable-cuda-graph",)
-DECODE_GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "4", "--disable-prefill-cuda-graph")
-
-
-def prompt(length: int) -> list[int]:
-    draw = random.Random(length)
-    return [draw.randrange(3, 900) for _ in range(length)]
+from tests.rehearsal.conftest import Judges, Rehearse
+from tests.rehearsal.questions import (
+    DECODE_GRAPHS,
+    EAGER,
+    LENGTHS,
+    PATTERNS,
+    QUARTER,
+    Judge,
+    ask,
+    prompt,
+    prompt_logprobs,
+)
 
 
-def parameters(pattern: str | None, tokens: int = ANSWER) -> dict[str, Any]:
-    named = {"custom_params": {"indexcache_pattern": pattern}} if pattern else {}
-    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **named}
-
-
-def ask(
-    client: Client, *asked: tuple[int, str | None], tokens: int = ANSWER
-) -> list[list[tuple[float, int]]]:
-    """The greedy answers to prompts of given lengths and patterns, as one request."""
-    replies = client.generate(
-        input_ids=[prompt(length) for length, _ in asked],
-        sampling_params=[parameters(pattern, tokens) for _, pattern in asked],
-        return_logprob=True,
-    )
-    return [
-        [(logprob, token) for logprob, token, *_ in one["meta_info"]["output_token_logprobs"]]
-        for one in replies
-    ]
-
-
-def prompt_logprobs(client: Client, length: int, pattern: str | None) -> torch.Tensor:
-    """``[length - 1]`` log-probabilities of a prompt's tokens, the first left out."""
-    reply = client.generate(
-        input_ids=prompt(length),
-        sampling_params=parameters(pattern),
-        return_logprob=True,
-        logprob_start_len=0,
-    )
-    told = reply["meta_info"]["input_token_logprobs"][1:]
-    return torch.tensor([logprob for logprob, *_ in told])
-
-
-class Judge:
-    """transformers in float32 with the indexer's FP8, and how far its own bfloat16 is from that."""
-
-    def __init__(self, model: Path) -> None:
-        self._exact = Oracle(model, torch.float32, fp8_indexer=True)
-        self._rounded = Oracle(model, torch.bfloat16, fp8_indexer=True)
-
-    def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
-        """The mean difference of log-probabilities of the last tokens from float32's, in nats."""
-        exact = self._exact.answer(tokens, Pattern(pattern)).logprobs[-len(got) :]
-        return float((got - exact).abs().mean())
-
-    def bound(self, count: int, tokens: list[int], pattern: str) -> float:
-        """Twice what transformers' own bfloat16 is apart: SGLang rounds at other places."""
-        rounded = self._rounded.answer(tokens, Pattern(pattern)).logprobs[-count:]
-        return 2 * self.apart(rounded, tokens, pattern)
-
-    def check(self, got: torch.Tensor, tokens: list[int], pattern: str) -> None:
-        """``got``: ``[n]`` log-probabilities of the last ``n`` tokens, as SGLang told them."""
-        assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
-
-    def answers_apart(
-        self, asked: list[tuple[int, str]], answers: list[Any]
-    ) -> tuple[float, float]:
-        """How far answers are from one forward over prompt and answer, and the bound of that.
-
-        One answer is a few tokens, so they are judged together.
-        """
-        apart = bound = 0.0
-        for (length, pattern), answer in zip(asked, answers, strict=True):
-            tokens = prompt(length) + [token for _, token in answer]
-            got = torch.tensor([logprob for logprob, _ in answer])
-            apart += self.apart(got, tokens, pattern)
-            bound += self.bound(len(got), tokens, pattern)
-        return apart, bound
-
-
-@pytest.fixture(scope="module")
-def judge(models: Models) -> Judge:
-    return Judge(models("glm-5"))
+@pytest.fixture
+def judge(judges: Judges) -> Judge:
+    return judges("glm-5")
 
 
 class TestLive:
