@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
-from sglang_indexcache.evaluate.verdict import Verdict, long_rows, verdicts_of
+from sglang_indexcache.evaluate.verdict import Look, Verdict, verdicts_of
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.pattern import Pattern
 
@@ -46,7 +46,7 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
 
     The lengths and tasks are those that the claim is about; cells that could not see are named.
     """
-    rows = long_rows(evaluation.outcomes(look), evaluation.selects_all)
+    rows = Look.at(evaluation, look).long
     asked = {(row.task, row.length) for row in rows}
     cells = asked - set(verdict.blind) or asked
     contexts = {row.context for row in rows if (row.task, row.length) in cells}

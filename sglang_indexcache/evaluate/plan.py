@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import ENDPOINTS, Planned
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design, spread_over_cells
@@ -29,10 +28,37 @@ CONTROL_SHARE = 0.75
 """Of ``index_topk``: the length of the contexts in which every pattern selects everything."""
 CONTROL_CONTEXTS = 2
 """Of each task."""
+PAGE = 64
+"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
-JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
-"""Benchmarks whose answers are graded by another model."""
+CONTROL_LOOK = 0
+"""Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""
+ENDPOINTS = {"answers": "right", "probability": "probability"}
+"""What can be compared, chosen before the first request, and the value of an answer it stands for.
+
+``answers``: right or wrong, as greedy decoding has it. ``probability``: with which the model says
+the right answer at temperature 1; finer, so it needs fewer contexts, but another question.
+"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A context of the plan; they are in the order of asking.
+
+    Attributes:
+        context: its name, unique.
+        task: what is asked behind it.
+        length: tokens of context, question and answer.
+        look: at which planned look it first counts, from 1; ``CONTROL_LOOK`` for the control.
+        again: whether the reference is asked twice (A/A).
+    """
+
+    context: str
+    task: str
+    length: int
+    look: int
+    again: bool
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:
@@ -56,7 +82,7 @@ def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[flo
 
     Args:
         cells: contexts of each, and questions behind one of its contexts.
-        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+        endpoint: see :data:`ENDPOINTS`.
     """
     if endpoint == "answers":
         return spread_over_cells(cells, DISCORDANCE, CORRELATION)
@@ -76,7 +102,7 @@ def enough_contexts(
         questions: behind one context.
         margin: 0.01 is one point.
         looks: the number is a multiple of them.
-        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+        endpoint: see :data:`ENDPOINTS`.
 
     Returns:
         At least :data:`LEAST_CONTEXTS`, so that each cell can see a control lose.
@@ -120,7 +146,7 @@ class EvaluationPlan:
         looks: likewise.
         seed: of the first context of each cell; the others count from there.
         taken: rows of a user's files.
-        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+        endpoint: see :data:`ENDPOINTS`.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -141,16 +167,14 @@ class EvaluationPlan:
         if self.endpoint not in ENDPOINTS:
             raise QualityError(f"no endpoint is called {self.endpoint!r}: {' or '.join(ENDPOINTS)}")
         for task in self.tasks:
-            if task.lower() in JUDGED:
-                raise QualityError(
-                    f"{task} is graded by another model, which this command does not run. Run it "
-                    "with lm-eval or Inspect for each arm, then give both logs to `indexcache "
-                    "eval compare`."
-                )
             if task not in TASKS:
-                raise QualityError(f"no task is called {task!r}; there are {', '.join(TASKS)}")
-        if not (self.tasks or self.taken) or len(set(self.tasks)) < len(self.tasks):
-            raise QualityError("give each task once, and one at least")
+                raise QualityError(
+                    f"no task is called {task!r}; there are {', '.join(TASKS)}. Run other "
+                    "benchmarks with lm-eval or Inspect for each arm, and give both logs to "
+                    "`indexcache eval compare`."
+                )
+        if len(set(self.tasks)) < len(self.tasks):
+            raise QualityError("give each task once")
         short = [length for length in self.lengths if length <= self.selects_all]
         if short or not self.lengths:
             raise QualityError(
@@ -166,7 +190,7 @@ class EvaluationPlan:
                 f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
             )
-        _ = self.design  # refuses a margin or looks that no design can have
+        Design(self.contexts, self.margin, self.looks)  # refuses what no design can have
 
     @property
     def design(self) -> Design:
@@ -206,13 +230,8 @@ class EvaluationPlan:
 
     @property
     def all_lengths(self) -> list[int]:
-        """Of its cells, rising."""
+        """Of its cells, rising; the longest are asked first."""
         return sorted({length for _, length in self.cells})
-
-    @property
-    def longest_cell(self) -> int:
-        """The longest of these, which is asked first."""
-        return self.all_lengths[-1]
 
     def questions_of(self, task: str) -> int:
         """Behind one of its contexts; one behind a file's."""

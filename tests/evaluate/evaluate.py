@@ -5,16 +5,25 @@ python -m tests.evaluate.evaluate FOLDER URL
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
+
+from rich.console import Console
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.arms import Servers
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
-from sglang_indexcache.evaluate.journal import EvaluationJournal, identity
+from sglang_indexcache.evaluate.evaluation import (
+    Arm,
+    Evaluation,
+    Record,
+    Role,
+    identity,
+    open_journal,
+)
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
@@ -38,7 +47,7 @@ def evaluate(
     plan: EvaluationPlan = PLAN,
     arms: tuple[Arm, ...] = ARMS,
     corpus: Corpus | None = None,
-    **run: Any,
+    told: IO[str] | None = None,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
@@ -52,9 +61,11 @@ def evaluate(
         material=corpus.digest,
         server={},
     )
-    with EvaluationJournal(folder, who) as journal:
-        journal.note({"started": "then", "notices": ["Told."]})
-        return Run(asking, corpus, journal, **run).run()
+    with open_journal(folder, who) as journal:
+        record = Record(who, journal)
+        if not record.facts:
+            record.add({"facts": {"started": "then", "notices": ["Told."]}})
+        return Run(asking, corpus, record, Console(file=told or io.StringIO())).run()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A long context with questions behind it, of an exact number of tokens.
 
-A task drafts lines of text for about the room that it is given; :func:`fitted` measures the draft
-in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in front.
-Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are joined:
-the ids are what the model is sent, so the length is exact for every tokenizer.
+A task drafts lines of text for about the room that it is given; :func:`make_context` measures the
+draft in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in
+front. Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are
+joined: the ids are what the model is sent, so the length is exact for every tokenizer.
 """
 
 from __future__ import annotations
@@ -173,19 +173,31 @@ def shuffled(draw: random.Random, asked: list[Asked]) -> list[Asked]:
     return draw.sample(asked, len(asked))
 
 
-def fitted(
+def make_context(
     name: str,
     task: Task,
     tokenizer: Tokenizer,
     length: int,
     seed: int,
-    haystack: str,
-    questions: int,
+    *,
+    haystack: str = "",
+    questions: int = QUESTIONS,
 ) -> Context:
-    """Draft until it fits, then fill up; the arguments are those of ``make_context``.
+    """A context with its questions; the same for the same arguments, byte for byte.
+
+    It is drafted until it fits, then filled up.
+
+    Args:
+        name: of the task.
+        task: in :data:`~sglang_indexcache.evaluate.tasks.TASKS`.
+        tokenizer: of the model.
+        length: tokens of the context with its longest question and that question's answer.
+        seed: which context of the task.
+        haystack: running text for the tasks that hide something in it.
+        questions: behind the context.
 
     Raises:
-        QualityError: the smallest draft is longer than ``length``.
+        QualityError: a length too small for the task, or a haystack that is too short.
     """
     known: dict[str, list[int]] = {}
 
