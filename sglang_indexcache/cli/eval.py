@@ -338,8 +338,8 @@ def report_command(
 
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml
     """
-    from sglang_indexcache.evaluate.entry import write_quality as write
     from sglang_indexcache.evaluate.evaluation import load
+    from sglang_indexcache.evaluate.report import write_quality as write
 
     evaluation = load(folder)
     _report(evaluation, folder)

@@ -14,11 +14,14 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, ENDPOINTS, EvaluationPlan, Planned
@@ -238,7 +241,7 @@ class Record:
     """What a journal's lines amount to; whatever is added goes to the journal first.
 
     Args:
-        identity: what the journal belongs to, see :func:`identity`.
+        identity: what the journal belongs to, see :func:`recorded`.
         journal: of the same identity, open; None where nothing is added.
 
     Attributes:
@@ -251,7 +254,7 @@ class Record:
 
     def __init__(self, identity: Mapping[str, Any], journal: Journal | None = None) -> None:
         self._identity, self._journal = identity, journal
-        self._plan = EvaluationPlan.of(identity["plan"])
+        self._plan = TypeAdapter(EvaluationPlan).validate_python(identity["plan"])
         self._planned = {one.context: one for one in self._plan.planned}
         self.arms = tuple(
             Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
@@ -330,39 +333,39 @@ class Record:
         )
 
 
-def identity(
+@contextmanager
+def recorded(
+    folder: Path,
     plan: EvaluationPlan,
     arms: Sequence[Arm],
     *,
     checkpoint: str,
     material: str,
     server: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What a journal belongs to.
+) -> Iterator[Record]:
+    """What was answered in a folder, open for more and locked.
 
     Args:
+        folder: of the journal.
         plan: what is asked.
         arms: of what.
         checkpoint: its digest.
         material: digest of what contexts are made of.
         server: SGLang's facts.
+
+    Raises:
+        QualityError: the journal is another evaluation's, damaged before its last line, or in use.
     """
-    return {
+    identity = {
         "checkpoint": checkpoint,
-        "plan": plan.identity,
+        "plan": asdict(plan),
         "material": material,
         "arms": [[arm.name, arm.pattern, arm.role.value] for arm in arms],
         "server": dict(server),
     }
-
-
-def open_journal(folder: Path, identity: Mapping[str, Any]) -> Journal:
-    """An evaluation's journal, locked while it is open.
-
-    Raises:
-        QualityError: the file is another evaluation's, damaged before its last line, or in use.
-    """
-    return Journal(folder / NAME, identity, "evaluation", QualityError)
+    identity = json.loads(json.dumps(identity))  # as it is read again
+    with Journal(folder / NAME, identity, "evaluation", QualityError) as journal:
+        yield Record(identity, journal)
 
 
 def load(folder: Path) -> Evaluation:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
@@ -270,25 +268,6 @@ class EvaluationPlan:
         ]
         rounds.sort(key=lambda one: one[0])  # cells stay in their order
         return (*control, *(planned for _, planned in rounds))
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a journal of this plan must agree with; JSON values."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return found
-
-    @classmethod
-    def of(cls, identity: Mapping[str, Any]) -> EvaluationPlan:
-        """The plan with this identity."""
-        values = _tuples(identity)
-        return cls(**values | {"taken": tuple(SelectedRows(**cell) for cell in values["taken"])})
-
-
-def _tuples(value: Any) -> Any:
-    """JSON values with tuples for lists."""
-    if isinstance(value, Mapping):
-        return {name: _tuples(one) for name, one in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def context_name(task: str, length: int, seed: int) -> str:

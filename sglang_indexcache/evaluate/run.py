@@ -18,7 +18,7 @@ from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.evaluate import refusals
 from sglang_indexcache.evaluate.arms import Answered, ArmServer, Asking, Servers, facts
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import Evaluation, Record, identity, open_journal
+from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, Record, recorded
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
 from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.tasks.context import Context
@@ -61,15 +61,14 @@ def run_evaluation(
     server = facts(asking.all[0])
     if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
         server["model_path"] = Path(server["model_path"]).name
-    who = identity(
+    with recorded(
+        output,
         request.plan,
         arms,
         checkpoint=checkpoint_digest(request.model),
         material=request.corpus.digest,
         server=server,
-    )
-    with open_journal(output, who) as journal:
-        record = Record(who, journal)
+    ) as record:
         if not record.facts:
             record.add(
                 {
@@ -87,7 +86,7 @@ def run_evaluation(
         if not record.done:
             request.check_contexts(console)
         confirm(cost, agree)
-        resuming(console, len(record.done), "contexts", journal.path)
+        resuming(console, len(record.done), "contexts", output / NAME)
         run = Run(asking, request.corpus, record, console)
         if request.rate is None:
             run.pace = Pace(request, console, agree)

@@ -16,14 +16,7 @@ from rich.console import Console
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.arms import Servers
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import (
-    Arm,
-    Evaluation,
-    Record,
-    Role,
-    identity,
-    open_journal,
-)
+from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role, recorded
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
@@ -54,15 +47,8 @@ def evaluate(
     clients = {name: Client(url) for name, url in named.items()}
     asking = Servers(arms, clients)
     corpus = corpus or corpus_of(plan)
-    who = identity(
-        plan,
-        arms,
-        checkpoint="c",
-        material=corpus.digest,
-        server={},
-    )
-    with open_journal(folder, who) as journal:
-        record = Record(who, journal)
+    made_of = {"checkpoint": "c", "material": corpus.digest}
+    with recorded(folder, plan, arms, **made_of, server={}) as record:
         if not record.facts:
             record.add({"facts": {"started": "then", "notices": ["Told."]}})
         return Run(asking, corpus, record, Console(file=told or io.StringIO())).run()

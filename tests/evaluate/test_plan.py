@@ -64,10 +64,6 @@ def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
     assert all(p.length == 48 <= PLAN.selects_all and not p.again for p in control)
 
 
-def test_a_plan_comes_back_from_its_identity() -> None:
-    assert EvaluationPlan.of(PLAN.identity) == PLAN
-
-
 @pytest.mark.parametrize("place", [0, 5])
 def test_contexts_are_those_of_the_plan(place: int) -> None:
     planned = PLAN.planned[place]

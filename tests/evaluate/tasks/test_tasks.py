@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -279,14 +278,9 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
 
 def test_lines_that_an_answer_rests_on_are_kept() -> None:
     """The i-th of look-alike turns is another one without those before it."""
-    words = Words()
-
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
-        return list(words(list(pieces), add_special_tokens=False)["input_ids"])
-
-    room = Room(16384, 8, encode, list)
+    room = Room(16384, 8, Words())
     draft = TASKS["rounds"](random.Random(1), room, haystack())
-    sizes = [len(ids) for ids in encode([f"\n{line}" for line in draft.lines])]
+    sizes = [len(ids) for ids in room.encode(f"\n{line}" for line in draft.lines)]
     shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))
     assert over <= 0
     assert len(shorter.lines) < len(draft.lines)
