@@ -135,8 +135,8 @@ def run_command(
         typer.Option(
             "--target",
             metavar="TARGET",
-            help="Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat "
-            "it. The default is 1/2, 1/4 and 1/8.",
+            help="Where to leave a pattern: a ratio such as 1/4, or a count of F layers; 1/4+w8 "
+            "searches under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -191,7 +191,7 @@ def run_command(
     -o found/
     """
     from sglang_indexcache.search.options import Options
-    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
+    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets, window_of
     from sglang_indexcache.search.session import measured_rate, plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
@@ -207,7 +207,7 @@ def run_command(
         seed=seed,
         score=_score(score),
     )
-    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
+    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full), window_of(target))
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if chosen is None:

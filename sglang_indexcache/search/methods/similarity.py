@@ -47,7 +47,16 @@ class Similarity:
     def least(
         self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
     ) -> None:
-        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations."""
+        """See :class:`~sglang_indexcache.search.methods.Method`; the matrix is not evaluations.
+
+        Raises:
+            SearchError: the search has a recent window, of which the matrix knows nothing.
+        """
+        if constraints.window:
+            raise SearchError(
+                "the similarity of layers says nothing about a recent window. Search with another "
+                "--method, or for targets without one."
+            )
 
 
 def most_similar(similarity: Floats, full_layers: int, constraints: Constraints) -> Pattern:
@@ -86,7 +95,7 @@ def most_similar(similarity: Floats, full_layers: int, constraints: Constraints)
     layers = [int(source[count, full_layers])]
     for kept in range(full_layers, 1, -1):
         layers.append(int(source[layers[-1], kept]))
-    return Pattern.from_layers(count, layers)
+    return constraints.keeping(layers)
 
 
 def _group_values(similarity: Floats, fixed: frozenset[int]) -> Floats:
