@@ -219,11 +219,6 @@ class Target:
         checkpoint = Checkpoint.read(options.checkpoint)
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
         pattern.check_checkpoint(checkpoint.own)
-        if pattern.window:
-            raise TrainingError(
-                f"healing does not know recent windows yet: heal {pattern.layers} and serve the "
-                "adapter without a window, or serve the window without healing."
-            )
         topk = int(checkpoint.shape["index_topk"])
         length = options.length or 8 * topk
         if length <= topk:
