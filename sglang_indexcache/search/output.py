@@ -139,7 +139,7 @@ class OutputFolder:
         search, exhaustive = self._search, self._search.budget.exhaustive
         return {
             "tokens": search.search_tokens,
-            "budget_tokens": search.budget.total if search.budget.is_kept else None,
+            "budget_tokens": search.budget.total,
             "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
             "exhaustive_greedy_tokens": exhaustive,
             "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),

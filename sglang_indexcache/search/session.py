@@ -107,9 +107,6 @@ def plan(
             f"S layers also see the last {constraints.window} tokens; the start, which every "
             "pattern is compared with, has no window",
         )
-    if not budget.is_kept:
-        yield "budget", f"none, {options.in_words()} keeps to none"
-        return
     checks, full = check_tokens(constraints, targets, searched, held_out), sum(searched)
     yield (
         "budget",

@@ -79,6 +79,4 @@ def test_the_command_tells_the_window_first(tmp_path: Path) -> None:
     told = said(call(*arguments, "--target", "1/2+w8"))
     assert "window S layers also see the last 8 tokens; the start" in told
     assert "window" not in said(call(*arguments, "--target", "1/2"))
-    told = said(call(*arguments, "--target", "1/2+w8", "--method", "similarity"))
-    assert "says nothing about a recent window" in told
     assert "a recent window is written +wN" in said(call(*arguments, "--target", "1/2+w2000"))
