@@ -75,4 +75,7 @@ FEATURES = (
     Feature("HiCache", "--enable-hierarchical-cache",
             "yes, stored pages are kept apart by pattern", "the same", (CONTRACT,),
             lambda cfg: cfg.enable_hierarchical_cache),
+    Feature("returned selections", "--enable-return-indexer-topk",
+            "yes, S layers have their F layer's", "the same", (TESTED,),
+            lambda cfg: cfg.enable_return_indexer_topk),
 )  # fmt: skip
