@@ -93,8 +93,9 @@ class OutputFolder:
         """The library entry of one mark. Holds no times: the same search gives the same file."""
         setup, retention = self._setup, found.mark.label
         method = self._search.options.in_words(is_refined=found.is_refined)
+        window = f"-w{found.pattern.window}" if found.pattern.window else ""
         return Entry(
-            name=f"{setup.name}-{retention.replace('/', 'of')}",
+            name=f"{setup.name}-{retention.replace('/', 'of')}{window}",
             model=setup.model,
             pattern=str(found.pattern),
             full_layers=len(found.pattern.full_layers),
@@ -138,7 +139,7 @@ class OutputFolder:
         search, exhaustive = self._search, self._search.budget.exhaustive
         return {
             "tokens": search.search_tokens,
-            "budget_tokens": search.budget.total if search.budget.is_kept else None,
+            "budget_tokens": search.budget.total,
             "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
             "exhaustive_greedy_tokens": exhaustive,
             "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),

@@ -50,6 +50,8 @@ def run_search(
         SearchError: the folder's journal is another search's, or an evaluation that failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
+    if constraints.window:
+        identity["window"] = str(constraints.window)
     with (
         resumable(console, output, "what was found"),
         SearchJournal(output / JOURNAL, identity) as journal,
@@ -99,9 +101,12 @@ def plan(
     yield from setup.rows
     yield "method", options.in_words()
     yield "targets", ", ".join(mark.label for mark in targets.marks)
-    if not budget.is_kept:
-        yield "budget", f"none, {options.in_words()} keeps to none"
-        return
+    if constraints.window:
+        yield (
+            "window",
+            f"S layers also see the last {constraints.window} tokens; the start, which every "
+            "pattern is compared with, has no window",
+        )
     checks, full = check_tokens(constraints, targets, searched, held_out), sum(searched)
     yield (
         "budget",

@@ -1,9 +1,16 @@
+from __future__ import annotations
+
+from base64 import b64encode
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.ask.protocol import STATE
+from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
 from sglang_indexcache.search.overlap import (
@@ -11,6 +18,7 @@ from sglang_indexcache.search.overlap import (
     OverlapCounter,
     read,
     recent_in_words,
+    served_lists,
     served_overlap,
 )
 
@@ -106,3 +114,89 @@ def test_what_a_selection_holds_of_the_last_tokens(k: int) -> None:
     assert "layer   0" in told
     assert "layer   1" not in told
     assert f"{found[0, 2]:.0%}" in told
+
+
+# -- from a server ---------------------------------------------------------------------------------
+
+IDS = tuple(range(10))
+TOPK = 4
+
+
+class Returning:
+    """A server of four layers, of which 0 and 2 have an indexer; with IndexCache given a state."""
+
+    name = "the server at nowhere"
+
+    def __init__(self, lists: np.ndarray | None, **state: Any) -> None:
+        self.lists, self.state = lists, state
+
+    def server_info(self) -> dict[str, Any]:
+        if not self.state:
+            return {"internal_states": [{}]}
+        told = {"version": "1", "policy": "FF", "source": "", "architecture": "A"}
+        told |= {n: [] for n in ("indexer_selections", "index_reuses", "index_key_writes")}
+        return {"internal_states": [{STATE: told | self.state}]}
+
+    def generate(self, **body: Any) -> list[dict[str, Any]]:
+        assert body["return_indexer_topk"] is True
+        info: dict[str, Any] = {"prompt_tokens": len(IDS), "cached_tokens": 0}
+        if self.lists is not None:
+            info["indexer_topk"] = b64encode(self.lists.astype(np.int32).tobytes()).decode()
+        return [{"meta_info": info}]
+
+
+CHECKPOINT: Any = SimpleNamespace(
+    layer_ids=(0, 2), shape={"index_topk": TOPK}, own=Pattern("FF"), num_layers=2
+)
+
+
+def returned(drawn: np.ndarray) -> np.ndarray:
+    """``[tokens, 4, k]``: as SGLang returns them, with layers that have no indexer."""
+    whole = np.zeros((len(IDS), 4, TOPK), dtype=np.int32)
+    whole[:, [0, 2]] = drawn.transpose(1, 0, 2)
+    return whole
+
+
+def test_a_servers_lists_are_those_of_its_indexers() -> None:
+    drawn = selections(1, 2, len(IDS), TOPK)
+    server: Any = Returning(returned(drawn))
+    assert (served_lists(server, CHECKPOINT)(IDS) == drawn).all()
+
+
+def spoiled(change: str) -> np.ndarray | None:
+    lists = returned(selections(1, 2, len(IDS), TOPK))
+    if change == "slots":
+        lists[lists >= 0] += 64
+    if change == "zeros":
+        lists[-2] = 0
+    if change == "width":
+        lists = lists[:, :2]
+    return None if change == "nothing" else lists
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("slots", "SGLANG_DSA_FUSE_TOPK=0"),
+        ("zeros", "something else than positions"),
+        ("width", "no lists of 4"),
+        ("nothing", "Start it with --enable-return-indexer-topk"),
+    ],
+)
+def test_what_is_no_list_is_refused(change: str, says: str) -> None:
+    server: Any = Returning(spoiled(change))
+    with pytest.raises(ServerError, match=says):
+        served_lists(server, CHECKPOINT)(IDS)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"checkpoint_pattern": "FFF", "mode": "live", "pattern": "FFF"}, "these are two"),
+        ({"checkpoint_pattern": "FF", "mode": "static", "pattern": "FS"}, "Start it with --index"),
+    ],
+)
+def test_a_server_that_cannot_show_it_is_refused(state: dict[str, str], says: str) -> None:
+    server: Any = Returning(None, **state)
+    with pytest.raises(ServerError, match=says):
+        served_lists(server, CHECKPOINT)
