@@ -293,7 +293,8 @@ def overlap_command(
         str,
         typer.Option(
             metavar="PATTERN",
-            help="A pattern, in any form, whose blocks are drawn on the heatmap.",
+            help="A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML "
+            "file, what its layers have in common is written into it, for servers to compare with.",
         ),
     ] = "",
     data: DataOption = "machine",
@@ -308,10 +309,12 @@ def overlap_command(
 
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
     """
+    from sglang_indexcache.library import names_a_file, set_overlap
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
         draw_overlap,
+        found_overlap,
         measure,
         numbers,
         read,
@@ -332,6 +335,10 @@ def overlap_command(
     facts = {"identity": setup.identity(evaluator), "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)
+    if drawn is not None and names_a_file(pattern):
+        places = track(range(batches), "measuring under it", console=out, transient=True)
+        set_overlap(Path(pattern), found_overlap(evaluator, drawn, places, setup.data))
+        out.print(f"{pattern} has the overlap of its layers now", highlight=False)
     out.print(f"numbers and figure are in {output}")
 
 

@@ -81,6 +81,13 @@ class OutputFolder:
         write_json(self._folder / "search.json", self._summary())
         self._draw()
 
+    def path_of(self, found: Found) -> Path:
+        """The pattern file of one mark."""
+        return self._folder / f"{self._name_of(found)}.yaml"
+
+    def _name_of(self, found: Found) -> str:
+        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}"
+
     def _draw(self) -> None:
         draw_losses(self._summary(), self._folder / "losses.png")
 
@@ -94,7 +101,7 @@ class OutputFolder:
         setup, retention = self._setup, found.mark.label
         method = self._search.options.in_words(is_refined=found.is_refined)
         return Entry(
-            name=f"{setup.name}-{retention.replace('/', 'of')}",
+            name=self._name_of(found),
             model=setup.model,
             pattern=str(found.pattern),
             full_layers=len(found.pattern.full_layers),

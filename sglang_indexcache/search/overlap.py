@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.library import FoundOverlap
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Evaluator, Floats
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -152,13 +153,47 @@ def read(matrix: Floats) -> Reading:
     )
 
 
+def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
+    """What the list that each layer is given or would be given holds of its own selection.
+
+    Of an S layer that is its F layer's, of an F layer that of the F layer before it; None of the
+    first.
+    """
+    before = (None, *pattern.sources[:-1])
+    others = [before[n] if pattern.is_full(n) else pattern.sources[n] for n in range(len(pattern))]
+    return tuple(
+        None if other is None else float(matrix[layer, other]) for layer, other in enumerate(others)
+    )
+
+
 def served_overlap(matrix: Floats, pattern: Pattern) -> float:
     """Mean overlap of the S layers' own selection with that of the F layer that serves them.
 
     NaN for a pattern without S layers.
     """
-    pairs = [matrix[layer, pattern.sources[layer]] for layer in pattern.shared_layers]
+    shares = by_layer(matrix, pattern)
+    pairs = [share for n in pattern.shared_layers if (share := shares[n]) is not None]
     return float(np.mean(pairs)) if pairs else float("nan")
+
+
+def found_overlap(
+    evaluator: Evaluator, pattern: Pattern, batches: Iterable[int], data: str
+) -> FoundOverlap:
+    """What a pattern file says of it: measured in runs of the pattern, as a server measures it.
+
+    Args:
+        evaluator: transformers'.
+        pattern: the file's.
+        batches: to run.
+        data: what they are, in words.
+
+    Raises:
+        SearchError: no query saw more than k tokens, or the evaluator shows no selections.
+    """
+    counter = measure(evaluator, pattern, batches)
+    shares = by_layer(counter.matrix(), pattern)
+    rounded = tuple(None if share is None else round(share, 4) for share in shares)
+    return FoundOverlap(layers=rounded, queries=counter.queries, data=data)
 
 
 def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
@@ -179,8 +214,8 @@ def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
     return "\n".join(lines)
 
 
-def measure(evaluator: Evaluator, own: Pattern, batches: Iterable[int]) -> OverlapCounter:
-    """Run these batches with all indexers of ``own`` and add up what layers have in common.
+def measure(evaluator: Evaluator, pattern: Pattern, batches: Iterable[int]) -> OverlapCounter:
+    """Run these batches under ``pattern`` and add up what layers' own selections have in common.
 
     Raises:
         SearchError: the evaluator does not show what layers select.
@@ -191,7 +226,7 @@ def measure(evaluator: Evaluator, own: Pattern, batches: Iterable[int]) -> Overl
         raise SearchError("overlap is measured with transformers; give --model alone")
     counter = OverlapCounter(evaluator.num_layers, evaluator.topk)
     for batch in batches:
-        for selected in evaluator.indices(own, batch):
+        for selected in evaluator.indices(pattern, batch):
             counter.add(np.stack([layer.numpy() for layer in selected]))
     return counter
 

@@ -1,14 +1,21 @@
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.errors import LibraryError, SearchError
+from sglang_indexcache.library import FoundOverlap, load_entry, set_overlap
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
+from sglang_indexcache.search.evaluators import hf
 from sglang_indexcache.search.overlap import (
     RECENT,
     OverlapCounter,
+    by_layer,
     read,
     recent_in_words,
     served_overlap,
@@ -81,6 +88,52 @@ def test_overlap_of_what_a_pattern_shares() -> None:
     assert served_overlap(blocks(), Pattern("FSFSSF")) == pytest.approx(0.9)
     assert served_overlap(blocks(), Pattern("FSSSSF")) == pytest.approx((0.9 + 3 * 0.2) / 4)
     assert np.isnan(served_overlap(blocks(), Pattern("FFFFFF")))
+
+
+def test_each_layer_is_compared_with_the_list_that_stands_there() -> None:
+    matrix = np.arange(36.0).reshape(6, 6)
+    matrix = (matrix + matrix.T) / 100
+    assert by_layer(matrix, Pattern("FSSFFS")) == (
+        None, matrix[1, 0], matrix[2, 0], matrix[3, 0], matrix[4, 3], matrix[5, 4]
+    )  # fmt: skip
+
+
+class Selecting:
+    """In place of transformers' evaluator: selections by pattern."""
+
+    num_layers, topk = 3, 2
+
+    def indices(self, pattern: Pattern, batch: int) -> Iterator[list[torch.Tensor]]:
+        own = selections(batch, 3, 6, 2)
+        own[1] = own[0] if pattern.is_full(1) else own[2]
+        yield [torch.from_numpy(layer) for layer in own]
+
+
+def test_a_file_says_what_a_run_of_its_own_pattern_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "TransformersEvaluator", Selecting)
+    found = overlap.found_overlap(Selecting(), Pattern("FSF"), range(2), "two texts")  # type: ignore[arg-type]
+    samples = [selections(batch, 3, 6, 2) for batch in range(2)]
+    shares = [
+        len({*sample[0, row]} & {*sample[2, row]}) / 2 for sample in samples for row in range(2, 6)
+    ]
+    mean = pytest.approx(np.mean(shares), abs=1e-4)
+    assert found.layers == (None, mean, mean)  # under FSF layer 1 selects as layer 2
+    assert (found.queries, found.data) == (8, "two texts")
+
+    written = tmp_path / "mine.yaml"
+    shipped = Path(__file__).parents[2] / "patterns" / "tiny-dsa-1of2.yaml"
+    written.write_text(shipped.read_text() + "# a comment at the end\n")
+    before = load_entry(written)
+    layers = (None, *[0.5] * (before.model.num_layers - 1))
+    for queries in (5, 7):  # the second replaces the first
+        row = FoundOverlap(layers=layers, queries=queries)
+        set_overlap(written, row)
+        assert load_entry(written) == before.model_copy(update={"overlap": row})
+    assert "# a comment at the end" in written.read_text()
+    with pytest.raises(LibraryError, match="place for an overlap"):
+        set_overlap(written, FoundOverlap(layers=(None,), queries=1))
 
 
 @pytest.mark.parametrize("k", [1, 5])
