@@ -156,7 +156,6 @@ def check_metrics(client: Client) -> None:
         "switches": sum(state.switches for state in states),
         "rejections": sum(sum(state.rejections.values()) for state in states),
     }
-    assert counted["tokens"] == sum(sum(state.rows.values()) for state in states)
     deadline = time.monotonic() + 60
     while (told := scraped(client)) != counted and time.monotonic() < deadline:
         time.sleep(1)
