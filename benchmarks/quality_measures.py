@@ -44,7 +44,9 @@ from sglang_indexcache.ask.score import Prompt, TokenScores, score
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.tasks import Context, Tokenizer, make_context
+from sglang_indexcache.evaluate.tasks.chat import Tokenizer
+from sglang_indexcache.evaluate.tasks.context import Context, make_context
+from sglang_indexcache.evaluate.tasks.notes import notes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.pairs import Floats
 from sglang_indexcache.study.journal import Journal
@@ -148,7 +150,7 @@ def documents(rounds: int, tokenizer: Tokenizer, haystack: str) -> Iterator[Docu
     """One of each length a round, always the same ones."""
     for seed in range(rounds):
         for length in LENGTHS:
-            yield document(make_context(TASK, tokenizer, length, seed, haystack=haystack))
+            yield document(make_context(TASK, notes, tokenizer, length, seed, haystack=haystack))
 
 
 def measured(found: TokenScores, asked: Document, topk: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from scipy.stats import binom
 
 from benchmarks.records import read_arguments
-from sglang_indexcache.evaluate.tasks import QUESTIONS
+from sglang_indexcache.evaluate.tasks.context import QUESTIONS
 from sglang_indexcache.evaluate.verdict import SAME, bounds, repeats_itself, sees
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats

@@ -107,7 +107,7 @@ class Evaluated(Strict):
     date: str = ""
 
     def __str__(self) -> str:
-        reach = f"to {format_length(max(self.lengths))}"
+        reach = f"in contexts of up to {format_length(max(self.lengths))} tokens"
         if self.blind:
             reach += f", without {', '.join(self.blind)}"
         if self.verdict == "no loss":
@@ -115,9 +115,12 @@ class Evaluated(Strict):
             return f"no loss beyond {number} point{'' if number == '1' else 's'} {reach}"
         if self.verdict == "small loss" and self.difference is not None:
             loss, margin = -100 * self.difference, 100 * self.margin
-            return f"a loss of {loss:.1f} points, less than the margin of {margin:g}, {reach}"
+            return (
+                f"it loses {loss:.1f} points of right answers, less than the margin of {margin:g}, "
+                f"{reach}"
+            )
         if self.verdict == "loss" and self.difference is not None:
-            return f"a loss of {-100 * self.difference:.1f} points {reach}"
+            return f"it loses {-100 * self.difference:.1f} points of right answers, {reach}"
         return {
             "cannot see": f"the tasks could not see a loss {reach}",
             "invalid": "the evaluation was refused",
@@ -226,7 +229,9 @@ def load_entry(path: Path) -> Entry:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LibraryError(f"cannot read pattern file {path}: {error.strerror}") from error
+        raise LibraryError(
+            f"cannot read pattern file {path}: {error.strerror}. {_FORMS}"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LibraryError(f"{path} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
@@ -288,6 +293,14 @@ def _rewrite(path: Path, text: str, expected: Entry, what: str) -> None:
     write_whole(path, text)
 
 
+_FORMS = (
+    "A pattern is a name of the library, an F/S string, a ratio such as 1/4, uniform:1/4, full, "
+    "or, where files are read, the path of a YAML file."
+)
+_OFF = ("off", "none", "no", "false", "0", "all", "disable", "disabled")
+"""What people write who want no sharing."""
+
+
 class Library:
     """All pattern files of some folders."""
 
@@ -326,10 +339,9 @@ class Library:
                 "the pattern of a server may depend on it."
             )
         known = ", ".join(self.entries) or "none"
+        meant = " Every indexer on is called full." if name.lower() in _OFF else ""
         raise LibraryError(
-            f"no pattern is called {quoted(name)}. Known names: {known}. A value may also be an "
-            "F/S string, a ratio such as 1/4, uniform:1/4, full, or, where files are read, the "
-            "path of a YAML file."
+            f"no pattern is called {quoted(name)}.{meant} Known names: {known}. {_FORMS}"
         )
 
     def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:

@@ -29,7 +29,7 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
     from sglang_indexcache.evaluate.evaluation import Evaluation
-    from sglang_indexcache.evaluate.session import EvaluationRequest
+    from sglang_indexcache.evaluate.request import EvaluationRequest
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
@@ -192,9 +192,10 @@ class Questions:
             default_lengths,
             enough_contexts,
         )
-        from sglang_indexcache.evaluate.selection import Bounds, select_rows
-        from sglang_indexcache.evaluate.session import EvaluationRequest
-        from sglang_indexcache.evaluate.tasks import DEFAULT, QUESTIONS
+        from sglang_indexcache.evaluate.request import EvaluationRequest
+        from sglang_indexcache.evaluate.selection import select_rows
+        from sglang_indexcache.evaluate.tasks import DEFAULT
+        from sglang_indexcache.evaluate.tasks.context import QUESTIONS
         from sglang_indexcache.study.cost import Rate
 
         if self.rate is not None and self.rate <= 0:
@@ -211,6 +212,10 @@ class Questions:
             cells = max(len(tasks), 1) * len(lengths)
             behind = QUESTIONS if tasks else 1
             contexts = enough_contexts(cells, behind, margin, self.looks, self.endpoint)
+        plan = EvaluationPlan(
+            *(tasks, lengths, contexts, QUESTIONS, selects_all, margin, self.looks, self.seed),
+            endpoint=self.endpoint,
+        )
         with out.status("") as status:  # a line in a log, a moving one in a terminal
 
             def on_row(name: str, rows: int) -> None:
@@ -220,13 +225,7 @@ class Questions:
                 status.update(f"{name}: row {rows:,}")
 
             most = int(longest or lengths[-1])
-            bounds = Bounds(lengths, most, selects_all, contexts, self.looks, self.seed)
-            selection = select_rows(files, tokenizer, bounds, on_row)
-        plan = EvaluationPlan(
-            *(tasks, lengths, contexts, QUESTIONS, selects_all, margin, self.looks, self.seed),
-            taken=selection.taken,
-            endpoint=self.endpoint,
-        )
+            plan, items, told = select_rows(plan, files, tokenizer, most, on_row)
         flags = [
             f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
             *([f"--haystack {self.haystack.name}"] if self.haystack else []),
@@ -238,16 +237,16 @@ class Questions:
             tuple(self.patterns),
             self.control,
             plan,
-            Corpus(tokenizer, _haystack(self.haystack), QUESTIONS, selection.items),
+            Corpus(tokenizer, _haystack(self.haystack), QUESTIONS, items),
             " ".join(flags),
             None if self.rate is None else Rate(self.rate, "given by --rate"),
-            selection.told,
+            told,
         )
 
     @property
     def files(self) -> dict[str, Path]:
         """What a user has, by its kind."""
-        from sglang_indexcache.evaluate.tasks import FILES
+        from sglang_indexcache.evaluate.tasks.files import FILES
 
         given: dict[str, Path] = {}
         for text in self.rows or ():
@@ -310,7 +309,7 @@ def run_command(
 
     Example: indexcache eval run 1/2 1/4 --model MODEL --url http://127.0.0.1:30000 -o quality/
     """
-    from sglang_indexcache.evaluate.session import run_evaluation
+    from sglang_indexcache.evaluate.run import run_evaluation
 
     if dry_run:
         request = asked.read()
@@ -339,8 +338,8 @@ def report_command(
 
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml
     """
-    from sglang_indexcache.evaluate.entry import write_quality as write
-    from sglang_indexcache.evaluate.journal import load
+    from sglang_indexcache.evaluate.evaluation import load
+    from sglang_indexcache.evaluate.report import write_quality as write
 
     evaluation = load(folder)
     _report(evaluation, folder)

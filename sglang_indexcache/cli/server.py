@@ -171,7 +171,7 @@ def _print_states(states: Sequence[RankState]) -> bool:
             indexers = "its indexers" if state.adapter_in_effect else "not in effect"
             tell(f"adapter: {state.adapter} ({indexers})")
         if state.policy != state.pattern:
-            tell(f"by prompt length: {state.policy}")
+            tell(f"by prompt length: {state.policy}; below, the layers of the shortest prompts")
         for pattern, count in sorted(state.requests.items()):
             tell(f"unfinished requests under {pattern}: {count}")
         tell("")

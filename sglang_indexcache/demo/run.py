@@ -1,4 +1,4 @@
-"""The demo: two real servers side by side, every indexer on and a quarter of them, in turns."""
+"""The demo: two real servers, every indexer on and a quarter of them, asked in turns."""
 
 from __future__ import annotations
 

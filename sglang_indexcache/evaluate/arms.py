@@ -22,9 +22,9 @@ from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
 from sglang_indexcache.ask.protocol import facts as facts_of
 from sglang_indexcache.ask.score import Engine, Prompt, TokenScores
 from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
-from sglang_indexcache.evaluate.cost import PAGE
 from sglang_indexcache.evaluate.evaluation import Answer, Arm
-from sglang_indexcache.evaluate.tasks import Context, Question
+from sglang_indexcache.evaluate.plan import PAGE
+from sglang_indexcache.evaluate.tasks.context import Context, Question
 
 TOP = 20
 """Likeliest tokens that are asked for at each token of an answer: arms are told apart by them."""
@@ -87,6 +87,22 @@ class Servers:
     def all(self) -> list[ArmServer]:
         """Each once."""
         return list({id(server): server for server in self._of.values()}.values())
+
+    def check_fits(self, longest: int) -> None:
+        """Refuse a prompt of so many tokens, with question and answer, that a server does not take.
+
+        Raises:
+            QualityError: one names a longest prompt below that.
+        """
+        for server in self.all:
+            most = server.server_info().get("max_req_input_len")
+            if isinstance(most, int) and longest > most:
+                raise QualityError(
+                    f"a context of {longest:,} tokens with question and answer does not fit "
+                    f"{server.name}, which takes prompts of {most:,}. Ask for shorter ones "
+                    "(--length), or start it with a larger --context-length and "
+                    "--max-total-tokens."
+                )
 
     def batches(self, askings: Sequence[Asking]) -> list[list[Asking]]:
         """Which arms are asked together: all of a server, but A/A, which must be another batch."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Planned
-from sglang_indexcache.evaluate.plan import EvaluationPlan
-from sglang_indexcache.evaluate.tasks import Context, Item, Tokenizer, make_context
-from sglang_indexcache.evaluate.tasks.items import as_context
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
+from sglang_indexcache.evaluate.tasks import TASKS
+from sglang_indexcache.evaluate.tasks.chat import Tokenizer
+from sglang_indexcache.evaluate.tasks.context import Context, Question, make_context
+from sglang_indexcache.evaluate.tasks.files import Item, pieces
 
 SKIP, MOST_SKIPPED = 1_000_000, 4
 """A seed from which no context can be made is raised by so much, so many times."""
@@ -49,11 +50,11 @@ class Corpus:
         """
         return self._made(planned)[0]
 
-    def check(self, plan: EvaluationPlan, on_context: Callable[[], None]) -> list[str]:
-        """Make every context of a plan once, before anything is asked.
+    def check(self, planned: Iterable[Planned], on_context: Callable[[], None]) -> list[str]:
+        """Make every context once, before anything is asked.
 
         Args:
-            plan: what will be asked.
+            planned: what will be asked.
             on_context: is called after each.
 
         Returns:
@@ -63,31 +64,35 @@ class Corpus:
             QualityError: see :meth:`make`.
         """
         told = []
-        for planned in plan.planned:
-            _, seed, why = self._made(planned)
-            if why:
-                told.append(f"{planned.context} is made from seed {seed} instead: {why}")
+        for one in planned:
+            if said := self._made(one)[1]:
+                told.append(f"{one.context} is made from {said}")
             on_context()
         return told
 
-    def _made(self, planned: Planned) -> tuple[Context, int, str]:
-        """A context, its seed, and why that is not the one in its name."""
+    def _made(self, planned: Planned) -> tuple[Context, str]:
+        """A context, and from which other seed it had to be made and why; empty if from its own."""
         seed = int(planned.context.rpartition("-")[2])
         if planned.task in self.items:
-            item = self.items[planned.task][seed]
-            name = planned.context
-            context = as_context(item, planned.task, self.tokenizer, planned.length, name, seed)
-            return context, seed, ""
+            return self._row(planned, seed), ""
         if planned.look == CONTROL_LOOK:
-            return self._control(planned, seed), seed, ""
+            return self._control(planned, seed), ""
         why = ""
-        for attempt in range(MOST_SKIPPED + 1):
-            used = seed + attempt * SKIP
+        for used in range(seed, seed + MOST_SKIPPED * SKIP + 1, SKIP):
             try:
-                return self._generated(planned, used, self.questions), used, why
+                context = self._generated(planned, used, self.questions)
             except QualityError as error:
                 why = why or str(error)
+            else:
+                return context, why and f"seed {used} instead: {why}"
         raise QualityError(why)
+
+    def _row(self, planned: Planned, number: int) -> Context:
+        """A row of a file: one question, which the whole prompt belongs to."""
+        item = self.items[planned.task][number]
+        prompt, begun, answer = pieces(item, self.tokenizer)
+        question = Question(f"row{number}", begun, answer, item.begun, item.answer, item.depth)
+        return Context(planned.context, planned.task, planned.length, prompt, [question])
 
     def _control(self, planned: Planned, seed: int) -> Context:
         """So short that fewer questions may fit behind it."""
@@ -104,7 +109,7 @@ class Corpus:
 
     def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
         made = make_context(
-            *(planned.task, self.tokenizer, planned.length, seed),
+            *(planned.task, TASKS[planned.task], self.tokenizer, planned.length, seed),
             haystack=self.haystack,
             questions=questions,
         )

@@ -1,31 +1,37 @@
-"""An evaluation as it was recorded: what was planned, what was answered, what is missing.
+"""An evaluation as it is recorded: on disk before it counts, and what that amounts to.
 
-Plain values, and nothing that depends on a server or on when it is looked at: the journal is read
-into this, and verdicts, tables and pictures are pure functions of it. An :class:`Answer` becomes
-an :class:`~sglang_indexcache.stats.pairs.Outcome` on its way to a verdict, and nothing else.
+The journal has a line for each arm and context with everything that was measured, and a line once
+all arms are through with a context, which only then counts. So whatever a kill leaves, going on
+gives what an uninterrupted run would have given, and costs one context.
+
+Verdicts, tables and pictures are pure functions of the :class:`Evaluation` that these lines amount
+to. An :class:`Answer` becomes a :class:`~sglang_indexcache.stats.pairs.Outcome` on its way to a
+verdict, and nothing else.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, ENDPOINTS, EvaluationPlan, Planned
 from sglang_indexcache.stats.pairs import Outcome
 from sglang_indexcache.stats.power import Design
+from sglang_indexcache.study.journal import Journal
 
-CONTROL_LOOK = 0
-"""Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""
-ENDPOINTS = {"answers": "right", "probability": "probability"}
-"""What can be compared, chosen before the first request, and the value of an answer it stands for.
-
-``answers``: right or wrong, as greedy decoding has it. ``probability``: with which the model says
-the right answer at temperature 1; finer, so it needs fewer contexts, but another question.
-"""
+NAME = "journal.jsonl"
+MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")
+"""Of an answer, what a line keeps; the rest follows from its arm, its context and the plan."""
 
 
 class Role(enum.Enum):
@@ -50,25 +56,6 @@ class Arm:
     name: str
     pattern: str
     role: Role
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A context of the plan; they are in the order of asking.
-
-    Attributes:
-        context: its name, unique.
-        task: what is asked behind it.
-        length: tokens of context, question and answer.
-        look: at which planned look it first counts, from 1; ``CONTROL_LOOK`` for the control.
-        again: whether the reference is asked twice (A/A).
-    """
-
-    context: str
-    task: str
-    length: int
-    look: int
-    again: bool
 
 
 @dataclass(frozen=True)
@@ -144,7 +131,7 @@ class Evaluation:
         arms: the reference, then candidates from most to fewest full layers, then the bad one.
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
-        endpoint: of :data:`ENDPOINTS`.
+        endpoint: of :data:`~sglang_indexcache.evaluate.plan.ENDPOINTS`.
         missing: what could not be answered.
         tokens: that servers computed, those from a cache left out.
         seconds: that answers took, all together.
@@ -173,15 +160,16 @@ class Evaluation:
     @property
     def tasks(self) -> tuple[str, ...]:
         """In the order of the plan, without what only the control asks."""
-        return tuple(dict.fromkeys(planned.task for planned in self._long))
+        return tuple(dict.fromkeys(planned.task for planned in self.long))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Rising, those of the control left out."""
-        return tuple(sorted({planned.length for planned in self._long}))
+        return tuple(sorted({planned.length for planned in self.long}))
 
     @property
-    def _long(self) -> list[Planned]:
+    def long(self) -> list[Planned]:
+        """The plan without the control."""
         return [planned for planned in self.planned if planned.look != CONTROL_LOOK]
 
     @property
@@ -198,6 +186,11 @@ class Evaluation:
     def candidates(self) -> tuple[Arm, ...]:
         """From most to fewest full layers."""
         return self._arms(Role.CANDIDATE)
+
+    @property
+    def others(self) -> list[Arm]:
+        """All that are compared with the reference."""
+        return [arm for arm in self.arms if arm.role is not Role.REFERENCE]
 
     @cached_property
     def lost(self) -> frozenset[str]:
@@ -242,3 +235,156 @@ class Evaluation:
         if len(arms) != 1:
             raise QualityError(f"an evaluation has one {role.value} arm, this one {len(arms)}")
         return arms[0]
+
+
+class Record:
+    """What a journal's lines amount to; whatever is added goes to the journal first.
+
+    Args:
+        identity: what the journal belongs to, see :func:`recorded`.
+        journal: of the same identity, open; None where nothing is added.
+
+    Attributes:
+        answers: of every arm (its name and repeat) and context.
+        missing: contexts that an arm could not answer.
+        done: contexts that every arm is through with.
+        facts: what was noted at the start.
+        finished: whether nothing is left to ask.
+    """
+
+    def __init__(self, identity: Mapping[str, Any], journal: Journal | None = None) -> None:
+        self._identity, self._journal = identity, journal
+        self._plan = TypeAdapter(EvaluationPlan).validate_python(identity["plan"])
+        self._planned = {one.context: one for one in self._plan.planned}
+        self.arms = tuple(
+            Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
+        )
+        self.answers: dict[tuple[str, int, str], tuple[Answer, ...]] = {}
+        self.missing: dict[str, Missing] = {}
+        self.done: set[str] = set()
+        self.facts: dict[str, Any] = {}
+        self.finished = False
+        self._took: dict[tuple[str, int, str], tuple[int, float]] = {}
+        if journal is not None:
+            for _ in journal.parsed(self.take):  # takes each, and names the line that is damaged
+                pass
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """One line of the journal."""
+        if "said" in line:
+            arm, repeat, context = key = line["arm"], line["repeat"], line["context"]
+            of = self._planned[context]
+            self.answers[key] = tuple(
+                Answer(
+                    *(arm, repeat, context, one["question"], of.task, of.length),
+                    *(one["depth"], one["right"], one["tokens"], tuple(one["logprobs"])),
+                    one["trace"],
+                )
+                for one in line["said"]
+            )
+            self._took[key] = line["computed"], line["seconds"]
+        elif "missing" in line:
+            self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
+        elif "done" in line:
+            self.done |= set(line["done"])
+        elif "facts" in line:
+            self.facts = self.facts or dict(line["facts"])
+        elif "finished" in line:
+            self.finished = bool(line["finished"])
+        else:
+            raise KeyError("nothing that a journal of an evaluation has")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One more line; on disk when this returns."""
+        assert self._journal is not None
+        self._journal.write(line)
+        self.take(line)
+
+    def append(self, answers: Sequence[Answer], computed: int, seconds: float) -> None:
+        """One arm's answers behind one context."""
+        first = answers[0]
+        said = [{name: getattr(answer, name) for name in MEASURED} for answer in answers]
+        where = {"arm": first.arm, "repeat": first.repeat, "context": first.context}
+        self.add({**where, "said": said, "computed": computed, "seconds": round(seconds, 3)})
+
+    def evaluation(self) -> Evaluation:
+        """All that counts so far."""
+        order = {arm.name: place for place, arm in enumerate(self.arms)}
+        place = {name: number for number, name in enumerate(self._planned)}
+        counted = sorted(
+            (key for key in self.answers if key[2] in self.done),
+            key=lambda key: (place[key[2]], order[key[0]], key[1]),
+        )
+        facts = {name: value for name, value in self.facts.items() if name != "notices"}
+        facts |= {name: self._identity[name] for name in ("checkpoint", "server", "material")}
+        return Evaluation(
+            facts,
+            self._plan.design,
+            self._plan.selects_all,
+            self.arms,
+            self._plan.planned,
+            tuple(answer for key in counted for answer in self.answers[key]),
+            self._plan.endpoint,
+            tuple(one for one in self.missing.values() if one.context in self.done),
+            sum(self._took[key][0] for key in counted),
+            sum(self._took[key][1] for key in counted),
+            self.finished,
+            tuple(self.facts.get("notices", ())),
+        )
+
+
+@contextmanager
+def recorded(
+    folder: Path,
+    plan: EvaluationPlan,
+    arms: Sequence[Arm],
+    *,
+    checkpoint: str,
+    material: str,
+    server: Mapping[str, Any],
+) -> Iterator[Record]:
+    """What was answered in a folder, open for more and locked.
+
+    Args:
+        folder: of the journal.
+        plan: what is asked.
+        arms: of what.
+        checkpoint: its digest.
+        material: digest of what contexts are made of.
+        server: SGLang's facts.
+
+    Raises:
+        QualityError: the journal is another evaluation's, damaged before its last line, or in use.
+    """
+    identity = {
+        "checkpoint": checkpoint,
+        "plan": asdict(plan),
+        "material": material,
+        "arms": [[arm.name, arm.pattern, arm.role.value] for arm in arms],
+        "server": dict(server),
+    }
+    identity = json.loads(json.dumps(identity))  # as it is read again
+    with Journal(folder / NAME, identity, "evaluation", QualityError) as journal:
+        yield Record(identity, journal)
+
+
+def load(folder: Path) -> Evaluation:
+    """The evaluation in a folder, finished or not; it may be going on meanwhile.
+
+    Raises:
+        QualityError: there is none, or its journal is damaged.
+    """
+    path = folder / NAME
+    if not path.exists():
+        raise QualityError(f"{folder} has no {NAME}: it is no output of `indexcache eval run`")
+    whole = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
+    try:
+        first, *lines = map(json.loads, whole.split(b"\n"))
+        record = Record(first["identity"])
+        for line in lines:
+            record.take(line)
+        return record.evaluation()
+    except (KeyError, TypeError, ValueError) as error:
+        raise QualityError(
+            f"{path} is damaged, or is not the journal of an evaluation ({error})"
+        ) from error

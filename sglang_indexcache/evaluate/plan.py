@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import ENDPOINTS, Planned
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design, spread_over_cells
@@ -29,10 +26,37 @@ CONTROL_SHARE = 0.75
 """Of ``index_topk``: the length of the contexts in which every pattern selects everything."""
 CONTROL_CONTEXTS = 2
 """Of each task."""
+PAGE = 64
+"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
-JUDGED = ("aa-lcr", "helmet", "longbench-chat", "longfact", "simpleqa")
-"""Benchmarks whose answers are graded by another model."""
+CONTROL_LOOK = 0
+"""Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""
+ENDPOINTS = {"answers": "right", "probability": "probability"}
+"""What can be compared, chosen before the first request, and the value of an answer it stands for.
+
+``answers``: right or wrong, as greedy decoding has it. ``probability``: with which the model says
+the right answer at temperature 1; finer, so it needs fewer contexts, but another question.
+"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A context of the plan; they are in the order of asking.
+
+    Attributes:
+        context: its name, unique.
+        task: what is asked behind it.
+        length: tokens of context, question and answer.
+        look: at which planned look it first counts, from 1; ``CONTROL_LOOK`` for the control.
+        again: whether the reference is asked twice (A/A).
+    """
+
+    context: str
+    task: str
+    length: int
+    look: int
+    again: bool
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:
@@ -56,7 +80,7 @@ def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[flo
 
     Args:
         cells: contexts of each, and questions behind one of its contexts.
-        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+        endpoint: see :data:`ENDPOINTS`.
     """
     if endpoint == "answers":
         return spread_over_cells(cells, DISCORDANCE, CORRELATION)
@@ -76,7 +100,7 @@ def enough_contexts(
         questions: behind one context.
         margin: 0.01 is one point.
         looks: the number is a multiple of them.
-        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+        endpoint: see :data:`ENDPOINTS`.
 
     Returns:
         At least :data:`LEAST_CONTEXTS`, so that each cell can see a control lose.
@@ -120,7 +144,7 @@ class EvaluationPlan:
         looks: likewise.
         seed: of the first context of each cell; the others count from there.
         taken: rows of a user's files.
-        endpoint: see :data:`~sglang_indexcache.evaluate.evaluation.ENDPOINTS`.
+        endpoint: see :data:`ENDPOINTS`.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -141,16 +165,14 @@ class EvaluationPlan:
         if self.endpoint not in ENDPOINTS:
             raise QualityError(f"no endpoint is called {self.endpoint!r}: {' or '.join(ENDPOINTS)}")
         for task in self.tasks:
-            if task.lower() in JUDGED:
-                raise QualityError(
-                    f"{task} is graded by another model, which this command does not run. Run it "
-                    "with lm-eval or Inspect for each arm, then give both logs to `indexcache "
-                    "eval compare`."
-                )
             if task not in TASKS:
-                raise QualityError(f"no task is called {task!r}; there are {', '.join(TASKS)}")
-        if not (self.tasks or self.taken) or len(set(self.tasks)) < len(self.tasks):
-            raise QualityError("give each task once, and one at least")
+                raise QualityError(
+                    f"no task is called {task!r}; there are {', '.join(TASKS)}. Run other "
+                    "benchmarks with lm-eval or Inspect for each arm, and give both logs to "
+                    "`indexcache eval compare`."
+                )
+        if len(set(self.tasks)) < len(self.tasks):
+            raise QualityError("give each task once")
         short = [length for length in self.lengths if length <= self.selects_all]
         if short or not self.lengths:
             raise QualityError(
@@ -166,7 +188,7 @@ class EvaluationPlan:
                 f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
             )
-        _ = self.design  # refuses a margin or looks that no design can have
+        Design(self.contexts, self.margin, self.looks)  # refuses what no design can have
 
     @property
     def design(self) -> Design:
@@ -206,13 +228,8 @@ class EvaluationPlan:
 
     @property
     def all_lengths(self) -> list[int]:
-        """Of its cells, rising."""
+        """Of its cells, rising; the longest are asked first."""
         return sorted({length for _, length in self.cells})
-
-    @property
-    def longest_cell(self) -> int:
-        """The longest of these, which is asked first."""
-        return self.all_lengths[-1]
 
     def questions_of(self, task: str) -> int:
         """Behind one of its contexts; one behind a file's."""
@@ -251,25 +268,6 @@ class EvaluationPlan:
         ]
         rounds.sort(key=lambda one: one[0])  # cells stay in their order
         return (*control, *(planned for _, planned in rounds))
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a journal of this plan must agree with; JSON values."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return found
-
-    @classmethod
-    def of(cls, identity: Mapping[str, Any]) -> EvaluationPlan:
-        """The plan with this identity."""
-        values = _tuples(identity)
-        return cls(**values | {"taken": tuple(SelectedRows(**cell) for cell in values["taken"])})
-
-
-def _tuples(value: Any) -> Any:
-    """JSON values with tuples for lists."""
-    if isinstance(value, Mapping):
-        return {name: _tuples(one) for name, one in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def context_name(task: str, length: int, seed: int) -> str:

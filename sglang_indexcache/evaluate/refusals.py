@@ -6,15 +6,13 @@ Each refusal names what was seen and how to fix it. What was asked until then is
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Arm, Evaluation
-from sglang_indexcache.evaluate.journal import Recorded
-from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
-from sglang_indexcache.evaluate.verdict import at_floor, control_differs, long_rows, points
+from sglang_indexcache.evaluate.evaluation import Evaluation
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
+from sglang_indexcache.evaluate.verdict import Look, points
 from sglang_indexcache.stats.bounds import Estimate
-from sglang_indexcache.stats.pairs import paired
 from sglang_indexcache.stats.power import spread_over_cells
 
 MOST_MISSING = 0.01
@@ -29,54 +27,26 @@ def check_control(evaluation: Evaluation) -> None:
     Raises:
         QualityError: they do.
     """
-    rows = evaluation.outcomes(CONTROL_LOOK)
-    for arm in _others(evaluation):
-        if any(row.arm == arm.name for row in rows):
-            differs = control_differs(rows, arm.name, evaluation.reference.name)
-            if differs:
-                raise QualityError(
-                    f"the control failed at {min(row.length for row in rows)} tokens: {differs}"
-                )
+    look = Look.at(evaluation, CONTROL_LOOK)
+    asked = {row.arm for row in look.control}
+    for name in (arm.name for arm in evaluation.others if arm.name in asked):
+        if differs := look.control_differs(name):
+            shortest = min(row.length for row in look.control)
+            raise QualityError(f"the control failed at {shortest} tokens: {differs}")
 
 
-def check_pattern_is_used(evaluation: Evaluation, recorded: Recorded) -> None:
-    """An arm that computes exactly what the reference does is not the arm that was asked for.
+def check_context(evaluation: Evaluation) -> None:
+    """Whether what came of the last contexts may count.
 
-    The last contexts are looked at, so a server that begins to ignore patterns in the middle is
-    refused as well.
-
-    Raises:
-        QualityError: every log-probability of an arm is the reference's.
-    """
-    reference = evaluation.reference.name
-    long = [one.context for one in evaluation.planned if one.look != CONTROL_LOOK]
-    for arm in _others(evaluation):
-        asked = [
-            (own, other)
-            for context in long
-            if (own := recorded.answers.get((arm.name, 0, context)))
-            and (other := recorded.answers.get((reference, 0, context)))
-        ]
-        last = asked[-ENOUGH_ALIKE:]
-        if len(last) == ENOUGH_ALIKE and all(
-            [one.trace for one in own] == [one.trace for one in other] for own, other in last
-        ):
-            raise QualityError(
-                f"the server ignores the pattern, or answers from another arm's cache: behind the "
-                f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
-                f"{arm.name} has every log-probability of {reference}, to the last digit. Ask "
-                "`indexcache server doctor --url` what it runs, and start it with "
-                "--disable-radix-cache to rule the cache out."
-            )
-
-
-def check_missing(evaluation: Evaluation, recorded: Recorded) -> None:
-    """Contexts that fail are not a sample of all contexts.
+    An arm that computes exactly what the reference does is not the arm that was asked for. The last
+    contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
+    well. And contexts that fail are not a sample of all contexts.
 
     Raises:
-        QualityError: more than one, and more than :data:`MOST_MISSING` of them, failed.
+        QualityError: every log-probability of an arm is the reference's; or more than one context,
+            and more than :data:`MOST_MISSING` of them, failed.
     """
-    failed = list(recorded.missing.values())
+    failed = evaluation.missing
     if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
         raise QualityError(
             f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
@@ -84,6 +54,22 @@ def check_missing(evaluation: Evaluation, recorded: Recorded) -> None:
             f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Fix that, and start "
             "again with another --output."
         )
+    traces: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+    long = {planned.context for planned in evaluation.long}
+    for row in evaluation.answers:
+        if row.context in long and not row.repeat:
+            traces[row.arm][row.context].append(row.trace)
+    reference = traces[evaluation.reference.name]
+    for arm in evaluation.others:
+        last = list(traces[arm.name].items())[-ENOUGH_ALIKE:]
+        if len(last) == ENOUGH_ALIKE and all(reference.get(name) == own for name, own in last):
+            raise QualityError(
+                f"the server ignores the pattern, or answers from another arm's cache: behind the "
+                f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
+                f"{arm.name} has every log-probability of {evaluation.reference.name}, to the last "
+                "digit. Ask `indexcache server doctor --url` what it runs, and start it with "
+                "--disable-radix-cache to rule the cache out."
+            )
 
 
 def check_floor(evaluation: Evaluation) -> None:
@@ -92,9 +78,9 @@ def check_floor(evaluation: Evaluation) -> None:
     Raises:
         QualityError: the reference is at the floor in every cell.
     """
-    rows = long_rows(evaluation.outcomes(), evaluation.selects_all)
-    low = at_floor(rows, evaluation.reference.name)
-    if low.keys() >= {(row.task, row.length) for row in rows} and rows:
+    look = Look.at(evaluation)
+    low = look.at_floor()
+    if low and low.keys() == look.cells:
         said = ", ".join(
             f"{share:.0%} of {task} at {length:,}" for (task, length), share in low.items()
         )
@@ -114,11 +100,9 @@ def check_noise(evaluation: Evaluation) -> None:
     Raises:
         QualityError: it would need more contexts than are planned.
     """
-    design, name = evaluation.design, evaluation.reference.name
-    rows = long_rows(evaluation.outcomes(), evaluation.selects_all)
-    if not any(row.arm == name and row.repeat for row in rows):
+    design, noise = evaluation.design, Look.at(evaluation).noise
+    if noise is None:
         return
-    noise = paired(rows, name, name, repeat=1)
     estimate = Estimate(noise)
     planned = Counter((one.task, one.length) for one in evaluation.planned)
     asked = [
@@ -137,7 +121,3 @@ def check_noise(evaluation: Evaluation) -> None:
             "(--enable-deterministic-inference) if it has them, plan more (--contexts), or take a "
             "wider --margin."
         )
-
-
-def _others(evaluation: Evaluation) -> list[Arm]:
-    return [arm for arm in evaluation.arms if arm is not evaluation.reference]

@@ -16,19 +16,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Answer, Evaluation, Role
-from sglang_indexcache.evaluate.verdict import (
-    Verdicts,
-    blind_cells,
-    long_rows,
-    points,
-    right_share,
-    verdicts_of,
-)
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.evaluate.evaluation import Evaluation
+from sglang_indexcache.evaluate.verdict import Look, Verdict, Verdicts, points, verdicts_of
+from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Flips, paired
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -92,7 +88,8 @@ def write_report(evaluation: Evaluation, folder: Path) -> str:
     verdicts, cells = verdicts_of(evaluation), cell_differences(evaluation)
     picture = draw_cells(evaluation, cells, folder / "cells.png")
     write_json(folder / "eval.json", record(evaluation, verdicts, cells))
-    lines = (json.dumps(sample(row), ensure_ascii=False) for row in evaluation.answers)
+    samples = ({name: getattr(row, name) for name in SAMPLE} for row in evaluation.answers)
+    lines = (json.dumps(one, ensure_ascii=False) for one in samples)
     write_whole(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
     write_whole(folder / "report.html", page(evaluation, verdicts, cells, picture))
     return "\n".join([*sentences(verdicts), provenance(evaluation)])
@@ -131,40 +128,34 @@ def provenance(evaluation: Evaluation) -> str:
 
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
     """Every arm in every task at every length, A/A first."""
-    rows = long_rows(evaluation.outcomes(), evaluation.selects_all)
-    reference, bad = evaluation.reference.name, evaluation.bad
-    blind = blind_cells(rows, bad.name if bad else None, reference, evaluation.design.alpha)
-    own = right_share(rows, reference)
-    others = [arm.name for arm in evaluation.arms if arm.name != reference]
+    look = Look.at(evaluation)
+    own = look.right_share(look.reference)
+    arms = [(arm.name, arm.name, 0) for arm in evaluation.others]
     found = []
-    for name, arm, repeat in [(NOISE, reference, 1), *((name, name, 0) for name in others)]:
+    for name, arm, repeat in [(NOISE, look.reference, 1), *arms]:
         for cell in sorted(own):
-            here = [row for row in rows if (row.task, row.length) == cell]
+            here = [row for row in look.long if (row.task, row.length) == cell]
             if not any((row.arm, row.repeat) == (arm, repeat) for row in here):
                 continue
-            pairs = paired(here, arm, reference, repeat=repeat)
+            pairs = paired(here, arm, look.reference, repeat=repeat)
             estimate = Estimate(pairs)
             low, high = estimate.guarded(ONE_LOOK), estimate.upper(ONE_LOOK)
             mean, level = float(estimate.mean), estimate.level
             numbers = own[cell], level + mean, mean, float(low), float(high)
-            reason = blind[cell].reason if cell in blind else ""
+            reason = look.blind[cell].reason if cell in look.blind else ""
             found.append(CellDifference(name, *cell, *numbers, len(pairs), pairs.flips, reason))
     return found
 
 
-def control(evaluation: Evaluation) -> list[tuple[str, Flips]]:
+def control(evaluation: Evaluation) -> dict[str, Flips]:
     """What differs where every pattern selects everything: nothing, or nothing is claimed."""
-    if evaluation.selects_all is None:
-        return []
-    rows = [row for row in evaluation.outcomes() if row.length <= evaluation.selects_all]
-    asked = [arm.name for arm in evaluation.arms if arm.role is not Role.REFERENCE]
-    asked = [name for name in asked if any(row.arm == name for row in rows)]
-    return [(name, paired(rows, name, evaluation.reference.name).flips) for name in asked]
-
-
-def sample(answer: Answer) -> dict[str, Any]:
-    """A line of ``samples.jsonl``."""
-    return {name: getattr(answer, name) for name in SAMPLE}
+    rows = Look.at(evaluation).control
+    asked = {row.arm for row in rows}
+    return {
+        arm.name: paired(rows, arm.name, evaluation.reference.name).flips
+        for arm in evaluation.others
+        if arm.name in asked
+    }
 
 
 def record(
@@ -193,7 +184,7 @@ def record(
         "seconds": evaluation.seconds,
         "missing": [asdict(missing) for missing in evaluation.missing],
         "notices": list(evaluation.notices),
-        "control": {name: asdict(flips) for name, flips in control(evaluation)},
+        "control": {name: asdict(flips) for name, flips in control(evaluation).items()},
         "cells": [asdict(cell) for cell in cells],
     }
     found: dict[str, Any] = _finite(data)
@@ -223,7 +214,6 @@ def page(
         "percent": lambda value: f"{100 * value:.1f}",
         "length": lambda value: format_length(value) if value else "",
     }
-    long = [planned for planned in evaluation.planned if planned.look != CONTROL_LOOK]
     facts = [*evaluation.facts.items(), ("tokens computed", f"{evaluation.tokens:,}")]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         evaluation=evaluation,
@@ -233,7 +223,7 @@ def page(
         control=control(evaluation),
         margin=points(evaluation.design.margin),
         provenance=provenance(evaluation),
-        planned=len(long),
+        planned=len(evaluation.long),
         lost=len(evaluation.lost),
         picture=base64.b64encode(picture.read_bytes()).decode() if picture else "",
         facts=[(name, _words(value)) for name, value in facts if value],
@@ -284,3 +274,57 @@ def draw_cells(evaluation: Evaluation, cells: list[CellDifference], path: Path) 
     )
     save_figure(figure, path)
     return path
+
+
+def write_quality(path: Path, evaluation: Evaluation) -> str:
+    """Write the verdict on a pattern file's pattern into its ``quality`` section.
+
+    Returns:
+        The verdict in words.
+
+    Raises:
+        QualityError: the evaluation has no such pattern or another endpoint, or nothing was
+            decided yet.
+        LibraryError: the file is no pattern file.
+    """
+    entry = load_entry(path)
+    if evaluation.endpoint != "answers":
+        raise QualityError(
+            f"this evaluation compared the {evaluation.endpoint} of right answers, and a pattern "
+            "file keeps verdicts on right answers; evaluate with --endpoint answers"
+        )
+    mine = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
+    if not mine:
+        names = ", ".join(arm.name for arm in evaluation.candidates)
+        raise QualityError(f"{path} has another pattern than those evaluated ({names})")
+    found = verdicts_of(evaluation).get(mine[0].name)
+    if found is None:
+        raise QualityError("the first look has not been reached; let the evaluation go on")
+    row = evaluated(evaluation, *found)
+    add_evaluated(path, row)
+    return str(row)
+
+
+def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
+    """A verdict, reached at a look, with what decides for whom it holds.
+
+    The lengths and tasks are those that the claim is about; cells that could not see are named.
+    """
+    rows = Look.at(evaluation, look).long
+    asked = {(row.task, row.length) for row in rows}
+    cells = asked - set(verdict.blind) or asked
+    contexts = {row.context for row in rows if (row.task, row.length) in cells}
+    return Evaluated(
+        verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
+        margin=evaluation.design.margin,
+        difference=verdict.difference,
+        interval=verdict.interval,
+        contexts=len(contexts),
+        pairs=verdict.flips.pairs if verdict.flips else 0,
+        tasks=tuple(sorted({task for task, _ in cells})),
+        lengths=tuple(sorted({length for _, length in cells})),
+        blind=tuple(f"{task} at {length}" for task, length in sorted(asked - cells)),
+        checkpoint=str(evaluation.facts["checkpoint"]),
+        commit=str(evaluation.facts.get("commit", "")),
+        date=str(evaluation.facts.get("started", ""))[:10],
+    )

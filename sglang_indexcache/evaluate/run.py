@@ -7,53 +7,152 @@ this process came: so an evaluation that was killed goes on to be the one that w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.evaluate import refusals
-from sglang_indexcache.evaluate.arms import Answered, Asking, Servers
+from sglang_indexcache.evaluate.arms import Answered, ArmServer, Asking, Servers, facts
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation, Planned
-from sglang_indexcache.evaluate.journal import EvaluationJournal
-from sglang_indexcache.evaluate.tasks import Context
-from sglang_indexcache.evaluate.verdict import DECIDED, Kind, seen_to_lose, verdicts_of
+from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, Record, recorded
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
+from sglang_indexcache.evaluate.request import EvaluationRequest
+from sglang_indexcache.evaluate.tasks.context import Context
+from sglang_indexcache.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
 from sglang_indexcache.stats.pairs import Cell
+from sglang_indexcache.study.cost import Cost, Rate, confirm
+from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
+from sglang_indexcache.study.running import progress_at_most, resumable, resuming
+from sglang_indexcache.support.lengths import format_length
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""
 
 
-def _nothing(*_: object) -> None:
-    pass
+def run_evaluation(
+    request: EvaluationRequest,
+    servers: Mapping[str, ArmServer],
+    output: Path,
+    console: Console,
+    *,
+    agree: Callable[[str], None],
+) -> Evaluation:
+    """Ask, or go on where the same evaluation was stopped.
+
+    Args:
+        request: what to evaluate.
+        servers: one under the name "", or one for each arm's name.
+        output: folder of the journal.
+        console: where to tell what happens.
+        agree: is given a question before an evaluation of more than an hour, and raises if the
+            answer is no.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
+        QualityError: what may not be evaluated, or not go on.
+    """
+    arms = request.arms()
+    asking = Servers(arms, servers)
+    asking.check_fits(request.plan.longest)
+    server = facts(asking.all[0])
+    if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
+        server["model_path"] = Path(server["model_path"]).name
+    with recorded(
+        output,
+        request.plan,
+        arms,
+        checkpoint=checkpoint_digest(request.model),
+        material=request.corpus.digest,
+        server=server,
+    ) as record:
+        if not record.facts:
+            record.add(
+                {
+                    "facts": {
+                        "model": request.model.resolve().name,
+                        "versions": versions(),
+                        "commit": commit(),
+                        "flags": request.flags,
+                        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                        "notices": list(request.notices),
+                    }
+                }
+            )
+        cost = request.tell(console)
+        if not record.done:
+            request.check_contexts(console)
+        confirm(cost, agree)
+        resuming(console, len(record.done), "contexts", output / NAME)
+        run = Run(asking, request.corpus, record, console)
+        if request.rate is None:
+            run.pace = Pace(request, console, agree)
+        with resumable(console, output, "what was asked"):
+            return run.run()
 
 
-@dataclass
+class Pace:
+    """How long an evaluation takes: told, and asked about once, when the longest was measured.
+
+    The longest contexts are asked first. At their rate, the slowest, everything else takes no
+    longer than is said then, and nothing is asked of the user again.
+
+    Args:
+        request: what is evaluated.
+        console: where to tell it.
+        agree: see :func:`run_evaluation`.
+    """
+
+    def __init__(
+        self, request: EvaluationRequest, console: Console, agree: Callable[[str], None]
+    ) -> None:
+        self._plan, self._tokens = request.plan, request.tokens()
+        self._console, self._agree = console, agree
+        self._rates: dict[int, float] = {}
+
+    def measured(self, length: int, rate: float, progress: Progress) -> None:
+        """Take the tokens a second of the first context of a length; ``progress`` is on show."""
+        lengths = self._plan.all_lengths
+        if length in self._rates or length not in lengths:
+            return
+        self._rates[length] = rate
+        if length == lengths[-1]:
+            measured = Rate(rate, f"measured at {format_length(length)}, the longest")
+            whole = Cost(sum(self._tokens.values()), measured)
+            self._console.print(f"the plan takes at most {whole.hours_in_words()}", highlight=False)
+            progress.stop()
+            confirm(whole, self._agree)
+            progress.start()
+        elif len(self._rates) == len(lengths):
+            hours = {one: self._tokens[one] / self._rates[one] / 3600 for one in lengths}
+            parts = ", ".join(f"{format_length(one)}: {took:.2g}" for one, took in hours.items())
+            said = f"hours by length, at most: {parts}; {sum(hours.values()):.2g} together"
+            self._console.print(said, highlight=False)
+
+
 class Run:
     """One evaluation under way.
 
-    Attributes:
+    Args:
         servers: of the arms.
         corpus: what contexts are made of.
-        journal: of this evaluation, open.
-        tell: is given one line when something happens that a user should know.
-        on_context: is called whenever another context is done.
-        on_rate: is called with the tokens a second of the first context of each length.
+        record: of this evaluation, with its journal open.
+        console: where a line is written when something happens that a user should know.
+
+    Attributes:
+        pace: is told how fast contexts are answered; None if nobody asks.
     """
 
-    servers: Servers
-    corpus: Corpus
-    journal: EvaluationJournal
-    tell: Callable[[str], None] = print
-    on_context: Callable[[], None] = _nothing
-    on_rate: Callable[[int, float], None] = _nothing
-    _measured: set[int] = field(default_factory=set, init=False)
-    _decided: set[str] = field(default_factory=set, init=False)
-    _seen: set[Cell] = field(default_factory=set, init=False)
-
-    def __post_init__(self) -> None:
-        self._recorded, self._start = self.journal.recorded, self.journal.evaluation()
+    def __init__(self, servers: Servers, corpus: Corpus, record: Record, console: Console) -> None:
+        self._servers, self._corpus, self._record, self._console = servers, corpus, record, console
+        self.pace: Pace | None = None
+        self._start = record.evaluation()
+        self._progress = progress_at_most(console)
+        self._decided: set[str] = set()
+        self._seen: set[Cell] = set()
 
     def run(self) -> Evaluation:
         """Everything that is left to ask.
@@ -62,31 +161,37 @@ class Run:
             QualityError: see :mod:`~sglang_indexcache.evaluate.refusals`, and what servers do that
                 they must not. What was asked is kept.
         """
-        for look, group in groupby(self._start.planned, key=lambda one: one.look):
-            for planned in group:
-                if planned.context not in self._recorded.done:
-                    self._ask_context(planned)
-            if self._judge(look):
-                break
-        if not self._recorded.finished:
-            self.journal.add({"finished": True})
-        return self.journal.evaluation()
+        done = self._record.done
+        with self._progress as progress:
+            task = progress.add_task("asking", total=len(self._start.planned))
+            for look, group in groupby(self._start.planned, key=lambda one: one.look):
+                for planned in group:
+                    progress.update(task, completed=len(done))
+                    if planned.context not in done:
+                        self._ask_context(planned)
+                if self._judge(look):
+                    break
+        if not self._record.finished:
+            self._record.add({"finished": True})
+        return self._record.evaluation()
+
+    def _tell(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _ask_context(self, planned: Planned) -> None:
         """Ask what is not recorded yet, of every arm that is not decided."""
         self._look_for_loss((planned.task, planned.length))
-        context = self.corpus.make(planned)
-        for batch in self.servers.batches(self._askings(planned)):
+        context = self._corpus.make(planned)
+        for batch in self._servers.batches(self._askings(planned)):
             left = [
                 (arm, repeat)
                 for arm, repeat in batch
-                if (arm.name, repeat, planned.context) not in self._recorded.answers
+                if (arm.name, repeat, planned.context) not in self._record.answers
             ]
-            if left and planned.context not in self._recorded.missing:
+            if left and planned.context not in self._record.missing:
                 self._ask(context, left)
-        self.journal.add({"done": [planned.context]})
-        refusals.check_pattern_is_used(self.journal.evaluation(), self._recorded)
-        self.on_context()
+        self._record.add({"done": [planned.context]})
+        refusals.check_context(self._record.evaluation())
 
     def _askings(self, planned: Planned) -> list[Asking]:
         """What is not decided, and the bad pattern until it was seen to lose."""
@@ -102,53 +207,44 @@ class Run:
 
         There it is asked no more, so what was seen stays so, in this process and the next.
         """
-        evaluation = self.journal.evaluation()
-        bad, reference = evaluation.bad, evaluation.reference
-        if not bad or cell in self._seen or cell[1] <= (evaluation.selects_all or 0):
-            return
-        rows = [row for row in evaluation.outcomes() if (row.task, row.length) == cell]
-        self._seen |= seen_to_lose(rows, bad.name, reference.name, evaluation.design.alpha)
+        bad, look = self._start.bad, Look.at(self._record.evaluation())
+        if bad and cell not in self._seen and look.sees_loss(bad.name, cell):
+            self._seen.add(cell)
 
     def _ask(self, context: Context, askings: Sequence[Asking]) -> None:
         started = time.monotonic()
         found = self._patiently(context, askings)
         seconds = time.monotonic() - started
-        if found is None:
-            refusals.check_missing(self.journal.evaluation(), self._recorded)
-            return
         computed = sum(one.computed for one in found)
         for one in found:
-            self.journal.append(
-                one.answers, one.computed, seconds * one.computed / max(computed, 1)
-            )
-        if context.length not in self._measured and seconds > 0:
-            self._measured.add(context.length)
-            self.on_rate(context.length, computed / seconds)
+            self._record.append(one.answers, one.computed, seconds * one.computed / computed)
+        if self.pace and computed:
+            self.pace.measured(context.length, computed / seconds, self._progress)
 
-    def _patiently(self, context: Context, askings: Sequence[Asking]) -> list[Answered] | None:
-        """What was answered; None if the context is missing, which is then recorded."""
+    def _patiently(self, context: Context, askings: Sequence[Asking]) -> list[Answered]:
+        """What was answered; nothing if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
-                return self.servers.ask(context, askings)
+                return self._servers.ask(context, askings)
             except ServerUnavailableError as error:
                 failure = error
             if pause is not None:
-                self.tell(f"{context.name} is asked again in {pause:g} s: {failure}")
+                self._tell(f"{context.name} is asked again in {pause:g} s: {failure}")
                 time.sleep(pause)
-        away = [server.name for server in self.servers.all if not server.is_ready()]
+        away = [server.name for server in self._servers.all if not server.is_ready()]
         if away:
             raise QualityError(
                 f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "
                 "is kept: start the same command again once it answers."
             ) from failure
         names = ", ".join(arm.name for arm, _ in askings)
-        self.tell(f"{context.name} is left out of every arm: {failure}")
-        self.journal.add({"missing": context.name, "arm": names, "reason": str(failure)})
-        return None
+        self._tell(f"{context.name} is left out of every arm: {failure}")
+        self._record.add({"missing": context.name, "arm": names, "reason": str(failure)})
+        return []
 
     def _judge(self, look: int) -> bool:
         """Whether every pattern is decided, after all contexts of a look."""
-        evaluation = self.journal.evaluation()
+        evaluation = self._record.evaluation()
         if look == CONTROL_LOOK:
             refusals.check_control(evaluation)
             return False
@@ -159,6 +255,8 @@ class Run:
             if verdict.kind is Kind.INVALID:
                 raise QualityError(verdict.sentence)
             if at == look:
-                self.tell(f"look {look} of {evaluation.design.looks}  {name}: {verdict.kind.value}")
+                self._tell(
+                    f"look {look} of {evaluation.design.looks}  {name}: {verdict.kind.value}"
+                )
         self._decided = {name for name, (_, found) in verdicts.items() if found.kind in DECIDED}
         return len(self._decided) == len(verdicts)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.plan import SelectedRows
-from sglang_indexcache.evaluate.tasks import FILES, Item, Tokenizer
-from sglang_indexcache.evaluate.tasks.chat import has_template
-from sglang_indexcache.evaluate.tasks.items import read_items, tokens
+from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows
+from sglang_indexcache.evaluate.tasks.chat import Tokenizer, has_template
+from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
 from sglang_indexcache.support.lengths import counted
 
 _CHARACTERS = 16
@@ -21,60 +20,30 @@ _FEWEST = 2
 """Items of a cell, whose spread is not known with fewer."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What was taken from a user's files.
-
-    Attributes:
-        taken: the cells, in the order of the files.
-        items: by task and row, those of the cells.
-        told: what was left out and why, a sentence for each file.
-    """
-
-    taken: tuple[SelectedRows, ...] = ()
-    items: Mapping[str, Mapping[int, Item]] = field(default_factory=dict)
-    told: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What decides whether an item is asked.
-
-    Attributes:
-        lengths: of the cells, rising; an item belongs to the shortest that holds it.
-        longest: tokens that the model takes.
-        selects_all: ``index_topk``, up to which nothing can be seen.
-        contexts: of a cell, at most.
-        looks: of the evaluation: a cell has a context at each.
-        seed: of the order.
-    """
-
-    lengths: tuple[int, ...]
-    longest: int
-    selects_all: int
-    contexts: int
-    looks: int
-    seed: int
-
-
 def _nothing(*_: object) -> None:
     pass
 
 
 def select_rows(
+    plan: EvaluationPlan,
     files: Mapping[str, Path],
     tokenizer: Tokenizer,
-    bounds: Bounds,
+    longest: int,
     on_row: Callable[[str, int], None] = _nothing,
-) -> Selection:
+) -> tuple[EvaluationPlan, dict[str, dict[int, Item]], tuple[str, ...]]:
     """Read files and choose from them.
 
     Args:
+        plan: what is asked besides; an item belongs to the shortest of its lengths that holds it.
         files: by their task in :data:`~sglang_indexcache.evaluate.tasks.FILES`.
         tokenizer: of the model.
-        bounds: see there.
+        longest: tokens that the model takes.
         on_row: is called with a file's task and the number of its rows so far, before each is
             counted: long ones take a while.
+
+    Returns:
+        The plan with the rows, by task and number what they ask, and a sentence for each file on
+        what was left out and why.
 
     Raises:
         QualityError: a file that cannot be read, or nothing in one that could be asked.
@@ -83,38 +52,42 @@ def select_rows(
     items: dict[str, dict[int, Item]] = {}
     told = []
     for name, path in files.items():
-        cells, kept, said = _choose(name, path, tokenizer, bounds, on_row)
+        cells, items[name], said = _choose(name, path, tokenizer, plan, longest, on_row)
         taken += cells
-        items[name] = kept
         told.append(said)
     if files and not has_template(tokenizer):
         told.append(
             "The tokenizer has no chat template: conversations are sent as plain turns, User: and "
             "Assistant:."
         )
-    return Selection(tuple(taken), items, tuple(told))
+    return replace(plan, taken=tuple(taken)), items, tuple(told)
 
 
 def _choose(
-    name: str, path: Path, tokenizer: Tokenizer, bounds: Bounds, on_row: Callable[[str, int], None]
+    name: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    plan: EvaluationPlan,
+    longest: int,
+    on_row: Callable[[str, int], None],
 ) -> tuple[list[SelectedRows], dict[int, Item], str]:
     cells: dict[int, dict[int, int]] = defaultdict(dict)
     items: dict[int, Item] = {}
     left: dict[str, int] = defaultdict(int)
-    most, rows = min(bounds.longest, bounds.lengths[-1]), 0
+    most, rows = min(longest, plan.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
         on_row(name, rows)
         try:
-            why, size = _why_not(item, tokenizer, bounds, most)
+            why, size = _why_not(item, tokenizer, plan, most)
         except QualityError as error:
             raise QualityError(f"{row.where}: {error}") from error
         if why:
             left[why] += 1
         else:
-            cells[next(one for one in bounds.lengths if size <= one)][row.number] = size
+            cells[next(one for one in plan.lengths if size <= one)][row.number] = size
             items[row.number] = item
-    for number in _repeated(items, bounds.seed):
+    for number in _repeated(items, plan.seed):
         left[
             "that begin as another row does for half their text (one document, one observation)"
         ] += 1
@@ -122,17 +95,17 @@ def _choose(
             sizes.pop(number, None)
     taken = []
     for length, sizes in sorted(cells.items()):
-        if len(sizes) < max(bounds.looks, _FEWEST):
+        if len(sizes) < max(plan.looks, _FEWEST):
             left[
-                f"at {length:,} tokens, too few for {counted(bounds.looks, 'look')} (take fewer "
+                f"at {length:,} tokens, too few for {counted(plan.looks, 'look')} (take fewer "
                 "--length, or fewer --looks)"
             ] += len(sizes)
             continue
-        order = random.Random(f"{name} {length} {bounds.seed}").sample(list(sizes), len(sizes))
-        chosen = tuple(order[: bounds.contexts])
+        order = random.Random(f"{name} {length} {plan.seed}").sample(list(sizes), len(sizes))
+        chosen = tuple(order[: plan.contexts])
         known = tuple(sizes[row] for row in chosen)
         taken.append(SelectedRows(name, length, chosen, known, len(sizes)))
-    said = _told(name, rows, taken, left, bounds)
+    said = _told(name, rows, taken, left, plan)
     if not taken:
         raise QualityError(f"{path} has nothing that can be asked. {said}")
     return taken, {row: items[row] for cell in taken for row in cell.rows}, said
@@ -157,7 +130,7 @@ def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
     return sorted(items.keys() - kept)
 
 
-def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tuple[str, int]:
+def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, int]:
     """Why an item is not asked, empty if it is; and its tokens with those of its answer."""
     if not item.one_form:
         return (
@@ -165,26 +138,30 @@ def _why_not(item: Item, tokenizer: Tokenizer, bounds: Bounds, most: int) -> tup
             "logs to `indexcache eval compare`)"
         ), 0
     size = most + 1
-    if item.characters <= _CHARACTERS * most:
-        size = tokens(item, tokenizer)
+    if len(item.text) <= _CHARACTERS * most:
+        size = sum(map(len, pieces(item, tokenizer)))
     if size > most:
         return f"longer than {most:,} tokens (the longest --length, or the model's context)", size
-    if size <= bounds.selects_all:
+    if size <= plan.selects_all:
         return (
-            f"of at most {bounds.selects_all:,} tokens (index_topk), where no pattern matters",
+            f"of at most {plan.selects_all:,} tokens (index_topk), where no pattern matters",
             size,
         )
     return "", size
 
 
 def _told(
-    name: str, rows: int, taken: Sequence[SelectedRows], left: Mapping[str, int], bounds: Bounds
+    name: str,
+    rows: int,
+    taken: Sequence[SelectedRows],
+    left: Mapping[str, int],
+    plan: EvaluationPlan,
 ) -> str:
     parts = [
         f"{len(cell.rows):,} at {cell.length:,} tokens"
         + (
-            f" (all that it has, of {bounds.contexts:,} asked for)"
-            if cell.available < bounds.contexts
+            f" (all that it has, of {plan.contexts:,} asked for)"
+            if cell.available < plan.contexts
             else ""
         )
         for cell in taken
@@ -195,5 +172,5 @@ def _told(
     unasked = sum(cell.available - len(cell.rows) for cell in taken)
     reasons = [f"{count:,} {why}" for why, count in left.items()]
     if unasked:
-        reasons.append(f"{unasked:,} more than --contexts {bounds.contexts:,}")
+        reasons.append(f"{unasked:,} more than --contexts {plan.contexts:,}")
     return said + (f" Left out: {'; '.join(reasons)}." if reasons else "")

@@ -22,8 +22,9 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from sglang_indexcache.errors import QualityError
@@ -139,38 +140,161 @@ class Blind(NamedTuple):
     waits: bool
 
 
-class Judgement(NamedTuple):
-    """The primary endpoint at one look.
+@dataclass(frozen=True)
+class Look:
+    """All that counts at a planned look (interim analysis), and what it shows of each cell.
+
+    Logs of another harness have no control, often no A/A and no pattern known to be bad: the claim
+    is the same, and what could not be checked is said after it.
 
     Attributes:
-        kind: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED.
-        estimate: of the mean difference over cells.
-        lower: its bound.
-        upper: the other.
-    """
-
-    kind: Kind
-    estimate: Estimate
-    lower: float
-    upper: float
-
-
-def read(differences: Differences, design: Design, look: int) -> Judgement:
-    """Judge the primary endpoint.
-
-    Args:
-        differences: of all contexts asked so far, in the cells that can see.
+        number: which of the planned looks this is, from 1.
         design: as it was fixed before the run.
-        look: 1 to ``design.looks``.
+        outcomes: of every arm, the endpoint's values; of the reference twice where A/A was asked.
+        reference: the arm that every other is compared with.
+        bad: the arm that must be seen to lose; None for logs without one.
+        selects_all: ``index_topk``; cells of at most this length are the control. None for logs.
     """
-    estimate = Estimate(differences)
-    lower, upper = bounds(estimate, design, look)
-    kind = Kind.UNDECIDED
-    if lower > -design.margin:
-        kind = Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
-    elif upper < 0:
-        kind = Kind.LOSS
-    return Judgement(kind, estimate, float(lower), float(upper))
+
+    number: int
+    design: Design
+    outcomes: Sequence[Outcome]
+    reference: str
+    bad: str | None = None
+    selects_all: int | None = None
+
+    @classmethod
+    def at(cls, evaluation: Evaluation, number: int | None = None) -> Look:
+        """What counts at a look; by default all that was asked so far."""
+        bad, looks = evaluation.bad, evaluation.design.looks
+        return cls(
+            *(looks if number is None else number, evaluation.design),
+            *(evaluation.outcomes(number), evaluation.reference.name),
+            *(bad.name if bad else None, evaluation.selects_all),
+        )
+
+    @cached_property
+    def control(self) -> list[Outcome]:
+        """Where every pattern selects everything, and none may differ; nothing of a log."""
+        most = self.selects_all
+        return [row for row in self.outcomes if most is not None and row.length <= most]
+
+    @cached_property
+    def long(self) -> list[Outcome]:
+        """Where a pattern can matter; all of a log, which does not tell."""
+        most = self.selects_all
+        return [row for row in self.outcomes if most is None or row.length > most]
+
+    @property
+    def cells(self) -> set[Cell]:
+        """Those of the claim, as long as they can see."""
+        return {(row.task, row.length) for row in self.long}
+
+    @cached_property
+    def noise(self) -> Differences | None:
+        """The reference against itself (A/A); None where it was not asked twice."""
+        again = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
+        return paired(self.long, self.reference, self.reference, repeat=1) if again else None
+
+    def right_share(self, arm: str) -> dict[Cell, float]:
+        """Mean of an arm's first answers by cell, 0 to 1."""
+        found: dict[Cell, list[float]] = defaultdict(list)
+        for row in self.long:
+            if (row.arm, row.repeat) == (arm, 0):
+                found[row.task, row.length].append(row.value)
+        return {cell: sum(values) / len(values) for cell, values in found.items()}
+
+    def at_floor(self) -> dict[Cell, float]:
+        """Cells in which the reference hardly does better than guessing, with its right share."""
+        return {
+            cell: share
+            for cell, share in self.right_share(self.reference).items()
+            if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
+        }
+
+    def sees_loss(self, arm: str, cell: Cell) -> bool:
+        """Whether an arm was asked in a cell, and seen to lose there."""
+        here = [row for row in self.long if (row.task, row.length) == cell]
+        if not any((row.arm, row.repeat) == (arm, 0) for row in here):
+            return False
+        return bool(sees(paired(here, arm, self.reference), self.design.alpha))
+
+    @cached_property
+    def blind(self) -> dict[Cell, Blind]:
+        """Cells that cannot see a loss.
+
+        One in which the bad pattern was not asked cannot, because nothing shows that it could.
+        """
+        found = {
+            cell: Blind(
+                f"{self.reference} gets {share:.0%} right there, hardly more than guessing", False
+            )
+            for cell, share in self.at_floor().items()
+        }
+        if self.bad is None:
+            return found
+        own, others = self.right_share(self.reference), self.right_share(self.bad)
+        for cell in own.keys() - found.keys():
+            if cell not in others:
+                found[cell] = Blind(f"{self.bad} was not asked there", False)
+            elif self.sees_loss(self.bad, cell):
+                continue
+            elif others[cell] >= EASY:
+                reason = f"too easy: even {self.bad} gets {others[cell]:.0%} right there"
+                found[cell] = Blind(reason, others[cell] < CEILING)
+            else:
+                shares = f"{others[cell]:.0%} right, {self.reference} {own[cell]:.0%}"
+                found[cell] = Blind(f"{self.bad} was not seen to lose there: {shares}", True)
+        return found
+
+    @property
+    def hidden(self) -> list[Cell]:
+        """Cells outside the claim in which any pattern is nevertheless seen to lose."""
+        arms = {row.arm for row in self.long} - {self.reference, self.bad}
+        return sorted(cell for cell in self.blind if any(self.sees_loss(arm, cell) for arm in arms))
+
+    @property
+    def seeing_design(self) -> Design:
+        """The design with the contexts of cells that see; every cell came equally far."""
+        cells = {row.context: (row.task, row.length) for row in self.long}
+        seeing = sum(cell not in self.blind for cell in cells.values())
+        contexts = round(self.design.contexts * seeing / len(cells))
+        return replace(self.design, contexts=max(contexts, self.design.looks))
+
+    def control_differs(self, arm: str) -> str:
+        """Why the arms differ where every pattern selects everything; empty if they do not."""
+        flips = paired(self.control, arm, self.reference).flips
+        if not flips.lost and not flips.won:
+            return ""
+        return (
+            f"below index_topk tokens, where every pattern selects everything, {arm} differs from "
+            f"{self.reference} ({flips}). The arms differ in more than the pattern, or the engine "
+            "does not repeat itself: compare flags and checkpoints, and start it with "
+            "--enable-deterministic-inference where it has that."
+        )
+
+    def unsound(self, arm: str) -> str:
+        """Why nothing may be claimed of an arm; empty if all is as it must be."""
+        if self.selects_all is not None:
+            if not self.control:
+                raise QualityError(
+                    f"no outcome at or below {self.selects_all} tokens; the control that must not "
+                    "differ is obligatory"
+                )
+            if differs := self.control_differs(arm):
+                return differs
+            if self.noise is None:
+                return (
+                    "the reference was not asked twice, so the engine's own noise is not known. "
+                    "Ask it again on a quarter of the contexts, in another order."
+                )
+        if self.noise and not repeats_itself(self.noise, self.design, self.number):
+            return (
+                f"the reference differs from itself by {_points(Estimate(self.noise).mean)} points "
+                f"({self.noise.flips}). The order of the arms or the state of the server favours "
+                "one: flush between blocks and alternate the arms."
+            )
+        return ""
 
 
 def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
@@ -189,72 +313,18 @@ def sees(differences: Differences, alpha: float) -> Any:
     return capital(values, largest, 0.0) >= 1 / alpha
 
 
-def seen_to_lose(outcomes: Sequence[Outcome], arm: str, reference: str, alpha: float) -> set[Cell]:
-    """Cells in which an arm was asked and seen to lose."""
-    asked = {(row.task, row.length) for row in outcomes if row.arm == arm}
-    return {cell for cell in asked if sees(paired(outcomes, arm, reference, cells=[cell]), alpha)}
-
-
-def right_share(outcomes: Sequence[Outcome], arm: str) -> dict[Cell, float]:
-    """Mean of an arm's first answers by cell, 0 to 1."""
-    found: dict[Cell, list[float]] = defaultdict(list)
-    for row in outcomes:
-        if (row.arm, row.repeat) == (arm, 0):
-            found[row.task, row.length].append(row.value)
-    return {cell: sum(values) / len(values) for cell, values in found.items()}
-
-
-def at_floor(outcomes: Sequence[Outcome], reference: str) -> dict[Cell, float]:
-    """Cells in which the reference hardly does better than guessing, with its share of right."""
-    return {
-        cell: share
-        for cell, share in right_share(outcomes, reference).items()
-        if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
-    }
-
-
-def long_rows(outcomes: Sequence[Outcome], selects_all: int | None) -> list[Outcome]:
-    """Those in which a pattern can matter; all of a log, which does not tell."""
-    return [row for row in outcomes if selects_all is None or row.length > selects_all]
-
-
-def blind_cells(
-    outcomes: Sequence[Outcome], control: str | None, reference: str, alpha: float
-) -> dict[Cell, Blind]:
-    """Cells that cannot see a loss.
-
-    Args:
-        outcomes: of all arms.
-        control: the arm that is known to be bad; a cell in which it was not asked cannot see,
-            because nothing shows that it could. None if there is no such arm.
-        reference: the arm that every other is compared with.
-        alpha: of "seen to lose".
-    """
-    found = {
-        cell: Blind(f"{reference} gets {share:.0%} right there, hardly more than guessing", False)
-        for cell, share in at_floor(outcomes, reference).items()
-    }
-    if control is None:
-        return found
-    own, others = right_share(outcomes, reference), right_share(outcomes, control)
-    seen = seen_to_lose(outcomes, control, reference, alpha)
-    for cell in own.keys() - seen - found.keys():
-        if cell not in others:
-            found[cell] = Blind(f"{control} was not asked there", False)
-        elif others[cell] >= EASY:
-            reason = f"too easy: even {control} gets {others[cell]:.0%} right there"
-            found[cell] = Blind(reason, others[cell] < CEILING)
-        else:
-            shares = f"{others[cell]:.0%} right, {reference} {own[cell]:.0%}"
-            found[cell] = Blind(f"{control} was not seen to lose there: {shares}", True)
-    return found
-
-
 def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
     """Whether the reference, asked twice, has the same mean as far as can be seen."""
     estimate = Estimate(noise)
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
     return (estimate.lower(z) <= 0) & (estimate.upper(z) >= 0)
+
+
+def claimed(lower: float, upper: float, margin: float) -> Kind:
+    """What the bounds of the primary endpoint claim: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED."""
+    if lower > -margin:
+        return Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
+    return Kind.LOSS if upper < 0 else Kind.UNDECIDED
 
 
 def verdicts_of(evaluation: Evaluation) -> Verdicts:
@@ -264,162 +334,91 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
     the first look.
     """
     found: dict[str, tuple[int, Verdict]] = {}
-    for look in range(1, evaluation.look + 1):
-        rows, permitted = evaluation.outcomes(look), True
+    for number in range(1, evaluation.look + 1):
+        look, permitted = Look.at(evaluation, number), True
         for arm in evaluation.candidates:
             if arm.name not in found or found[arm.name][1].kind not in DECIDED:
-                verdict = judge(
-                    rows,
-                    arm.name,
-                    evaluation.design,
-                    look,
-                    reference=evaluation.reference.name,
-                    bad=evaluation.bad.name if evaluation.bad else None,
-                    selects_all=evaluation.selects_all,
-                    permitted=permitted,
-                )
+                verdict = judge(look, arm.name, permitted)
                 if evaluation.endpoint == "probability":
                     said = f"Compared: the probability of the right answer. {verdict.details}"
                     verdict = replace(verdict, details=said)
-                found[arm.name] = look, verdict
+                found[arm.name] = number, verdict
             permitted = permitted and found[arm.name][1].kind in SAFE
     return found
 
 
-def judge(
-    outcomes: Sequence[Outcome],
-    pattern: str,
-    design: Design,
-    look: int = 1,
-    *,
-    reference: str,
-    bad: str | None = None,
-    selects_all: int | None = None,
-    permitted: bool = True,
-) -> Verdict:
+def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     """The verdict on one pattern.
 
-    Logs of another harness have no control, often no A/A and no pattern known to be bad: the claim
-    is the same, and what could not be checked is said after it.
-
     Args:
-        outcomes: of every arm, the endpoint's values; of the reference twice where A/A was asked.
+        look: all that counts.
         pattern: the arm that is judged.
-        design: as it was fixed before the run.
-        look: which of the planned looks this is, from 1.
-        reference: the arm that every other is compared with.
-        bad: the arm that must be seen to lose; None for logs without one.
-        selects_all: ``index_topk``; cells of at most this length are the control. None for logs.
         permitted: whether every pattern with more full layers was shown to be safe (the fixed
             sequence).
 
     Raises:
         QualityError: a look that is none, an arm without outcomes, or a run without its control.
     """
-    if not 1 <= look <= design.looks:
+    if not 1 <= look.number <= look.design.looks:
         raise QualityError(
-            f"look {look} is none of the {design.looks} planned ones; a run that goes on beyond "
-            "its plan has no alpha left: plan a new one"
+            f"look {look.number} is none of the {look.design.looks} planned ones; a run that goes "
+            "on beyond its plan has no alpha left: plan a new one"
         )
-    long = long_rows(outcomes, selects_all)
-    again = any(row.arm == reference and row.repeat == 1 for row in long)
-    noise = paired(long, reference, reference, repeat=1) if again else None
-    if unsound := _unsound(outcomes, pattern, reference, noise, selects_all, design, look):
+    if unsound := look.unsound(pattern):
         return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
-    blind = blind_cells(long, bad, reference, design.alpha)
-    seeing = {(row.task, row.length) for row in long} - blind.keys()
-    if not seeing:
-        return Verdict(Kind.CANNOT_SEE, pattern, f"{pattern}: {_cannot_see(blind)}")
-    why = ""
-    if look < design.looks and any(one.waits for one in blind.values()):
-        why = WAITING
-    if hidden := _hidden(long, blind, reference, bad, design.alpha):
-        why = f"a pattern visibly loses at {', '.join(map(place, hidden))}, which would be left out"
+    if not look.cells - look.blind.keys():
+        return Verdict(Kind.CANNOT_SEE, pattern, f"{pattern}: {_cannot_see(look.blind)}")
+    forbidden = ""
+    if look.number < look.design.looks and any(one.waits for one in look.blind.values()):
+        forbidden = WAITING
+    if hidden := look.hidden:
+        places = ", ".join(map(place, hidden))
+        forbidden = f"a pattern visibly loses at {places}, which would be left out"
     if not permitted:
-        why = "a pattern with more full layers was not shown to be safe"
-    verdict = _claim(
+        forbidden = "a pattern with more full layers was not shown to be safe"
+    return _claim(look, pattern, forbidden)
+
+
+def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
+    """What the cells that see show of a pattern.
+
+    Args:
+        look: all that counts.
+        pattern: the arm that is judged.
+        forbidden: why it may not be called safe now; empty if it may.
+    """
+    cells = look.cells - look.blind.keys()
+    differences = paired(look.long, pattern, look.reference, cells=cells)
+    design, estimate = look.seeing_design, Estimate(differences)
+    lower, upper = map(float, bounds(estimate, design, look.number))
+    kind = claimed(lower, upper, design.margin)
+    if forbidden and kind in SAFE:
+        final = kind is Kind.SMALL_LOSS and forbidden != WAITING
+        kind = Kind.LOSS if final else Kind.UNDECIDED
+    more = None
+    if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
+        more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
+    verdict = Verdict(
+        kind,
         pattern,
-        reference,
-        paired(long, pattern, reference, cells=seeing),
-        _without_blind(design, long, blind),
-        look,
-        noise,
-        why,
+        "",
+        difference=float(estimate.mean),
+        levels=(estimate.level, estimate.level + float(estimate.mean)),
+        worst=_worst(differences, design, look.number),
+        interval=(lower, upper),
+        exact=bool(estimate.exact),
+        detectable=design.detectable(*estimate.spread),
+        more=more,
+        contexts=len(differences),
+        flips=differences.flips,
+        noise=look.noise.flips if look.noise else None,
+        blind=tuple(sorted(look.blind)),
     )
-    caveats = [_cannot_see(blind)] if blind else []
-    if bad is None:
-        caveats.append("Not shown: that these questions can see a bad pattern.")
-    if noise is None:
-        caveats.append("Not known: the engine's own noise.")
-    details = " ".join([verdict.details, *caveats])
-    return replace(verdict, blind=tuple(sorted(blind)), details=details)
-
-
-def control_differs(outcomes: Sequence[Outcome], pattern: str, reference: str) -> str:
-    """Why the arms differ where every pattern selects everything; empty if they do not."""
-    flips = paired(outcomes, pattern, reference).flips
-    if not flips.lost and not flips.won:
-        return ""
-    return (
-        f"below index_topk tokens, where every pattern selects everything, {pattern} differs from "
-        f"{reference} ({flips}). The arms differ in more than the pattern, or the engine does not "
-        "repeat itself: compare flags and checkpoints, and start it with "
-        "--enable-deterministic-inference where it has that."
+    return replace(
+        verdict,
+        headline=_headline(verdict, look, forbidden),
+        details=_details(verdict, differences, look),
     )
-
-
-def _unsound(
-    outcomes: Sequence[Outcome],
-    pattern: str,
-    reference: str,
-    noise: Differences | None,
-    selects_all: int | None,
-    design: Design,
-    look: int,
-) -> str:
-    """Why nothing may be claimed; empty if all is as it must be."""
-    if selects_all is not None:
-        short = [row for row in outcomes if row.length <= selects_all]
-        if not short:
-            raise QualityError(
-                f"no outcome at or below {selects_all} tokens; the control that must not differ "
-                "is obligatory"
-            )
-        if differs := control_differs(short, pattern, reference):
-            return differs
-        if noise is None:
-            return (
-                "the reference was not asked twice, so the engine's own noise is not known. Ask "
-                "it again on a quarter of the contexts, in another order."
-            )
-    if noise and not repeats_itself(noise, design, look):
-        return (
-            f"the reference differs from itself by {_points(Estimate(noise).mean)} points "
-            f"({noise.flips}). The order of the arms or the state of the server favours one: "
-            "flush between blocks and alternate the arms."
-        )
-    return ""
-
-
-def _hidden(
-    outcomes: Sequence[Outcome],
-    blind: Collection[Cell],
-    reference: str,
-    bad: str | None,
-    alpha: float,
-) -> list[Cell]:
-    """Cells outside the claim in which any pattern is nevertheless seen to lose."""
-    dark = [row for row in outcomes if (row.task, row.length) in blind]
-    arms = {row.arm for row in dark} - {reference, bad}
-    return sorted(set().union(*(seen_to_lose(dark, arm, reference, alpha) for arm in arms)))
-
-
-def _without_blind(design: Design, outcomes: Sequence[Outcome], blind: Collection[Cell]) -> Design:
-    """The design with the contexts of cells that see; every cell came equally far."""
-    cells = {row.context: (row.task, row.length) for row in outcomes}
-    seeing = sum(cell not in blind for cell in cells.values())
-    contexts = round(design.contexts * seeing / len(cells))
-    return replace(design, contexts=max(contexts, design.looks))
 
 
 def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
@@ -434,63 +433,22 @@ def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
     return Worst(*differences.names[cell], float(estimates[cell].mean), bound)
 
 
-def _claim(
-    pattern: str,
-    reference: str,
-    differences: Differences,
-    design: Design,
-    look: int,
-    noise: Differences | None,
-    forbidden: str,
-) -> Verdict:
-    kind, estimate, lower, upper = read(differences, design, look)
-    if forbidden and kind in SAFE:
-        final = kind is Kind.SMALL_LOSS and forbidden != WAITING
-        kind = Kind.LOSS if final else Kind.UNDECIDED
-    more = None
-    if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
-        more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
-    verdict = Verdict(
-        kind,
-        pattern,
-        "",
-        difference=float(estimate.mean),
-        levels=(estimate.level, estimate.level + float(estimate.mean)),
-        worst=_worst(differences, design, look),
-        interval=(lower, upper),
-        exact=bool(estimate.exact),
-        detectable=design.detectable(*estimate.spread),
-        more=more,
-        contexts=len(differences),
-        flips=differences.flips,
-        noise=noise.flips if noise else None,
-    )
-    return replace(
-        verdict,
-        headline=_headline(verdict, reference, design, look, forbidden),
-        details=_details(verdict, differences, design, look),
-    )
-
-
-def _headline(verdict: Verdict, reference: str, design: Design, look: int, forbidden: str) -> str:
+def _headline(verdict: Verdict, look: Look, forbidden: str) -> str:
     assert verdict.levels is not None
     assert verdict.difference is not None
     assert verdict.interval is not None
+    design = look.design
     loss, margin = f"{-100 * verdict.difference:.1f} points", points(design.margin)
+    within = verdict.interval[0] > -design.margin
     if verdict.kind is Kind.NO_LOSS:
         claim = f"no loss beyond {margin}"
-    elif verdict.kind is Kind.SMALL_LOSS:
-        claim = f"a loss of {loss}, less than the margin of {margin}"
-    elif verdict.kind is Kind.LOSS:
-        small = (
-            f", less than the margin of {margin}" if -verdict.interval[0] < design.margin else ""
-        )
-        claim = f"a loss of {loss}{small}"
-    elif forbidden and verdict.interval[0] > -design.margin:
+    elif verdict.kind in (Kind.SMALL_LOSS, Kind.LOSS):
+        claim = f"a loss of {loss}" + (f", less than the margin of {margin}" if within else "")
+    elif forbidden and within:
         claim = f"not claimed, because {forbidden}"
     elif verdict.more is None:
         claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
-    elif look < design.looks:
+    elif look.number < design.looks:
         claim = f"undecided so far; about {counted(verdict.more, 'more context')} would decide"
     else:
         whole = verdict.contexts + verdict.more
@@ -500,15 +458,16 @@ def _headline(verdict: Verdict, reference: str, design: Design, look: int, forbi
         at = place((verdict.worst.task, verdict.worst.length))
         worst = f"; worst: {at}, {_points(verdict.worst.difference)}"
     return (
-        f"{verdict.pattern}: {claim} ({reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
+        f"{verdict.pattern}: {claim} ({look.reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
         f"{verdict.levels[1]:.1%}{worst})."
     )
 
 
-def _details(verdict: Verdict, differences: Differences, design: Design, look: int) -> str:
+def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
     assert verdict.difference is not None
     assert verdict.interval is not None
     assert verdict.detectable is not None
+    design = look.design
     lower, upper = map(_points, verdict.interval)
     width = f"{1 - 2 * design.alpha:.0%}{' exact' if verdict.exact else ''} interval"
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
@@ -528,7 +487,13 @@ def _details(verdict: Verdict, differences: Differences, design: Design, look: i
             f"A loss of {100 * verdict.detectable:.1f} points would have been found with "
             f"{design.power:.0%} probability."
         )
-    said.append(f"One-sided {design.alpha:.0%}, look {look} of {design.looks}.")
+    said.append(f"One-sided {design.alpha:.0%}, look {look.number} of {design.looks}.")
+    if look.blind:
+        said.append(_cannot_see(look.blind))
+    if look.bad is None:
+        said.append("Not shown: that these questions can see a bad pattern.")
+    if not verdict.noise:
+        said.append("Not known: the engine's own noise.")
     return " ".join(said)
 
 

@@ -81,10 +81,17 @@ def examine(arguments: Sequence[str], console: Console, device: str | None = Non
             _print_config(arguments, console)
             return True
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
+        is_assumed = device is None and not _has_gpu()
         _say(console, "checked for", _choose_device(device))
-        return _print_server(*_resolve(arguments, device), console)
     except IndexCacheError as error:
         return say_problems(console, error)
+    try:
+        return _print_server(*_resolve(arguments, device), console)
+    except IndexCacheError as error:
+        say_problems(console, error)
+    if is_assumed:
+        _say(console, "note", "for a server on this machine, which has no GPU, add --device cpu")
+    return False
 
 
 def say_problem(console: Console, text: str) -> bool:
@@ -104,6 +111,12 @@ def _say(console: Console, what: str, text: str) -> bool:
     return False
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _choose_device(device: str | None) -> str:
     """Make SGLang see the device to check for, before it is imported; what to call it.
 
@@ -120,7 +133,7 @@ def _choose_device(device: str | None) -> str:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
         return "the CPU reference platform"
-    here = torch.cuda.is_available()
+    here = _has_gpu()
     if device not in CARDS and here:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]

@@ -113,6 +113,7 @@ def _ranks(client: Client) -> list[Rank]:
 
 def _table(ranks: Sequence[Rank]) -> Table:
     table = Table("server", "serves", "SGLang", "plugin", "mode", "pattern", box=SIMPLE)
+    table.columns[0].overflow = "fold"
     for rank in ranks:
         if (state := rank.state) is None:
             what = "cannot report" if rank.error else "not at work"

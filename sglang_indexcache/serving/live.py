@@ -145,7 +145,7 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
     _check_both_nodes_switch_alike(scheduler)
     if adapted != active.adapted:
         _exchange_indexers(scheduler, plan, adapted=adapted)
-    active.replace(policy, f"/set_internal_state {value}", adapted=adapted)
+    active.replace(policy, f"{value}, set while the server ran", adapted=adapted)
     logger.info("IndexCache: requests to come have %s", policy)
 
 

@@ -252,7 +252,7 @@ def _only_examined(server_args: Any) -> bool:
 def _resolve(server_args: Any) -> None:
     given = getattr(server_args, _GIVEN, {})
     request = Request.collect(given, as_keywords=not _from_command_line(server_args))
-    if not _is_wanted(server_args, request):
+    if not _is_wanted(server_args, request) and not _is_only_way(server_args):
         _warn_about_ignored_overrides(server_args)
         return
     engine_version.check()
@@ -369,6 +369,23 @@ def _is_wanted(server_args: Any, request: Request) -> bool:
             f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
         )
     return asked or bool(request)
+
+
+def _is_only_way(server_args: Any) -> bool:
+    """Whether nobody asked for IndexCache, and nothing else serves this model on this machine."""
+    cfg = resolving_view(server_args)
+    if not platform_cpu.is_active() or any(getattr(cfg, field) for field in _BACKEND_FIELDS):
+        return False
+    try:
+        Checkpoint.from_config(_checkpoint_config(cfg, _overrides(cfg)), cfg.model_path)
+    except CheckpointError:  # no DSA model
+        return False
+    logger.info(
+        "IndexCache: SGLang's own DSA backend needs a GPU and this machine has none, so this "
+        "server runs with --attention-backend %s.",
+        BACKEND_NAME,
+    )
+    return True
 
 
 def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:

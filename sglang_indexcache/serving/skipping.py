@@ -62,6 +62,8 @@ def judge(state: RankState) -> Skipping:
         text += f"NOT OK, for {_layers(wrong)} did not do what the pattern says"
     else:
         text += "OK"
+    if state.mode == "live":
+        text += " (since the server started, under every pattern that it had)"
     return Skipping(not wrong, text, _uncounted(state, counted))
 
 

@@ -27,7 +27,7 @@ from benchmarks.quality_measures import (
 )
 from benchmarks.records import RESULTS
 from sglang_indexcache.ask.score import TokenScores
-from sglang_indexcache.evaluate.tasks import Context, Question
+from sglang_indexcache.evaluate.tasks.context import Context, Question
 
 
 def test_the_patterns_are_different_and_harm_by_their_retention_too() -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 import sglang_indexcache
 from sglang_indexcache.cli import app
-from sglang_indexcache.evaluate.journal import load
+from sglang_indexcache.evaluate.evaluation import load
 from sglang_indexcache.support.files import shipped
 from tests.evaluate.evaluate import evaluate
 from tests.evaluate.fake_server import Fake

@@ -15,7 +15,8 @@ import sglang_indexcache
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.plan import EvaluationPlan
-from sglang_indexcache.evaluate.session import EvaluationRequest, run_evaluation
+from sglang_indexcache.evaluate.request import EvaluationRequest
+from sglang_indexcache.evaluate.run import run_evaluation
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.pairs import paired
 from sglang_indexcache.support.text import machine_text

@@ -5,16 +5,18 @@ python -m tests.evaluate.evaluate FOLDER URL
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
+
+from rich.console import Console
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.arms import Servers
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role
-from sglang_indexcache.evaluate.journal import EvaluationJournal, identity
+from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role, recorded
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
@@ -38,23 +40,18 @@ def evaluate(
     plan: EvaluationPlan = PLAN,
     arms: tuple[Arm, ...] = ARMS,
     corpus: Corpus | None = None,
-    **run: Any,
+    told: IO[str] | None = None,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
     clients = {name: Client(url) for name, url in named.items()}
     asking = Servers(arms, clients)
     corpus = corpus or corpus_of(plan)
-    who = identity(
-        plan,
-        arms,
-        checkpoint="c",
-        material=corpus.digest,
-        server={},
-    )
-    with EvaluationJournal(folder, who) as journal:
-        journal.note({"started": "then", "notices": ["Told."]})
-        return Run(asking, corpus, journal, **run).run()
+    made_of = {"checkpoint": "c", "material": corpus.digest}
+    with recorded(folder, plan, arms, **made_of, server={}) as record:
+        if not record.facts:
+            record.add({"facts": {"started": "then", "notices": ["Told."]}})
+        return Run(asking, corpus, record, Console(file=told or io.StringIO())).run()
 
 
 if __name__ == "__main__":

@@ -5,15 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from sglang_indexcache.evaluate.evaluation import (
-    CONTROL_LOOK,
-    Answer,
-    Arm,
-    Evaluation,
-    Missing,
-    Planned,
-    Role,
-)
+from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
 from sglang_indexcache.stats.power import Design
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536

@@ -8,14 +8,8 @@ from dataclasses import replace
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import (
-    Answer,
-    Arm,
-    Evaluation,
-    Missing,
-    Planned,
-    Role,
-)
+from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
+from sglang_indexcache.evaluate.plan import Planned
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.power import Design
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ import pytest
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate import corpus
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.cost import check_fits, tails, tokens_at_most
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
 from sglang_indexcache.evaluate.plan import (
+    CONTROL_LOOK,
     EvaluationPlan,
     SelectedRows,
     default_lengths,
     enough_contexts,
 )
-from sglang_indexcache.evaluate.tasks import Context
+from sglang_indexcache.evaluate.request import EvaluationRequest
+from sglang_indexcache.evaluate.tasks import TASKS
+from sglang_indexcache.evaluate.tasks.context import Context, Task
 from tests.evaluate.fake_server import HAYSTACK, Words
 
 PLAN = EvaluationPlan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
@@ -62,10 +64,6 @@ def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
     assert all(p.length == 48 <= PLAN.selects_all and not p.again for p in control)
 
 
-def test_a_plan_comes_back_from_its_identity() -> None:
-    assert EvaluationPlan.of(PLAN.identity) == PLAN
-
-
 @pytest.mark.parametrize("place", [0, 5])
 def test_contexts_are_those_of_the_plan(place: int) -> None:
     planned = PLAN.planned[place]
@@ -79,7 +77,7 @@ def test_contexts_are_those_of_the_plan(place: int) -> None:
 def test_the_cost_is_what_would_be_computed() -> None:
     """Against counting every planned context, with pages of 64."""
     plan = replace(PLAN, tasks=("notes",))
-    found = tokens_at_most(plan, 3, tails(plan, CORPUS))
+    found = EvaluationRequest(Path(), "full", ("1/4",), "", plan, CORPUS, "").tokens()
     counted = 0
     for planned in plan.planned:
         made = CORPUS.make(planned)
@@ -132,7 +130,7 @@ def test_the_longest_contexts_are_asked_first() -> None:
     """Their rate, the slowest, tells how long everything takes at most."""
     long = [p for p in PLAN.planned if p.look != CONTROL_LOOK]
     assert [p.length for p in long[:4]] == [512, 512, 256, 256]
-    assert (PLAN.all_lengths, PLAN.longest_cell) == ([256, 512], 512)
+    assert PLAN.all_lengths == [256, 512]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +138,7 @@ def test_the_longest_contexts_are_asked_first() -> None:
     [
         ({"lengths": (64,)}, r"64 tokens can show nothing: up to 64 tokens \(index_topk\)"),
         ({"lengths": ()}, "no tokens can show nothing"),
-        ({"tasks": ("aa-lcr",)}, "graded by another model.*lm-eval or Inspect.*eval compare"),
-        ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles"),
+        ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles.*eval compare"),
         ({"tasks": ("notes", "notes")}, "each task once"),
         ({"margin": 1.0}, "margin of 100 points is not above 0 and below 100"),
         ({"questions": 0}, "0 questions behind a context; ask one at least"),
@@ -163,21 +160,14 @@ def test_what_cannot_be_asked_is_refused(changed: dict[str, object], said: str) 
         replace(PLAN, **changed)  # type: ignore[arg-type]
 
 
-def test_a_context_that_a_server_does_not_take_is_refused() -> None:
-    check_fits(PLAN, {"max_req_input_len": 512}, "http://a")
-    check_fits(PLAN, {}, "http://a")
-    with pytest.raises(QualityError, match=r"512 tokens .* does not fit http://a, .* of 511"):
-        check_fits(PLAN, {"max_req_input_len": 511}, "http://a")
-
-
 def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is asked: a run ended at the first context that could not be made."""
     made = corpus.make_context
 
-    def picky(task: str, tokenizer: Words, length: int, seed: int, **rest: Any) -> Context:
-        if (task, length, seed) == ("tracking", 512, 3):
+    def picky(name: str, task: Task, *of: Any, **rest: Any) -> Context:
+        if (name, *of[1:]) == ("tracking", 512, 3):
             raise QualityError("tracking does not fit")
-        return made(task, tokenizer, length, seed, **rest)
+        return made(name, task, *of, **rest)
 
     monkeypatch.setattr(corpus, "make_context", picky)
     counted: list[int] = []
@@ -185,14 +175,14 @@ def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.Monk
         replace(PLAN, tasks=("notes",)),
         replace(PLAN, tasks=("tracking",), lengths=(512,), selects_all=240),
     )
-    assert CORPUS.check(whole[0], lambda: counted.append(1)) == []
+    assert CORPUS.check(whole[0].planned, lambda: counted.append(1)) == []
     assert len(counted) == len(whole[0].planned)
-    [told] = CORPUS.check(whole[1], lambda: None)
+    [told] = CORPUS.check(whole[1].planned, lambda: None)
     assert told == ("tracking-512-3 is made from seed 1000003 instead: tracking does not fit")
     [planned] = [one for one in whole[1].planned if one.context == "tracking-512-3"]
     found, other = (
         CORPUS.make(planned),
-        made("tracking", Words(), 512, 1_000_003, haystack=HAYSTACK, questions=4),
+        made("tracking", TASKS["tracking"], Words(), 512, 1_000_003, questions=4),
     )
     assert (found.name, found.ids) == ("tracking-512-3", other.ids)
     monkeypatch.setattr(corpus, "make_context", Raising())

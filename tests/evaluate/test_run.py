@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import subprocess
 import sys
@@ -15,10 +16,9 @@ import pytest
 from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
 from sglang_indexcache.evaluate import run
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK, Evaluation
-from sglang_indexcache.evaluate.journal import NAME, load
-from sglang_indexcache.evaluate.plan import EvaluationPlan, SelectedRows
-from sglang_indexcache.evaluate.tasks import Item
+from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, load
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, SelectedRows
+from sglang_indexcache.evaluate.tasks.files import Item
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
@@ -164,11 +164,11 @@ def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:
 def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         expected = evaluate(tmp_path / "a", url)
-    told: list[str] = []
+    told = io.StringIO()
     with serving(Fake(fault="restart", after=20)) as url:
-        found = evaluate(tmp_path / "b", url, tell=told.append)
+        found = evaluate(tmp_path / "b", url, told=told)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
-    assert any("restarted meanwhile: it counts anew" in line for line in told)
+    assert "restarted meanwhile: it counts anew" in told.getvalue()
 
 
 def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None
     """And too much of it ends the evaluation."""
     said = r"contexts failed, more than 1%.*too hard"
     with serving(Fake(fault="one context")) as url, pytest.raises(QualityError, match=said):
-        evaluate(tmp_path, url, tell=lambda _: None)
+        evaluate(tmp_path, url)
     found = load(tmp_path)
     for missing in found.missing:
         assert missing.context not in {row.context for row in found.outcomes()}

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.cost import check_fits, in_words, tokens_at_most
-from sglang_indexcache.evaluate.evaluation import CONTROL_LOOK
-from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE, EvaluationPlan, SelectedRows
-from sglang_indexcache.evaluate.selection import Bounds, Selection, select_rows
+from sglang_indexcache.evaluate.plan import (
+    CONTROL_LOOK,
+    CORRELATION,
+    DISCORDANCE,
+    EvaluationPlan,
+    SelectedRows,
+)
+from sglang_indexcache.evaluate.request import EvaluationRequest, shown_in_words
+from sglang_indexcache.evaluate.selection import select_rows
+from sglang_indexcache.evaluate.tasks.files import Item
 from sglang_indexcache.stats.power import spread
-from sglang_indexcache.study.cost import Cost
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
 from tests.evaluate.tasks.published import graphwalks_row, mrcr_row, prompt_row, write
 
-BOUNDS = Bounds((256, 512), 4096, TOPK, 8, 2, 0)
+PLAN = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2)
 
 
-def selection(path: Path, task: str = "prompts", **changes: object) -> Selection:
-    return select_rows({task: path}, Words(), replace(BOUNDS, **changes))  # type: ignore[arg-type]
+class Selection(NamedTuple):
+    plan: EvaluationPlan
+    items: dict[str, dict[int, Item]]
+    told: tuple[str, ...]
+
+    @property
+    def taken(self) -> tuple[SelectedRows, ...]:
+        return self.plan.taken
+
+
+def selection(
+    path: Path, task: str = "prompts", longest: int = 4096, **changes: object
+) -> Selection:
+    plan = replace(PLAN, **changes)  # type: ignore[arg-type]
+    return Selection(*select_rows(plan, {task: path}, Words(), longest))
 
 
 @pytest.fixture
@@ -101,12 +121,12 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     rows[1]["messages"] = [{"role": "developer", "content": "be kind"}, *turns]
     path = write(tmp_path / "own.jsonl", rows)
     with pytest.raises(QualityError, match=r"own.jsonl, line 2: .*template refuses .*no dev"):
-        select_rows({"prompts": path}, Strict(), BOUNDS)
+        select_rows(PLAN, {"prompts": path}, Strict(), 4096)
 
 
 def test_rows_are_told_while_they_are_counted(mixed: Path) -> None:
     told: list[tuple[str, int]] = []
-    select_rows({"prompts": mixed}, Words(), BOUNDS, lambda *one: told.append(one))
+    select_rows(PLAN, {"prompts": mixed}, Words(), 4096, lambda *one: told.append(one))
     assert told == [("prompts", row) for row in range(1, 13)]
 
 
@@ -117,18 +137,14 @@ def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
         selection(path)
 
 
-def plan_of(found: Selection, **changes: object) -> EvaluationPlan:
-    plan = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2, taken=found.taken)
-    return replace(plan, **changes)  # type: ignore[arg-type]
-
-
 def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
-    plan = plan_of(selection(mixed))
+    plan = selection(mixed).plan
     assert plan.design.contexts == 9
     control = [p for p in plan.planned if p.look == CONTROL_LOOK]
     assert {p.task for p in control} == {"notes"}
-    assert EvaluationPlan.of(json.loads(json.dumps(plan.identity))) == plan
-    both = plan_of(selection(mixed), tasks=("notes",))
+    again = json.loads(json.dumps(asdict(plan)))  # as a journal keeps it
+    assert TypeAdapter(EvaluationPlan).validate_python(again) == plan
+    both = selection(mixed, tasks=("notes",)).plan
     assert both.design.contexts == 9 + 2 * 8
     looks = [p.look for p in both.planned]
     assert looks == sorted(looks)
@@ -139,7 +155,7 @@ def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
 
 def test_contexts_are_those_of_the_rows(mixed: Path) -> None:
     found = selection(mixed)
-    plan, corpus = plan_of(found), Corpus(Words(), HAYSTACK, 4, found.items)
+    plan, corpus = found.plan, Corpus(Words(), HAYSTACK, 4, found.items)
     rows = [json.loads(line) for line in mixed.read_text().splitlines()]
     for planned in plan.planned:
         if planned.look != CONTROL_LOOK:
@@ -156,7 +172,7 @@ def test_contexts_are_those_of_the_rows(mixed: Path) -> None:
 
 
 def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
-    plan = plan_of(selection(mixed))
+    plan = selection(mixed).plan
     planned = [p for p in plan.planned if p.look != CONTROL_LOOK]
     sizes = [plan.sizes[p.context] for p in planned]
     times = [3 + p.again for p in planned]
@@ -166,17 +182,12 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
         for p in plan.planned
         if p.look == CONTROL_LOOK
     )
-    found = sum(tokens_at_most(plan, 3, {}).values())
+    request = EvaluationRequest(
+        Path(), "full", ("1/4",), "", plan, Corpus(Words(), HAYSTACK, 4), ""
+    )
+    found = sum(request.tokens().values())
     pages = 64 * sum(times)  # what is left of a page is computed once more
     assert least <= found - control <= least + pages
-
-
-def test_a_row_that_a_server_does_not_take_is_refused(mixed: Path) -> None:
-    plan = plan_of(selection(mixed))
-    longest = max(plan.sizes.values())
-    check_fits(plan, {"max_req_input_len": longest}, "http://a")
-    with pytest.raises(QualityError, match=rf"{longest} tokens .* does not fit http://a"):
-        check_fits(plan, {"max_req_input_len": longest - 1}, "http://a")
 
 
 @settings(deadline=None)
@@ -218,7 +229,7 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
         return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
 
     assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
-    words = " ".join(text for _, text in in_words(plan(400, 400, 8), (), Cost(0)))
+    words = " ".join(text for _, text in shown_in_words(plan(400, 400, 8)))
     assert "no loss beyond 3 points can hardly be shown" in words
     assert (
         "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
@@ -226,7 +237,7 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     ) in words
     alike = plan(8, 8)
     for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
-        assert "has only" not in str(in_words(equal, (), Cost(0)))
+        assert "has only" not in str(shown_in_words(equal))
 
 
 def detectable(plan: EvaluationPlan) -> float:

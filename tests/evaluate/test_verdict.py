@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.verdict import SAFE, Kind, Verdict, _claim, judge
-from sglang_indexcache.stats.pairs import Differences, Flips, Outcome
+from sglang_indexcache.evaluate.verdict import SAFE, Kind, Look, Verdict, judge
+from sglang_indexcache.stats.pairs import Outcome
 from sglang_indexcache.stats.power import Design
 
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)
 LONG, SHORT = 65536, 1536
-CONTROLS = {"reference": "full", "bad": "bad", "selects_all": 2048}
 
 
 def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outcome]:
@@ -45,10 +44,18 @@ def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict
     found: list[Verdict] = []
     for pattern in patterns:
         safe = all(verdict.kind in SAFE for verdict in found)
-        found.append(
-            judge(rows, pattern, DESIGN, look, **CONTROLS, permitted=safe)  # type: ignore[arg-type]
-        )
+        found.append(judged(rows, pattern, look=look, permitted=safe))
     return found
+
+
+def judged(
+    rows: list[Outcome],
+    pattern: str,
+    design: Design = DESIGN,
+    look: int = 4,
+    permitted: bool = True,
+) -> Verdict:
+    return judge(Look(look, design, rows, "full", "bad", 2048), pattern, permitted)
 
 
 def test_a_pattern_that_loses_nothing() -> None:
@@ -80,11 +87,13 @@ def test_an_early_look_needs_more() -> None:
 
 def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None:
     # It has enough for its margin, and chance had it undecided.
-    draw = np.random.default_rng(3)
-    values = draw.choice([0, 0.125, -0.125], size=600, p=[0.5, 0.22, 0.28])
-    flips = Flips(int((values < 0).sum()), int((values > 0).sum()), 4800)
-    found = Differences(values, np.zeros(600, int), (("needles", LONG),), flips, np.full(600, 8))
-    verdict = _claim("same", "full", found, Design(600, margin=0.01), 4, None, "")
+    draw, rows = np.random.default_rng(3), []
+    for number, change in enumerate(draw.choice([0, 1, -1], size=600, p=[0.5, 0.22, 0.28])):
+        for question in range(8):
+            place = (f"c{number}", f"q{question}", "needles", LONG)
+            rows.append(Outcome(*place, "full", float(bool(question) or change < 0)))
+            rows.append(Outcome(*place, "same", float(bool(question) or change > 0)))
+    verdict = judge(Look(4, Design(600, margin=0.01), rows, "full"), "same")
     assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
     assert "undecided; a new run of 600 contexts would probably decide" in verdict.sentence
 
@@ -100,12 +109,12 @@ def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
 def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
     rows = evaluation(blind=True, same=0.0)
     fine, half = replace(DESIGN, margin=0.005), replace(DESIGN, contexts=CONTEXTS, margin=0.005)
-    verdict = judge(rows, "same", fine, 4, **CONTROLS)  # type: ignore[arg-type]
+    verdict = judged(rows, "same", fine, 4)
     assert verdict.kind is Kind.UNDECIDED
     assert verdict.detectable == pytest.approx(half.detectable(0.0, 0.0))
     assert verdict.more == half.needed(0.0, 0.0) - CONTEXTS
     early = [row for row in rows if int(row.context.split("-")[-1]) < 50]
-    verdict = judge(early, "same", DESIGN, 1, **CONTROLS)  # type: ignore[arg-type]
+    verdict = judged(early, "same", DESIGN, 1)
     assert verdict.more == 150
 
 
@@ -203,7 +212,7 @@ def test_a_run_without_the_control_is_refused() -> None:
 
 def test_a_proven_loss_within_the_margin_is_said() -> None:
     rows = evaluation(less=0.05)
-    verdict = judge(rows, "less", replace(DESIGN, margin=0.1), 4, **CONTROLS)  # type: ignore[arg-type]
+    verdict = judged(rows, "less", replace(DESIGN, margin=0.1), 4)
     assert verdict.kind is Kind.SMALL_LOSS
     assert verdict.interval is not None
     assert -0.1 < verdict.interval[0] < verdict.interval[1] < 0
@@ -220,7 +229,7 @@ def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
         else row
         for row in evaluation(same=0.0)
     ]  # fmt: skip
-    verdict = judge(rows, "same", replace(DESIGN, margin=0.2), 4, **CONTROLS)  # type: ignore[arg-type]
+    verdict = judged(rows, "same", replace(DESIGN, margin=0.2), 4)
     assert verdict.worst is not None
     assert verdict.worst.task == "tracking"
     assert verdict.worst.difference == pytest.approx(-0.11, abs=0.03)
@@ -248,20 +257,17 @@ def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
 def test_safety_waits_until_every_task_was_seen_to_show_a_loss() -> None:
     """The first claim is final, and a task that has shown nothing yet would be left out."""
     rows = evaluation(blind=True, same=0.0)
-    early = judge(rows, "same", replace(DESIGN, margin=0.1), 2, **CONTROLS)  # type: ignore[arg-type]
+    early = judged(rows, "same", replace(DESIGN, margin=0.1), 2)
     assert early.kind is Kind.UNDECIDED
     assert "not claimed, because not every task has been seen to show a loss" in early.sentence
-    last = judge(rows, "same", replace(DESIGN, margin=0.1), 4, **CONTROLS)  # type: ignore[arg-type]
+    last = judged(rows, "same", replace(DESIGN, margin=0.1), 4)
     assert (last.kind, last.blind) == (Kind.NO_LOSS, (("tracking", LONG),))
     easy = with_right(evaluation(same=0.0), "tracking", 1.0, bad=1)
-    found = judge(easy, "same", replace(DESIGN, margin=0.1), 2, **CONTROLS)  # type: ignore[arg-type]
+    found = judged(easy, "same", replace(DESIGN, margin=0.1), 2)
     assert found.kind is Kind.NO_LOSS  # nothing more can be seen there
 
 
 def test_a_proven_loss_within_the_margin_waits_too() -> None:
     rows = with_right(evaluation(less=0.05), "tracking", 0.9, bad=0.9)
-    found = [
-        judge(rows, "less", replace(DESIGN, margin=0.15), look, **CONTROLS).kind  # type: ignore[arg-type]
-        for look in (3, 4)
-    ]
+    found = [judged(rows, "less", replace(DESIGN, margin=0.15), look).kind for look in (3, 4)]
     assert found == [Kind.UNDECIDED, Kind.SMALL_LOSS]

@@ -547,9 +547,20 @@ def test_plain_dsa_on_a_cpu_says_what_to_use(model: Callable[..., Path]) -> None
         resolve(model(), backend="dsa")
 
 
-def test_ignored_override_without_the_backend_warns(
+def test_a_dsa_model_without_any_flag_is_served_on_a_cpu(
     model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """So it is after "turn it off" on a laptop, where SGLang's own backend cannot run."""
+    server_args = resolve(model(), backend=None)
+    assert Plan.from_hf_config(hf_config(server_args)) is not None
+    assert built_pattern(server_args) == "F" * 8
+    assert "so this server runs with --attention-backend indexcache" in capfd.readouterr().err
+
+
+def test_ignored_override_without_the_backend_warns(
+    model: Callable[..., Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_indexcache.serving.plugin.platform_cpu.is_active", lambda: False)
     resolve(model(), "--json-model-override-args", '{"index_topk_freq": 4}', backend=None)
     assert "SGLang ignores index_topk_freq" in capfd.readouterr().err
 

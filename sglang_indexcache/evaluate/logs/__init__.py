@@ -5,43 +5,36 @@ A harness judges and prompts as it likes; its scores are taken as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.logs import inspect, lm_eval, plain
-from sglang_indexcache.evaluate.logs.sample import Row, Sample, first_row
+from sglang_indexcache.evaluate.logs.sample import Printed, Sample
 from sglang_indexcache.stats.pairs import Cell
 
 
-def _nothing(*_: object) -> Mapping[Cell, float]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A kind of log.
 
     Attributes:
         files: what its files are called within a run's folder.
-        head: the row by which it is recognised.
-        fits: whether that row is of this kind.
-        read: a file's samples, given the metric that the user chose.
-        reported: what the harness itself printed of a metric, by task and length, where it tells.
+        fits: whether a file is of this kind.
+        read: a file's samples of the metric that the user chose, and what the harness itself
+            printed of it.
     """
 
     files: tuple[str, ...]
-    head: Callable[[Path], Row]
-    fits: Callable[[Row], bool]
-    read: Callable[[Path, str | None], Iterator[Sample]]
-    reported: Callable[[Path, str], Mapping[Cell, float]] = _nothing
+    fits: Callable[[Path], bool]
+    read: Callable[[Path, str | None], tuple[list[Sample], Printed]]
 
 
 FORMATS = {
-    "lm-eval": Format(lm_eval.FILES, first_row, lm_eval.fits, lm_eval.read, lm_eval.reported),
-    "inspect": Format(inspect.FILES, inspect.header, inspect.fits, inspect.read, inspect.reported),
-    "plain": Format(plain.FILES, first_row, plain.fits, plain.read),
+    "lm-eval": Format(("samples_*.jsonl",), lm_eval.fits, lm_eval.read),
+    "inspect": Format(("*.eval", "*.json"), inspect.fits, inspect.read),
+    "plain": Format(("*.jsonl",), plain.fits, plain.read),
 }
 
 
@@ -77,16 +70,21 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
     if not path.exists():
         raise QualityError(f"there is no log at {place}. Give a run's folder or file.")
     kind, files = _recognise(path)
-    _once(kind, files)
-    samples = tuple(sample for file in files for sample in FORMATS[kind].read(file, metric))
+    samples: list[Sample] = []
+    reported: dict[Cell, float] = {}
+    for file in files:
+        found, printed = FORMATS[kind].read(file, metric)
+        # A folder often holds several runs, and their samples must not be mixed.
+        if {one.task for one in found} & {one.task for one in samples}:
+            raise QualityError(
+                f"{path} holds several runs ({files[0].name}, {files[-1].name}, ...): give the "
+                "file or the folder of one"
+            )
+        samples += found
+        reported |= printed
     if not samples:
         raise QualityError(f"{place} has no sample")
-    reported = {
-        cell: value
-        for file in files
-        for cell, value in FORMATS[kind].reported(file, samples[0].metric).items()
-    }
-    return Log(name, kind, samples, reported)
+    return Log(name, kind, tuple(samples), reported)
 
 
 def _recognise(path: Path) -> tuple[str, list[Path]]:
@@ -94,8 +92,7 @@ def _recognise(path: Path) -> tuple[str, list[Path]]:
         for pattern in shape.files:
             files = [path] if path.is_file() else sorted(path.glob(pattern))
             files = files or sorted(path.rglob(pattern))
-            found = [file for file in files if _is(shape, file)]
-            if found:
+            if found := [file for file in files if _is(shape, file)]:
                 return kind, found
     known = "; ".join(f"{kind}: {', '.join(shape.files)}" for kind, shape in FORMATS.items())
     raise QualityError(
@@ -107,20 +104,6 @@ def _recognise(path: Path) -> tuple[str, list[Path]]:
 
 def _is(shape: Format, file: Path) -> bool:
     try:
-        return shape.fits(shape.head(file))
+        return shape.fits(file)
     except (QualityError, UnicodeDecodeError):
         return False
-
-
-def _once(kind: str, files: list[Path]) -> None:
-    """One run only: a folder often holds several, and their samples must not be mixed."""
-    if kind == "lm-eval":
-        tasks = [lm_eval.task_of(file) for file in files]
-        several = len(set(tasks)) < len(tasks)
-    else:
-        several = len(files) > 1
-    if several:
-        raise QualityError(
-            f"{files[0].parent} holds several runs ({files[0].name}, {files[-1].name}, ...): give "
-            "the file or the folder of one"
-        )

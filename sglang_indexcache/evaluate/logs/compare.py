@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Planned, Role
+from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
 from sglang_indexcache.evaluate.logs import Log
 from sglang_indexcache.evaluate.logs.sample import Sample
+from sglang_indexcache.evaluate.plan import Planned
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design
 

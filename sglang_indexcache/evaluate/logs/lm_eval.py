@@ -9,41 +9,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.logs.sample import (
+    Printed,
     Row,
     Sample,
     as_number,
     cluster,
     digest,
+    first_row,
     json_lines,
     pick,
 )
 
-FILES = ("samples_*.jsonl",)
 _NAME = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.-]+)?$")
 
 
-def fits(row: Row) -> bool:
-    """Whether a row is of this format."""
-    return "doc_hash" in row and "metrics" in row
+def fits(path: Path) -> bool:
+    """Whether a file is of this format."""
+    return {"doc_hash", "metrics"} <= first_row(path).keys()
 
 
-def task_of(path: Path) -> str:
-    """The task that a file is named after."""
-    found = _NAME.match(path.stem)
-    return found[1] if found else path.stem
-
-
-def read(path: Path, metric: str | None) -> Iterator[Sample]:
-    """The samples of one task."""
-    task = task_of(path)
+def read(path: Path, metric: str | None) -> tuple[list[Sample], Printed]:
+    """The samples of one task, and what ``results_<date>.json`` beside them says of it."""
+    named = _NAME.match(path.stem)
+    task = named[1] if named else path.stem
     rows = list(json_lines(path))
     names = sorted({name for row in rows for name in _metrics(row)})
-    chosen = pick(names, metric, path)
+    chosen, found = pick(names, metric, path), []
     for row in rows:
         if chosen not in _metrics(row):
             continue  # under another filter
@@ -54,30 +49,30 @@ def read(path: Path, metric: str | None) -> Iterator[Sample]:
                 "harness again, or choose another metric (--metric)"
             )
         question = str(row["doc_id"])
-        yield Sample(
-            task,
-            question,
-            cluster(row.get("doc") or {}, question),
-            digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
-            chosen,
-            as_number(row[name], path),
-            length,
+        found.append(
+            Sample(
+                task,
+                question,
+                cluster(row.get("doc") or {}, question),
+                digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
+                chosen,
+                as_number(row[name], path),
+                length,
+            )
         )
+    return found, _printed(path, task, chosen)
 
 
-def reported(path: Path, metric: str) -> dict[tuple[str, int], float]:
-    """What the harness printed, from ``results_<date>.json`` beside the samples, by its length."""
-    task, date = task_of(path), path.stem.rpartition("_")[2]
-    place = path.with_name(f"results_{date}.json")
+def _printed(path: Path, task: str, metric: str) -> Printed:
+    place = path.with_name(f"results_{path.stem.rpartition('_')[2]}.json")
     if not place.exists():
         return {}
     found = json.loads(place.read_text(encoding="utf-8"))["results"].get(task, {})
     name, _, chosen = metric.partition(",")
-    chosen = chosen or "none"
     if name == "score":  # RULER's metrics are lengths; -1 is one that no document has
         every = {key.partition(",")[0]: value for key, value in found.items()}
         return {(task, int(key)): every[key] for key in every if key.isdigit() and every[key] != -1}
-    value = found.get(f"{name},{chosen}")
+    value = found.get(f"{name},{chosen or 'none'}")
     return {} if value is None else {(task, 0): value}
 
 

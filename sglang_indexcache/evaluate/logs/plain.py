@@ -6,34 +6,48 @@ they are there: runs with other prompts are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.logs.sample import Row, Sample, as_number, digest, json_lines, pick
+from sglang_indexcache.evaluate.logs.sample import (
+    Printed,
+    Row,
+    Sample,
+    as_number,
+    digest,
+    first_row,
+    json_lines,
+    pick,
+)
 
-FILES = ("*.jsonl",)
 SCORE = "score"
 
 
-def fits(row: Row) -> bool:
-    """Whether a row is of this format."""
+def fits(path: Path) -> bool:
+    """Whether a file is of this format."""
+    return _fits(first_row(path))
+
+
+def _fits(row: Row) -> bool:
     return "id" in row and SCORE in row
 
 
-def read(path: Path, metric: str | None) -> Iterator[Sample]:
+def read(path: Path, metric: str | None) -> tuple[list[Sample], Printed]:
     """The samples of one file; a score of null was not given."""
-    chosen = pick([SCORE], metric, path)
+    chosen, found = pick([SCORE], metric, path), []
     for number, row in enumerate(json_lines(path), 1):
-        if not fits(row):
+        if not _fits(row):
             raise QualityError(f"sample {number} of {path} has no id or no score")
         question = str(row["id"])
         context = row.get("context")
-        yield Sample(
-            str(row.get("task", "samples")),
-            question,
-            question if context is None else str(context),
-            digest(row.get("prompt")),
-            chosen,
-            as_number(row[SCORE], path),
+        found.append(
+            Sample(
+                str(row.get("task", "samples")),
+                question,
+                question if context is None else str(context),
+                digest(row.get("prompt")),
+                chosen,
+                as_number(row[SCORE], path),
+            )
         )
+    return found, {}

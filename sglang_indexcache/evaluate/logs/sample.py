@@ -11,8 +11,11 @@ from typing import Any
 
 from sglang_indexcache.data.rows import read_rows
 from sglang_indexcache.errors import DataError, QualityError
+from sglang_indexcache.stats.pairs import Cell
 
 Row = dict[str, Any]
+Printed = Mapping[Cell, float]
+"""What a harness itself printed, by task and length; empty where it does not tell."""
 CLUSTERS = (
     "context_id",
     "document_id",

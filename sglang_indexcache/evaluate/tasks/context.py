@@ -1,9 +1,9 @@
 """A long context with questions behind it, of an exact number of tokens.
 
-A task drafts lines of text for about the room that it is given; :func:`fitted` measures the draft
-in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in front.
-Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are joined:
-the ids are what the model is sent, so the length is exact for every tokenizer.
+A task drafts lines of text for about the room that it is given; :func:`make_context` measures the
+draft in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in
+front. Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are
+joined: the ids are what the model is sent, so the length is exact for every tokenizer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, islice, pairwise
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.chat import Tokenizer, around, beginning
@@ -44,17 +44,6 @@ class Asked:
     begun: str = ""
     cue: str = ""
 
-    def pieces(self, behind: Sequence[int]) -> tuple[str, str, str]:
-        """The question, the answer's first words and the answer, as they are tokenized.
-
-        Args:
-            behind: ids between a user's turn and the answer; none without a chat template.
-        """
-        if not behind:
-            return f"\n{self.text}{self.cue}{self.begun}", "", self.answer
-        begun = self.begun.lstrip()
-        return f"\n{self.text}", begun, self.answer if begun else self.answer.lstrip()
-
 
 @dataclass(frozen=True)
 class Draft:
@@ -75,7 +64,7 @@ class Draft:
     chat: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
     """A question behind a context.
 
@@ -123,18 +112,33 @@ class Room:
     Attributes:
         tokens: of opening and lines together.
         questions: to draft.
-        encode: text to ids, piece by piece.
-        words: the words that are one token behind a space, in the order of their ids.
+        tokenizer: of the model.
+        known: pieces of text that were tokenized before, with their ids.
     """
 
     tokens: int
     questions: int
-    encode: Callable[[Sequence[str]], list[list[int]]]
-    words: Callable[[], list[str]]
+    tokenizer: Tokenizer
+    known: dict[str, list[int]] = field(default_factory=dict)
+
+    def encode(self, pieces: Iterable[str]) -> list[list[int]]:
+        """The ids of each piece."""
+        pieces = list(pieces)
+        new = list({piece: None for piece in pieces if piece not in self.known})
+        if new:
+            ids = self.tokenizer(new, add_special_tokens=False)["input_ids"]
+            self.known.update(zip(new, ids, strict=True))
+        return [self.known[piece] for piece in pieces]
+
+    def words(self) -> list[str]:
+        """The words that are one token behind a space, in the order of their ids."""
+        pieces = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        found = (re.fullmatch("[\u0120\u2581]([A-Za-z]+)", piece) for piece, _ in pieces)
+        return [match[1] for match in found if match]
 
     def cost(self, pieces: Iterable[str]) -> int:
         """Tokens of lines."""
-        return sum(len(ids) for ids in self.encode([f"\n{piece}" for piece in pieces]))
+        return sum(len(ids) for ids in self.encode(f"\n{piece}" for piece in pieces))
 
     def fill(self, lines: Iterator[str], *, beside: Sequence[str], least: int = 0) -> list[str]:
         """As many of ``lines`` as fit.
@@ -146,7 +150,7 @@ class Room:
         left = self.tokens - self.cost(beside)
         taken: list[str] = []
         while batch := list(islice(lines, _BATCH)):
-            for line, ids in zip(batch, self.encode([f"\n{one}" for one in batch]), strict=True):
+            for line, ids in zip(batch, self.encode(f"\n{one}" for one in batch), strict=True):
                 left -= len(ids)
                 if left < 0 and len(taken) >= least:
                     return taken
@@ -173,64 +177,78 @@ def shuffled(draw: random.Random, asked: list[Asked]) -> list[Asked]:
     return draw.sample(asked, len(asked))
 
 
-def fitted(
+def make_context(
     name: str,
     task: Task,
     tokenizer: Tokenizer,
     length: int,
     seed: int,
-    haystack: str,
-    questions: int,
+    *,
+    haystack: str = "",
+    questions: int = QUESTIONS,
 ) -> Context:
-    """Draft until it fits, then fill up; the arguments are those of ``make_context``.
+    """A context with its questions; the same for the same arguments, byte for byte.
+
+    It is drafted until it fits, then filled up.
+
+    Args:
+        name: of the task.
+        task: in :data:`~sglang_indexcache.evaluate.tasks.TASKS`.
+        tokenizer: of the model.
+        length: tokens of the context with its longest question and that question's answer.
+        seed: which context of the task.
+        haystack: running text for the tasks that hide something in it.
+        questions: behind the context.
 
     Raises:
-        QualityError: the smallest draft is longer than ``length``.
+        QualityError: a length too small for the task, or a haystack that is too short.
     """
-    known: dict[str, list[int]] = {}
-
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
-        new = list({piece: None for piece in pieces if piece not in known})
-        if new:
-            known.update(
-                zip(new, tokenizer(new, add_special_tokens=False)["input_ids"], strict=True)
-            )
-        return [known[piece] for piece in pieces]
-
-    def words() -> list[str]:
-        pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        found = (re.fullmatch("[\u0120\u2581]([A-Za-z]+)", piece) for piece, _ in pieces)
-        return [match[1] for match in found if match]
-
+    room = Room(length, questions, tokenizer)
     reserve = over = 0
     for last in (*[False] * (_DRAFTS - 1), True):
         draw = random.Random(f"{name} {length} {seed}")
-        draft = task(draw, Room(length - reserve, questions, encode, words), haystack)
+        draft = task(draw, replace(room, tokens=length - reserve), haystack)
         before, behind = around(tokenizer) if draft.chat else (beginning(tokenizer), [])
-        pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
-        texts = [asked.pieces(behind) for asked in draft.asked]
-        begun = encode([text[1] for text in texts])
-        ids = [
-            [*one, *behind, *two]
-            for one, two in zip(encode([t[0] for t in texts]), begun, strict=True)
-        ]
-        answers = encode([text[2] for text in texts])
-        tail = max(len(a) + len(b) for a, b in zip(ids, answers, strict=True))
+        asked = [_question(n, one, room, behind) for n, one in enumerate(draft.asked)]
+        pieces = room.encode(f"\n{piece}" for piece in (draft.opening, *draft.lines))
+        tail = max(len(one.ids) + len(one.answer) for one in asked)
         over = len(before) + sum(map(len, pieces)) + tail - length
         if over > 0 and last:
-            sizes = [len(piece) for piece in pieces[1:]]
-            draft, over = _shortened(draft, sizes, over, draw)
-            pieces = encode([f"\n{piece}" for piece in (draft.opening, *draft.lines)])
+            draft, over = _shortened(draft, [len(piece) for piece in pieces[1:]], over, draw)
+            pieces = room.encode(f"\n{piece}" for piece in (draft.opening, *draft.lines))
         if over <= 0:
-            noise = encode([f" {NOISE}"])[0]
-            begin = [*before, *(noise * (-over // len(noise) + 1))[:-over]]
-            where = f"{name}-{length}-{seed}", name, length
-            return _assembled(where, begin, draft, pieces, ids, answers)
+            [noise] = room.encode([f" {NOISE}"])
+            ids = [*before, *(noise * (-over // len(noise) + 1))[:-over]]
+            starts = list(accumulate(map(len, pieces), initial=len(ids)))
+            ids += chain.from_iterable(pieces)
+            for question, one in zip(asked, draft.asked, strict=True):
+                question.depth = starts[1 + one.evidence[0]] / len(ids)  # 0 is the opening
+            return Context(f"{name}-{length}-{seed}", name, length, ids, asked)
         reserve = max(reserve + over, len(before) + tail)
     raise QualityError(
         f"{name} with {questions} questions does not fit {length} tokens: it is {over} too long. "
         "Ask for longer contexts, or for fewer questions."
     )
+
+
+def _question(number: int, asked: Asked, room: Room, behind: list[int]) -> Question:
+    """A question in tokens, its depth not known yet.
+
+    Args:
+        number: of it.
+        asked: as the task drafts it.
+        room: which tokenizes.
+        behind: ids between a user's turn and the answer; none without a chat template.
+    """
+    begun, answer = "", asked.answer
+    if behind:
+        text, begun = f"\n{asked.text}", asked.begun.lstrip()
+        answer = answer if begun else answer.lstrip()
+    else:
+        text = f"\n{asked.text}{asked.cue}{asked.begun}"
+    first, then, last = room.encode([text, begun, answer])
+    said = f"{asked.text}{asked.begun}"
+    return Question(f"q{number}", [*first, *behind, *then], last, said, asked.answer, None)
 
 
 def _shortened(
@@ -262,30 +280,3 @@ def _shortened(
         for one in draft.asked
     ]
     return replace(draft, lines=[draft.lines[number] for number in left], asked=asked), over
-
-
-def _assembled(
-    where: tuple[str, str, int],
-    begin: list[int],
-    draft: Draft,
-    pieces: list[list[int]],
-    ids: list[list[int]],
-    answers: list[list[int]],
-) -> Context:
-    """The context of this name, task and length."""
-    starts, prefix = [], list(begin)
-    for piece in pieces:
-        starts.append(len(prefix))
-        prefix += piece
-    questions = [
-        Question(
-            f"q{number}",
-            ids[number],
-            answers[number],
-            f"{asked.text}{asked.begun}",
-            asked.answer,
-            starts[1 + asked.evidence[0]] / len(prefix),  # 0 is the opening
-        )
-        for number, asked in enumerate(draft.asked)
-    ]
-    return Context(*where, prefix, questions)

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,17 @@ import pytest
 from scipy.stats import binom, spearmanr
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.tasks import TASKS, Context, make_context
+from sglang_indexcache.evaluate.tasks import TASKS
 from sglang_indexcache.evaluate.tasks.chat import around, has_template
-from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, _shortened, fitted, strata
+from sglang_indexcache.evaluate.tasks.context import (
+    Asked,
+    Context,
+    Draft,
+    Room,
+    _shortened,
+    make_context,
+    strata,
+)
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS, prose
 from sglang_indexcache.support.text import machine_text, make_tokenizer
 from tests.evaluate.fake_server import Words
@@ -43,10 +50,14 @@ def haystack(characters: int = 300_000) -> str:
     return "\n".join(machine_text(characters))
 
 
+def made_of(task: str, tokenizer: Any, length: int, seed: int, haystack: str = "") -> Context:
+    return make_context(task, TASKS[task], tokenizer, length, seed, haystack=haystack)
+
+
 @cache
 def context(task: str, name: str, length: int, seed: int) -> Context:
     text = haystack(1_500_000 if length > 10_000 else 300_000)
-    return make_context(task, tokenizer(name), length, seed, haystack=text)
+    return made_of(task, tokenizer(name), length, seed, haystack=text)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -118,7 +129,7 @@ def test_seeds_differ(task: str) -> None:
 
 
 def digest(task: str) -> str:
-    made = make_context(task, Words(), 4096, 5, haystack=haystack())
+    made = made_of(task, Words(), 4096, 5, haystack=haystack())
     return hashlib.sha256(repr(made).encode()).hexdigest()
 
 
@@ -178,18 +189,18 @@ def test_words_are_distinct() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_too_short_a_context_is_refused(task: str) -> None:
     with pytest.raises(QualityError):
-        make_context(task, tokenizer("words"), 40, 0, haystack=haystack())
+        made_of(task, tokenizer("words"), 40, 0, haystack=haystack())
 
 
 @pytest.mark.parametrize("task", ["notes", "rounds"])
 def test_a_haystack_that_is_too_short_is_refused(task: str) -> None:
     with pytest.raises(QualityError, match="haystack of at least"):
-        make_context(task, tokenizer("words"), 4096, 0)
+        made_of(task, tokenizer("words"), 4096, 0)
 
 
 def test_a_haystack_that_repeats_itself_is_refused() -> None:
     with pytest.raises(QualityError, match="repeats itself too much for rounds"):
-        make_context("rounds", tokenizer("words"), 4096, 0, haystack="one two " * 5000)
+        made_of("rounds", tokenizer("words"), 4096, 0, haystack="one two " * 5000)
 
 
 class Beginning(Words):
@@ -202,7 +213,7 @@ class Beginning(Words):
 
 def test_a_context_begins_as_a_text_does_for_the_model() -> None:
     assert around(Beginning()) == ([9999], [])
-    made = make_context("needles", Beginning(), 2048, 3)
+    made = made_of("needles", Beginning(), 2048, 3)
     assert made.ids[0] == 9999
     assert made.ids.count(9999) == 1
     assert max(len(made.ids) + len(q.ids) + len(q.answer) for q in made.questions) == 2048
@@ -238,11 +249,6 @@ def test_no_place_is_drawn_twice(count: int, total: int) -> None:
         assert 0 <= places[0] <= places[-1] < total
 
 
-def test_an_unknown_task_is_named() -> None:
-    with pytest.raises(QualityError, match="there are needles, "):
-        make_context("needle", tokenizer("words"), 4096, 0)
-
-
 def stubborn(draw: random.Random, room: Room, haystack: str) -> Draft:
     """As many lines whatever room there is; every third must stay, and an answer is in the last."""
     del draw, haystack
@@ -255,7 +261,7 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
     """Such a draft ended whole runs: a graph is drawn anew for every room, and fits by luck."""
     length = 200
     words = Words()
-    made = fitted("stubborn", stubborn, words, length, 3, "", 2)
+    made = make_context("stubborn", stubborn, words, length, 3, questions=2)
     assert len(made.ids) + max(len(q.ids) + len(q.answer) for q in made.questions) == length
     context = words.decode(made.ids)
     left = [int(number) for number in re.findall(r"line (\d+) says", context)]
@@ -267,19 +273,14 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
         at = len(words.decode(made.ids[: round(question.depth * len(made.ids))]))
         assert context[at:].lstrip("\n").startswith(f"line {number} ")
     with pytest.raises(QualityError, match="does not fit 100 tokens"):
-        fitted("stubborn", stubborn, Words(), 100, 3, "", 2)
+        make_context("stubborn", stubborn, Words(), 100, 3, questions=2)
 
 
 def test_lines_that_an_answer_rests_on_are_kept() -> None:
     """The i-th of look-alike turns is another one without those before it."""
-    words = Words()
-
-    def encode(pieces: Sequence[str]) -> list[list[int]]:
-        return list(words(list(pieces), add_special_tokens=False)["input_ids"])
-
-    room = Room(16384, 8, encode, list)
+    room = Room(16384, 8, Words())
     draft = TASKS["rounds"](random.Random(1), room, haystack())
-    sizes = [len(ids) for ids in encode([f"\n{line}" for line in draft.lines])]
+    sizes = [len(ids) for ids in room.encode(f"\n{line}" for line in draft.lines)]
     shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))
     assert over <= 0
     assert len(shorter.lines) < len(draft.lines)

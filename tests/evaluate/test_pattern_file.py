@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from sglang_indexcache.errors import LibraryError, QualityError
-from sglang_indexcache.evaluate.entry import write_quality
+from sglang_indexcache.evaluate.report import write_quality
 from sglang_indexcache.evaluate.verdict import verdicts_of
 from sglang_indexcache.library import NOT_EVALUATED, Evaluated, add_evaluated, load_entry
 from sglang_indexcache.support.files import shipped

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import DataError, QualityError
-from sglang_indexcache.evaluate.tasks import FILES, Item
-from sglang_indexcache.evaluate.tasks.items import as_context, read_items, rendered, tokens
+from sglang_indexcache.evaluate.corpus import Corpus
+from sglang_indexcache.evaluate.plan import Planned
+from sglang_indexcache.evaluate.tasks.chat import rendered
+from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
 from tests.evaluate.fake_server import Words
 from tests.evaluate.tasks.published import (
     CLOSING,
@@ -123,12 +125,13 @@ def test_prompts_are_conversations_or_texts() -> None:
 
 def test_an_item_is_a_context_with_one_question() -> None:
     item = FILES["longbench-v2"](longbench_row(1))
-    made = as_context(item, "longbench-v2", Words(), 4096, "longbench-v2-4096-2", 2)
+    corpus = Corpus(Words(), "", 8, {"longbench-v2": {2: item}})
+    made = corpus.make(Planned("longbench-v2-4096-2", "longbench-v2", 4096, 1, False))
     [question] = made.questions
     text = Words().decode(made.ids + question.ids + question.answer)
     assert isinstance(item.prompt, tuple)
     assert text == f"User: {item.prompt[0]['content']}\nAssistant:The correct answer is (B"
-    assert tokens(item, Words()) == len(made.ids + question.ids + question.answer)
+    assert pieces(item, Words()) == (made.ids, question.ids, question.answer)
 
 
 class Templated(Words):
@@ -151,8 +154,9 @@ class Templated(Words):
 
 def test_conversations_are_written_by_the_template_and_answered_without_thinking() -> None:
     item = FILES["prompts"]({"messages": [{"role": "user", "content": "hi"}], "answer": "yes"})
-    made = as_context(item, "prompts", Templated(), 64, "prompts-64-1", 1)
-    assert Words().decode(made.ids) == "<user>hi<assistant>"
+    prompt, _, answer = pieces(item, Templated())
+    assert Words().decode(prompt) == "<user>hi<assistant>"
+    assert Words().decode(answer) == "yes"
     with pytest.raises(QualityError, match="chat template refuses a conversation: no tools"):
         rendered(({"role": "tool", "content": "x"},), Templated())
 
