@@ -227,8 +227,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         **own: Any,
     ) -> None:
         """Let the shadow compare; see :meth:`Shadow.look`. Pooled index keys are other lists."""
-        shadow, pool = self.active.shadow, self.token_to_kv_pool
-        if not shadow.parts or batch.tbo_parent_token_range is not None or pool.index_kpool > 1:
+        shadow = self.active.shadow
+        if not shadow.parts or batch.tbo_parent_token_range is not None:
+            return
+        if (pool := self.token_to_kv_pool).index_kpool > 1:
             return
 
         def slots(part: Part) -> torch.Tensor:
