@@ -82,8 +82,3 @@ class SyntheticEvaluator:
             own = self._weight[layer, chosen] * (1.0 - np.exp(-distance))
             total = total + own * (1.0 + self._coupling * total)
         return total
-
-    def similarity(self, batches: Sequence[int]) -> Floats:
-        """``[layers, layers]`` float64: how well layer j's indices serve layer i (j < i)."""
-        gap = self._position[:, None] - self._position[None, :]
-        return np.tril(np.exp(-np.abs(gap)))

@@ -7,7 +7,7 @@ shared layers' indexers are made to return what the full layer before them retur
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,8 @@ class Oracle:
         self._glm = self.config.model_type == "glm_moe_dsa"
         self._fp8, self._first_of_ties = fp8_indexer, first_of_ties
         self._models: dict[str, Any] = {}
+        self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
+        """Changes a model after it was loaded."""
 
     def answer(self, ids: list[int], pattern: Pattern) -> Answer:
         """Run one sequence."""
@@ -131,6 +133,7 @@ class Oracle:
             ).eval()
             if not self._glm:
                 _share(model, pattern)
+            self.prepare(model)
             self._models[str(pattern)] = model
         return self._models[str(pattern)]
 

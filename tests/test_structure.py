@@ -50,7 +50,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL | MODELS | TABLES | {"httpx", "scipy", "matplotlib", "pyarrow"},
     ),
     "heal": (
-        BASE | {"adapter", "data", "stats", "stored", "study", "support"},
+        BASE | {"adapter", "data", "recent", "stats", "stored", "study", "support"},
         SMALL | MODELS | TABLES | {"accelerate", "matplotlib", "pyarrow", "scipy", "triton"},
     ),
     "heal.losses": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,8 +136,8 @@ def run_command(
         typer.Option(
             "--target",
             metavar="TARGET",
-            help="Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat "
-            "it. The default is 1/2, 1/4 and 1/8.",
+            help="Where to leave a pattern: a ratio such as 1/4, or a count of F layers; 1/4+w8 "
+            "searches under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -145,7 +146,7 @@ def run_command(
         typer.Option(
             metavar="METHOD",
             help="How to search: both (fast and forward, the default where the budget allows it), "
-            "fast, forward, similarity or greedy.",
+            "fast, forward or greedy.",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -191,7 +192,7 @@ def run_command(
     -o found/
     """
     from sglang_indexcache.search.options import Options
-    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
+    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets, window_of
     from sglang_indexcache.search.session import measured_rate, plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
@@ -207,7 +208,7 @@ def run_command(
         seed=seed,
         score=_score(score),
     )
-    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
+    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full), window_of(target))
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if chosen is None:
@@ -294,15 +295,24 @@ def overlap_command(
         typer.Option(
             metavar="PATTERN",
             help="A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML "
-            "file, what its layers have in common is written into it, for servers to compare with.",
+            "file, transformers also runs it, and what its layers have in common is written into "
+            "the file, for servers to compare with.",
         ),
     ] = "",
     data: DataOption = "machine",
     context: SequenceOption = None,
     batches: BatchesOption = 4,
-    seed: SeedOption = 0,
+    url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="A server that returns what layers select (--enable-return-indexer-topk). Without "
+            "it, transformers runs the model in this process. A key is read from SGLANG_API_KEY.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "",
 ) -> None:
-    """Measure how much of their selection every two layers have in common, by transformers.
+    """Measure how much of their selection every two layers have in common.
 
     It also tells how much of the last 8, 64 and 256 tokens each layer's selection holds. Where that
     is little, a recent window (a pattern such as uniform:1/4+w8) may keep answers right.
@@ -313,31 +323,39 @@ def overlap_command(
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
+        OverlapCounter,
         draw_overlap,
         found_overlap,
-        measure,
         numbers,
         read,
         recent_in_words,
+        served_lists,
     )
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.support.files import write_json
 
-    setup = Setup.read(
-        model, data, context=_length(context), batches=batches, seed=seed, score=Score.ALL
-    )
+    setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
     drawn = setup.resolve(pattern) if pattern else None
-    evaluator = TransformersEvaluator(model, setup.calibration)
-    places = track(range(batches), "measuring", console=out, transient=True)
-    counter = measure(evaluator, setup.checkpoint.own, places)
+    if url:
+        [server] = connect([url], os.environ.get("SGLANG_API_KEY"))
+        select, kind = served_lists(server, setup.checkpoint), "sglang"
+    else:
+        evaluator = TransformersEvaluator(model, setup.calibration)
+        select, kind = evaluator.selected, evaluator.kind
+    topk = int(setup.checkpoint.shape["index_topk"])
+    counter = OverlapCounter(setup.checkpoint.num_layers, topk)
+    for ids in track(setup.calibration.sequences, "measuring", console=out, transient=True):
+        counter.add(select(ids))
     out.print(read(counter.matrix()).in_words(), highlight=False)
     out.print(recent_in_words(counter.recent(), drawn), highlight=False)
-    facts = {"identity": setup.identity(evaluator), "data": setup.data}
+    identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
+    facts = {"identity": identity, "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)
-    if drawn is not None and names_a_file(pattern):
-        places = track(range(batches), "measuring under it", console=out, transient=True)
-        set_overlap(Path(pattern), found_overlap(evaluator, drawn, places, setup.data))
+    if drawn is not None and names_a_file(pattern) and not url:
+        texts = setup.calibration.sequences
+        found = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)
+        set_overlap(Path(pattern), found)
         out.print(f"{pattern} has the overlap of its layers now", highlight=False)
     out.print(f"numbers and figure are in {output}")
 

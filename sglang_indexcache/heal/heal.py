@@ -219,20 +219,26 @@ class Target:
         checkpoint = Checkpoint.read(options.checkpoint)
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
         pattern.check_checkpoint(checkpoint.own)
-        if pattern.window:
-            raise TrainingError(
-                f"healing does not know recent windows yet: heal {pattern.layers} and serve the "
-                "adapter without a window, or serve the window without healing."
-            )
         topk = int(checkpoint.shape["index_topk"])
-        length = options.length or 8 * topk
-        if length <= topk:
+        target = cls(pattern, topk, options.length or 8 * topk)
+        if target.length <= target.seen:
             raise TrainingError(
-                f"rows of {length} tokens are no longer than index_topk ({topk}): every "
-                f"query selects all that it sees, so nothing can be learned of selecting. Give "
+                f"rows of {target.length} tokens are no longer than {target.seen_in_words}: every "
+                f"query attends to all that it sees, so nothing can be learned of selecting. Give "
                 f"longer rows, for instance {8 * topk} tokens."
             )
-        return cls(pattern, topk, length)
+        return target
+
+    @property
+    def seen(self) -> int:
+        """Most keys that a query attends to."""
+        return self.topk + self.pattern.window
+
+    @property
+    def seen_in_words(self) -> str:
+        """For messages."""
+        window = self.pattern.window
+        return f"index_topk ({self.topk})" + f" and a recent window of {window}" * bool(window)
 
 
 @dataclass
@@ -262,7 +268,7 @@ class _Healing:
         from accelerate import Accelerator
 
         self.options, self.on_step = options, on_step
-        target = Target.of(options)
+        self.target = target = Target.of(options)
         self.pattern, self.topk, self.length = target.pattern, target.topk, target.length
         self.accelerator = Accelerator()
         if options.rows < self.accelerator.num_processes:
@@ -308,10 +314,10 @@ class _Healing:
             options.data, marker, self.length, wanted, options.held_out, options.seed
         )
         for part, rows in (("train", data.train), ("judge", data.held_out)):
-            if max(len(piece) for row in rows for piece in row) <= self.topk:
+            if max(len(piece) for row in rows for piece in row) <= self.target.seen:
                 raise TrainingError(
-                    f"no document to {part} by has more than index_topk ({self.topk}) tokens, so "
-                    "no query has to choose. Give longer documents."
+                    f"no document to {part} by has more tokens than {self.target.seen_in_words}, "
+                    "so no query has to choose. Give longer documents."
                 )
         return data
 

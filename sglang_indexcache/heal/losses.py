@@ -208,24 +208,6 @@ def captured_mass(
     return mass, queries
 
 
-def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """KL(p || softmax(scores)) over ``support``, per query.
-
-    Safe where p or q underflows to 0 and where scores are large or -inf: log q comes from a
-    shifted log-sum-exp, 0 log 0 and 0 log q are 0, and keys outside the support contribute neither
-    value nor gradient. A query without any key has divergence 0.
-
-    Args:
-        p: ``[..., S]``, zero outside the support.
-        scores: ``[..., S]``.
-        support: ``[..., S]`` bool.
-
-    Returns:
-        ``[...]`` nats.
-    """
-    return _divergence(p, _log_softmax(scores, support))
-
-
 def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
     """The log of q over the support, -inf outside; never NaN, also where the support is empty."""
     empty = ~support.any(-1, keepdim=True)
@@ -234,6 +216,7 @@ def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
 
 
 def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) per query, nats; keys outside the support add nothing, and 0 log 0 is 0."""
     # -inf times a p of 0 would be NaN, in the value and in the gradient.
     return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 

@@ -59,6 +59,8 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
     if output.exists():
         output.rmdir()
     part.rename(output)
+    if window := adapter.pattern.window:
+        say(f"no checkpoint says its recent window: serve this one with the pattern full+w{window}")
 
 
 def _write_shard(path: Path, target: Path, new: dict[str, torch.Tensor], adapter: Adapter) -> None:

@@ -10,7 +10,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods.fast import least_subset
 from sglang_indexcache.search.race import race
-from sglang_indexcache.search.rules import Constraints, exchanged, flipped
+from sglang_indexcache.search.rules import Constraints
 
 SHORTLIST = 16
 """Exchanges that a round looks at beside the shifts by one layer."""
@@ -54,7 +54,7 @@ def _round(
     """The winner of one round that looks at ``first`` batches; None if it may spend too much."""
     subset = ledger.all_batches[:first]
     movable = [*constraints.candidates(pattern), *constraints.restorable(pattern)]
-    screening = [flipped(pattern, layer) for layer in movable]
+    screening = [constraints.flipped(pattern, layer) for layer in movable]
     needed = ledger.cost(screening, subset)
     if not screening or ledger.spent + needed + ledger.full_evaluation > end:
         return None
@@ -72,10 +72,12 @@ def _promising(
     outs, intos = constraints.candidates(pattern), constraints.restorable(pattern)
     if not outs or not intos:
         return []
-    without = ledger.many([flipped(pattern, layer) for layer in outs], subset).mean(axis=1)
-    restored = ledger.many([flipped(pattern, layer) for layer in intos], subset).mean(axis=1)
+    without, restored = (
+        ledger.many([constraints.flipped(pattern, layer) for layer in some], subset).mean(axis=1)
+        for some in (outs, intos)
+    )
     predicted = without[:, None] + restored[None, :]
     best = np.argsort(predicted, axis=None, kind="stable")[:SHORTLIST]
     pairs = [(outs[i // len(intos)], intos[i % len(intos)]) for i in best]
     pairs += [(out, into) for out in outs for into in (out - 1, out + 1) if into in intos]
-    return [exchanged(pattern, out, into) for out, into in dict.fromkeys(pairs)]
+    return [constraints.exchanged(pattern, out, into) for out, into in dict.fromkeys(pairs)]

@@ -31,13 +31,11 @@ class Budget:
         method: for the method, until its last pattern is measured on all batches.
         refinement: set aside for the refinement, which also gets what the method leaves.
         exhaustive: what exhaustive greedy would ask for.
-        is_kept: nothing that is to run spends beyond. False: nobody can say what it will spend.
     """
 
     method: int
     refinement: int
     exhaustive: int
-    is_kept: bool
 
     @property
     def total(self) -> int:
@@ -133,13 +131,12 @@ class Options:
             batch_tokens: tokens of each batch that is searched on.
 
         Raises:
-            SearchError: a share below what the method needs or of what keeps to none, or a
-                method that needs more than exhaustive greedy here.
+            SearchError: a share below what the method needs, or a method that needs more than
+                exhaustive greedy here.
         """
         exhaustive = evaluations(constraints, targets) * sum(batch_tokens)
-        needed = self.method.least(constraints, targets, batch_tokens)
-        least = needed or 0
-        self._check(least, exhaustive, is_kept=needed is not None)
+        least = self.method.least(constraints, targets, batch_tokens)
+        self._check(least, exhaustive)
         if self.share is not None:
             total = round(self.share * exhaustive)
         else:
@@ -150,14 +147,10 @@ class Options:
             if not isinstance(self.method, Greedy):  # which is refined on top of its own cost
                 total = min(total, exhaustive)
         method = max(total - set_aside, least)
-        return Budget(method, total - method, exhaustive, needed is not None)
+        return Budget(method, total - method, exhaustive)
 
-    def _check(self, least: int, exhaustive: int, *, is_kept: bool) -> None:
+    def _check(self, least: int, exhaustive: int) -> None:
         """Refuse what cannot be kept."""
-        if self.share is not None and not is_kept:
-            raise SearchError(
-                f"--budget does not bound this: {self.in_words()}. Leave --budget away."
-            )
         if least > exhaustive:
             raise SearchError(
                 f"{self.method.in_words} needs {least:,} tokens here, and exhaustive greedy only "

@@ -86,7 +86,8 @@ class OutputFolder:
         return self._folder / f"{self._name_of(found)}.yaml"
 
     def _name_of(self, found: Found) -> str:
-        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}"
+        window = f"-w{found.pattern.window}" if found.pattern.window else ""
+        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}{window}"
 
     def _draw(self) -> None:
         draw_losses(self._summary(), self._folder / "losses.png")
@@ -145,7 +146,7 @@ class OutputFolder:
         search, exhaustive = self._search, self._search.budget.exhaustive
         return {
             "tokens": search.search_tokens,
-            "budget_tokens": search.budget.total if search.budget.is_kept else None,
+            "budget_tokens": search.budget.total,
             "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
             "exhaustive_greedy_tokens": exhaustive,
             "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),

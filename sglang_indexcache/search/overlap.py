@@ -6,7 +6,8 @@ layers that share it lack too, unless a pattern has a recent window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from base64 import b64decode
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import states_of
+from sglang_indexcache.ask.score import Prompt, ask
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.library import FoundOverlap
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Evaluator, Floats
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.study.plots import make_figure, save_figure
+
+Select = Callable[[tuple[int, ...]], NDArray[np.integer]]
+"""``[N, length, k]``, what layers select for a sequence while all indexers run; -1 is nothing."""
 
 RECENT = (8, 64, 256)
 """Last tokens, a query's own included, of which it is counted how many a selection holds."""
@@ -177,20 +185,27 @@ def served_overlap(matrix: Floats, pattern: Pattern) -> float:
 
 
 def found_overlap(
-    evaluator: Evaluator, pattern: Pattern, batches: Iterable[int], data: str
+    select: Callable[[tuple[int, ...], Pattern], NDArray[np.integer]],
+    pattern: Pattern,
+    sequences: Sequence[tuple[int, ...]],
+    topk: int,
+    data: str,
 ) -> FoundOverlap:
     """What a pattern file says of it: measured in runs of the pattern, as a server measures it.
 
     Args:
-        evaluator: transformers'.
+        select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
         pattern: the file's.
-        batches: to run.
-        data: what they are, in words.
+        sequences: to run.
+        topk: k.
+        data: what the sequences are, in words.
 
     Raises:
-        SearchError: no query saw more than k tokens, or the evaluator shows no selections.
+        SearchError: no query saw more than k tokens.
     """
-    counter = measure(evaluator, pattern, batches)
+    counter = OverlapCounter(len(pattern), topk)
+    for ids in sequences:
+        counter.add(select(ids, pattern))
     shares = by_layer(counter.matrix(), pattern)
     rounded = tuple(None if share is None else round(share, 4) for share in shares)
     return FoundOverlap(layers=rounded, queries=counter.queries, data=data)
@@ -214,21 +229,64 @@ def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
     return "\n".join(lines)
 
 
-def measure(evaluator: Evaluator, pattern: Pattern, batches: Iterable[int]) -> OverlapCounter:
-    """Run these batches under ``pattern`` and add up what layers' own selections have in common.
+def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
+    """What the layers of a running server select: SGLang's ``--enable-return-indexer-topk``.
+
+    Args:
+        server: without IndexCache, or with all of the checkpoint's indexers at work.
+        checkpoint: that it serves.
 
     Raises:
-        SearchError: the evaluator does not show what layers select.
+        ServerError: it serves another checkpoint, or shares indices; later, in an answer: it
+            returns no selections, or something else than positions.
     """
-    from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+    own, pattern = str(checkpoint.own), ""
+    for state in states_of(server.server_info(), server.name)[:1]:
+        if state.checkpoint_pattern != own:
+            raise ServerError(
+                f"{server.name} serves a checkpoint with indexers in {state.checkpoint_pattern}, "
+                f"the one in --model has them in {own}: these are two"
+            )
+        if state.mode == "static" and state.pattern != own:
+            raise ServerError(
+                f"{server.name} shares indices ({state.pattern}), so its S layers select nothing. "
+                "Start it with --indexcache-mode live, or with --indexcache-pattern full."
+            )
+        pattern = own
+    topk = int(checkpoint.shape["index_topk"])
 
-    if not isinstance(evaluator, TransformersEvaluator):
-        raise SearchError("overlap is measured with transformers; give --model alone")
-    counter = OverlapCounter(evaluator.num_layers, evaluator.topk)
-    for batch in batches:
-        for selected in evaluator.indices(pattern, batch):
-            counter.add(np.stack([layer.numpy() for layer in selected]))
-    return counter
+    def select(ids: tuple[int, ...]) -> NDArray[np.integer]:
+        [reply] = ask(server, [Prompt(ids, pattern)], new_tokens=1, return_indexer_topk=True)
+        if (told := reply["meta_info"].get("indexer_topk")) is None:
+            raise ServerError(
+                f"{server.name} does not return what layers select. Start it with "
+                "--enable-return-indexer-topk."
+            )
+        found = np.frombuffer(b64decode(told), dtype=np.int32)
+        layers, rest = divmod(found.size, len(ids) * topk)
+        if rest or layers <= checkpoint.layer_ids[-1]:
+            raise ServerError(
+                f"{server.name} returned {found.size:,} entries, which are no lists of {topk} "
+                f"(index_topk) for {len(ids):,} tokens. Is --model what it serves?"
+            )
+        lists = found.reshape(len(ids), layers, topk)[:, list(checkpoint.layer_ids)]
+        if not _are_positions(lists[topk:]):
+            raise ServerError(
+                f"{server.name} returned something else than positions in the prompt: its top-k "
+                "kernel turns them into places of its cache. Start it with SGLANG_DSA_FUSE_TOPK=0 "
+                "in its environment."
+            )
+        return lists.transpose(1, 0, 2)
+
+    return select
+
+
+def _are_positions(lists: NDArray[np.integer]) -> bool:
+    """Whether ``[queries, N, k]``, from the first query with a choice on, are what each can see."""
+    ordered = np.sort(lists, axis=-1)
+    newest = lists.shape[-1] + np.arange(len(lists))[:, None]
+    within = (ordered[..., 0] >= 0) & (ordered[..., -1] <= newest)
+    return bool(within.all() and (np.diff(ordered, axis=-1) > 0).all())
 
 
 def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:

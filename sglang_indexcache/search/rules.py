@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import Pattern, split_window
 
 _RATIO = re.compile(r"(\d+)/(\d+)")
 _DEFAULT = ("1/2", "1/4", "1/8")
@@ -22,18 +22,21 @@ class Constraints:
     Attributes:
         start: where it begins: the checkpoint's own sharing.
         fixed: F layers that may not be flipped: layer 0 and those that a user keeps.
+        window: recent window of every pattern but the start, which is the model as it is.
     """
 
     start: Pattern
     fixed: frozenset[int]
+    window: int = 0
 
     @classmethod
-    def make(cls, own: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
+    def make(cls, own: Pattern, keep_full: Iterable[int] = (), window: int = 0) -> Constraints:
         """Combine the rules.
 
         Args:
             own: the checkpoint's own sharing; its S layers have no indexer and stay S.
             keep_full: layers that must stay F.
+            window: last tokens that S layers see anyway; 0 for a search without a window.
 
         Raises:
             SearchError: a layer that does not exist, or that has no indexer to keep.
@@ -45,7 +48,7 @@ class Constraints:
             raise SearchError(
                 f"layers {missing} are to stay F, but the checkpoint ships no indexer there"
             )
-        return cls(own, frozenset(kept))
+        return cls(own, frozenset(kept), window)
 
     @property
     def fewest(self) -> int:
@@ -60,15 +63,18 @@ class Constraints:
         """S layers of ``pattern`` that may become F again, ascending."""
         return [layer for layer in pattern.shared_layers if self.start.is_full(layer)]
 
+    def keeping(self, full_layers: Iterable[int]) -> Pattern:
+        """The pattern with these F layers."""
+        found = Pattern.from_layers(len(self.start), full_layers)
+        return found if found == self.start else found.with_window(self.window)
 
-def flipped(pattern: Pattern, layer: int) -> Pattern:
-    """``pattern`` with F and S exchanged at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
-    return Pattern.from_layers(len(pattern), set(pattern.full_layers) ^ {layer})
+    def flipped(self, pattern: Pattern, layer: int) -> Pattern:
+        """``pattern`` with F and S exchanged at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
+        return self.keeping(set(pattern.full_layers) ^ {layer})
 
-
-def exchanged(pattern: Pattern, out: int, into: int) -> Pattern:
-    """``pattern`` with F layer ``out`` made S and S layer ``into`` made F."""
-    return Pattern.from_layers(len(pattern), set(pattern.full_layers) - {out} | {into})
+    def exchanged(self, pattern: Pattern, out: int, into: int) -> Pattern:
+        """``pattern`` with F layer ``out`` made S and S layer ``into`` made F."""
+        return self.keeping(set(pattern.full_layers) - {out} | {into})
 
 
 def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
@@ -85,7 +91,8 @@ def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
         every = (schedule(count, freq) for freq in range(1, count + 1))
         if fitting := next((p for p in every if len(p.full_layers) == full_layers), None):
             found[name] = fitting
-    return {name: p for name, p in found.items() if constraints.fixed <= {*p.full_layers} <= most}
+    kept = {name: set(pattern.full_layers) for name, pattern in found.items()}
+    return {n: constraints.keeping(f) for n, f in kept.items() if constraints.fixed <= f <= most}
 
 
 def parse_layers(text: str) -> list[int]:
@@ -141,7 +148,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
 
     Args:
         values: each a ratio (``1/4``: a quarter of the layers, rounded up) or a count of F layers
-            (``12``). None is 1/2, 1/4 and 1/8.
+            (``12``), with or without a window behind it. None is 1/2, 1/4 and 1/8.
         constraints: the rules of the search.
 
     Raises:
@@ -150,7 +157,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     total, most = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     for value in _DEFAULT if values is None else values:
-        mark = _mark(value, total)
+        mark = _mark(split_window(value)[0], total)
         if not constraints.fewest <= mark.full_layers <= most:
             raise SearchError(
                 f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "
@@ -161,6 +168,21 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     if not marks:
         raise SearchError("give at least one target, such as 1/4 or 12")
     return Targets(tuple(sorted(marks.values(), key=lambda m: -m.full_layers)))
+
+
+def window_of(values: Sequence[str] | None) -> int:
+    """The recent window that targets such as ``1/4+w8`` name; 0 if they name none.
+
+    Raises:
+        SearchError: they name several. One search has one, or its patterns could not be compared.
+    """
+    windows = {split_window(value)[1] for value in values or ()}
+    if len(windows) > 1:
+        raise SearchError(
+            f"the targets {', '.join(values or ())} have different recent windows, and a search "
+            "has one for all. Write the same +wN behind each, or search once for each window."
+        )
+    return max(windows, default=0)
 
 
 def _mark(value: str, total: int) -> Mark:

@@ -113,12 +113,12 @@ class Search:
         self.is_complete = False
 
     @property
-    def expected_tokens(self) -> int | None:
-        """Tokens of everything at most; None where nobody can say."""
+    def expected_tokens(self) -> int:
+        """Tokens of everything at most."""
         ledger = self.ledger
         held_out = [ledger.batch_tokens[batch] for batch in ledger.held_out_batches]
         checks = check_tokens(self.constraints, self.targets, ledger.tokens_of_batches, held_out)
-        return self.budget.total + checks if self.budget.is_kept else None
+        return self.budget.total + checks
 
     def in_words(self) -> str:
         """What ran, for provenance."""

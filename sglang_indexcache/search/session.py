@@ -25,7 +25,7 @@ from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 
 JOURNAL = "journal.jsonl"
-OVERLAP_BATCHES = 4
+OVERLAP_TEXTS = 4
 """On which the overlap of a found pattern's layers is measured, where selections can be seen."""
 
 
@@ -56,6 +56,8 @@ def run_search(
         SearchError: the folder's journal is another search's, or an evaluation that failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
+    if constraints.window:
+        identity["window"] = str(constraints.window)
     with (
         resumable(console, output, "what was found"),
         SearchJournal(output / JOURNAL, identity) as journal,
@@ -92,13 +94,13 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
 
     On documents of at most k tokens everything is selected, so there is nothing to say.
     """
-    if not hasattr(evaluator, "indices"):  # a served model's
+    select = getattr(evaluator, "selected", None)
+    if select is None:  # a served model's cannot be seen
         return
-    count = len(setup.calibration.batches) - setup.calibration.held_out
+    texts, topk = setup.calibration.sequences[:OVERLAP_TEXTS], setup.checkpoint.shape["index_topk"]
     for found in search.found.values():
         with suppress(SearchError):
-            batches = range(min(count, OVERLAP_BATCHES))
-            overlap = found_overlap(evaluator, found.pattern, batches, setup.data)
+            overlap = found_overlap(select, found.pattern, texts, topk, setup.data)
             set_overlap(folder.path_of(found), overlap)
 
 
@@ -121,9 +123,12 @@ def plan(
     yield from setup.rows
     yield "method", options.in_words()
     yield "targets", ", ".join(mark.label for mark in targets.marks)
-    if not budget.is_kept:
-        yield "budget", f"none, {options.in_words()} keeps to none"
-        return
+    if constraints.window:
+        yield (
+            "window",
+            f"S layers also see the last {constraints.window} tokens; the start, which every "
+            "pattern is compared with, has no window",
+        )
     checks, full = check_tokens(constraints, targets, searched, held_out), sum(searched)
     yield (
         "budget",

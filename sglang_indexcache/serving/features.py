@@ -55,6 +55,10 @@ FEATURES = (
     Feature("pipeline parallelism", "--pp-size", "yes",
             "patterns with F at every stage start", (TESTED, REHEARSED),
             lambda cfg: cfg.pp_size > 1),
+    Feature("FP8 KV cache", "--kv-cache-dtype fp8_e4m3", "yes", "yes", (REHEARSED,),
+            lambda cfg: cfg.kv_cache_dtype.startswith("fp8")),
+    Feature("FP8 weights", "", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: cfg.quantization == "fp8"),
     Feature("CUDA graphs", "", "yes", "decode, with --indexcache-graphs", (REHEARSED,),
             lambda cfg: cfg.device == "cuda"),
     Feature("two-batch overlap", "--enable-two-batch-overlap",
@@ -71,4 +75,7 @@ FEATURES = (
     Feature("HiCache", "--enable-hierarchical-cache",
             "yes, stored pages are kept apart by pattern", "the same", (CONTRACT,),
             lambda cfg: cfg.enable_hierarchical_cache),
+    Feature("returned selections", "--enable-return-indexer-topk",
+            "yes, S layers have their F layer's", "the same", (TESTED,),
+            lambda cfg: cfg.enable_return_indexer_topk),
 )  # fmt: skip

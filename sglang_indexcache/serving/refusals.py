@@ -49,7 +49,7 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     with found:
         _check_caches(cfg, plan)
     with found:
-        _check_overlap(cfg)
+        _check_returned(cfg)
     with found:
         _check_stages(cfg, plan, num_layers)
     found.report()
@@ -73,11 +73,26 @@ def _check_ray(cfg: Any) -> None:
         )
 
 
-def _check_overlap(cfg: Any) -> None:
-    if cfg.enable_two_batch_overlap and cfg.enable_return_indexer_topk:
+def _check_returned(cfg: Any) -> None:
+    """SGLang returns selections as one worker recorded them, whatever others did."""
+    reasons = {
+        "--enable-two-batch-overlap, where both halves of a batch are recorded in the same rows": (
+            cfg.enable_two_batch_overlap
+        ),
+        "--pp-size, where each stage records its own layers and only the last one answers": (
+            cfg.pp_size > 1
+        ),
+        "--disaggregation-mode, where the node that answers did not prefill": (
+            cfg.disaggregation_mode != "null"
+        ),
+        "attention that is split over GPUs (--tp-size above --attn-dp-size)": (
+            cfg.tp_size > cfg.attn_dp_size
+        ),
+    }
+    found = [name for name, present in reasons.items() if present]
+    if found and cfg.enable_return_indexer_topk:
         raise SettingsError(
-            "--enable-return-indexer-topk does not work with --enable-two-batch-overlap: SGLang "
-            "records both halves of a batch in the same rows. Drop one of them."
+            f"--enable-return-indexer-topk does not work with {'; '.join(found)}. Drop it."
         )
 
 

@@ -289,6 +289,17 @@ sglang.srt.layers.radix_attention
 sglang.srt.state_capturer.indexer_topk
     maybe_capture_indexer_topk(layer_id, topk_indices):
         return_indexer_topk shows what each layer used
+    IndexerTopkCapturer.
+        __init__(num_tokens, num_indexer_layers, index_topk, max_running_requests, device):
+            the same on the CPU platform
+    def create_indexer_capturer(model_config, num_tokens, max_running_requests, device):
+        the same, where SGLang has none for the device
+sglang.srt.model_executor.model_runner
+    create_indexer_capturer: the same, where SGLang calls it
+sglang.srt.mem_cache.pool_host.common
+    ALLOC_MEMORY_FUNCS: the same, in memory that is not pinned
+sglang.srt.configs.model_config
+    get_num_indexer_layers(config): the same, how many layers a token's record has
 sglang.srt.layers.attention.dsa.dsa_indexer_metadata
     DSAIndexerMetadata.
         attn_metadata, topk_transform_method, force_unfused_topk: the geometry of a forward

@@ -63,22 +63,7 @@ def test_table_2_compares_documents_with_the_first_pattern(tmp_path: Path) -> No
     assert (tmp_path / "out.md").read_text().count("\n") == 2 + 2 + 1
 
 
-def test_similarity_shows_what_it_found_beside_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    marks = [
-        {"retention": "1/2", "pattern": "FFFFFFSSSSSS"},
-        {"retention": "1/4", "pattern": "FFSSSSFSSSSS"},
-    ]
-
-    def search(*words: object) -> None:
-        assert parsed([str(word) for word in words]) == "search run"
-        folder = Path(str(words[words.index("--output") + 1]))
-        folder.mkdir(parents=True)
-        (folder / "search.json").write_text(json.dumps({"marks": marks}))
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(similarity, "indexcache", search)
+def test_similarity_shows_what_it_found_beside_the_others(tmp_path: Path) -> None:
     given = ["--quick", "--rows", "2", "--length", "192", "--output", str(tmp_path / "out")]
     similarity.main(given)
     names = [line["name"] for line in json.loads((tmp_path / "out.json").read_text())["rows"]]

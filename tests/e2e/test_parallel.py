@@ -147,13 +147,13 @@ class TestAttentionInParallel:
             for length, text in zip(self.LENGTHS, named, strict=True)
         ]
         truth = [
-            oracle.greedy(ids, 8, Pattern(text)) for ids, text in zip(prompts, named, strict=True)
+            oracle.greedy(ids, 4, Pattern(text)) for ids, text in zip(prompts, named, strict=True)
         ]
         pattern = ["--indexcache-pattern", texts[0], "--indexcache-mode", mode]
         with serve(glm, *SMALL_POOL, *self.ARGUMENTS, *pattern, **FOUR_RANKS) as client:
 
             def ask(ids: list[int], text: str) -> list[int]:
-                return greedy(client, ids, 8, custom_params={"indexcache_pattern": text})
+                return greedy(client, ids, 4, custom_params={"indexcache_pattern": text})
 
             alone = list(map(ask, prompts, named))
             client.flush_cache()

@@ -15,7 +15,7 @@ from sglang_indexcache.demo.material import Material
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.overlap import OverlapCounter, by_layer, measure
+from sglang_indexcache.search.overlap import OverlapCounter, by_layer
 from tests.e2e.conftest import Serve, check_metrics, logprobs
 
 PATTERN = Pattern("FSSSFSSSFSSS")
@@ -39,8 +39,12 @@ def prompts(model: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def measured(model: Path, prompts: list[list[int]]) -> OverlapCounter:
     """What ``search overlap`` measures on these prompts, in runs of the pattern."""
-    data = Calibration(tuple(map(tuple, prompts)), 1, "test")
-    return measure(TransformersEvaluator(model, data), PATTERN, range(len(prompts)))
+    sequences = tuple(map(tuple, prompts))
+    evaluator = TransformersEvaluator(model, Calibration(sequences, 1, "test"))
+    counter = OverlapCounter(len(PATTERN), evaluator.topk)
+    for ids in sequences:
+        counter.add(evaluator.selected(ids, PATTERN))
+    return counter
 
 
 def answers(client: Client, prompts: list[list[int]]) -> list[Any]:

@@ -13,7 +13,6 @@ from sglang_indexcache.heal.losses import (
     AttentionInputs,
     IndexInputs,
     distillation_loss,
-    kl_divergence,
     multi_layer_loss,
     select_top_k,
 )
@@ -41,6 +40,11 @@ def random_index(dtype: torch.dtype = torch.float64, grad: bool = True) -> Index
 def random_attention(dtype: torch.dtype = torch.float64) -> AttentionInputs:
     queries, keys = (torch.randn(B, N, T, W, dtype=dtype) for _ in range(2))
     return AttentionInputs(queries, keys, W**-0.5)
+
+
+def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+    """KL(p || softmax(scores)) over ``support``."""
+    return losses._divergence(p, losses._log_softmax(scores, support))
 
 
 def packed() -> Layout:

@@ -11,7 +11,6 @@ from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.indexer.quantization import (
     quantize_e4m3,
-    quantize_queries,
     write_pages,
 )
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
@@ -74,7 +73,8 @@ def test_the_whole_indexer_is_transformers(
     pages = torch.full((5, 8448), 0x7F, dtype=torch.uint8)
     slots = indexer.slots_of(torch.arange(TOKENS), table[0])
     write_pages(pages, slots, *quantize_e4m3(theirs.keys))
-    q, weights = quantize_queries(theirs.q, theirs.gates)
+    q, scales = quantize_e4m3(theirs.q)
+    weights = theirs.gates * scales  # relu(scale * x) = scale * relu(x)
     starts = torch.tensor([0, TOKENS], dtype=torch.int32)
     visible = torch.arange(1, TOKENS + 1, dtype=torch.int32)
     batch = IndexerBatch(q, weights, pages, table, visible, starts)

@@ -7,15 +7,21 @@ wants an ``index_topk`` of 2,048; the references take 128, so that prompts of 30
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang_indexcache.demo.model import random_model, save_checkpoint
 from sglang_indexcache.models import BY_NAME, small_config
 from sglang_indexcache.support.text import make_tokenizer
+from tests.rehearsal.stage.kernels.quantized import E4M3, GROUP, LARGEST, from_blocks
 
+FP8 = "-fp8"
+IN_BFLOAT16 = "bfloat16"
 TOPK = 128
 LAYERS = 6
 VOCAB = 1024
@@ -46,14 +52,17 @@ _HEADS: dict[str, dict[str, int]] = {
 
 
 def make(folder: Path, family: str = "glm-5") -> Path:
-    """Write the checkpoint: 6 layers, 8 heads, bfloat16, 50 MB.
+    """Write the checkpoint: 6 layers, 8 heads, 50 MB in bfloat16.
 
     The widths that kernels insist on are a card's: latents of 512 and 64, index keys of 128.
 
     Args:
         folder: created if missing.
-        family: ``glm-5`` or ``deepseek-v3.2``.
+        family: ``glm-5`` or ``deepseek-v3.2``; with ``-fp8`` its products are quantised by blocks,
+            and the folder ``bfloat16`` in it holds the same values for who reads no FP8.
     """
+    if family.endswith(FP8):
+        return _quantize(make(folder / IN_BFLOAT16, family.removesuffix(FP8)), folder)
     config = small_config(BY_NAME[family], "small", VOCAB, {**_FIELDS, **_HEADS[family]})
     tokenizer = make_tokenizer(VOCAB)
     model = random_model(BY_NAME[family], config, tokenizer, seed=0)
@@ -73,3 +82,49 @@ def _tame(model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.05)
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a released FP8 checkpoint stores the weight ``name`` in FP8."""
+    return name.endswith(("_proj.weight", "_with_mqa.weight", "wq_b.weight", "wk.weight")) and (
+        "weights_proj" not in name
+    )
+
+
+def _quantize(exact: Path, folder: Path) -> Path:
+    """Write ``exact`` in FP8, and ``exact`` again with what FP8 could hold of it.
+
+    Scales are powers of two, so that bfloat16 holds the same values.
+    """
+    path = next(exact.glob("*.safetensors"))
+    stored: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path).items():
+        stored[name] = held[name] = tensor
+        if is_quantized(name):
+            stored[name], stored[name + "_scale_inv"] = _by_blocks(tensor)
+            held[name] = from_blocks(stored[name], stored[name + "_scale_inv"]).to(tensor.dtype)
+    save_file(held, path, {"format": "pt"})
+    for file in exact.iterdir():
+        if file != path:
+            shutil.copy(file, folder)
+    save_file(stored, folder / path.name, {"format": "pt"})
+    config = json.loads((exact / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [GROUP, GROUP],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _by_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[N, K]`` as e4m3, and scales for 128 times 128 values."""
+    n, k = weight.shape
+    padded = torch.nn.functional.pad(weight.double(), (0, -k % GROUP, 0, -n % GROUP))
+    blocks = padded.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
+    scales = torch.exp2((blocks.abs().amax((1, 3)) / LARGEST).log2().ceil())
+    values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k]
+    return values.float().to(E4M3).contiguous(), scales.float()

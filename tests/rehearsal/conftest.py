@@ -37,7 +37,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Models = Callable[[str], Path]
-Judges = Callable[[str], Judge]
+Judges = Callable[..., Judge]
 Rehearse = Callable[..., Any]
 
 
@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="session")
 def judges(models: Models) -> Judges:
     """Who judges the answers of a family's checkpoint; what it has read it keeps."""
-    return cache(lambda family: Judge(models(family)))
+    return cache(lambda family, fp8_kv=False: Judge(models(family), fp8_kv))
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +67,7 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         "LD_LIBRARY_PATH": f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "PYTHONPATH": f"{HERE / 'stage' / 'site'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
+        "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     }
 
     @contextmanager

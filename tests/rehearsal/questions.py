@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
-from tests.rehearsal.checkpoint import LAYERS
+from tests.rehearsal.checkpoint import IN_BFLOAT16, LAYERS, is_quantized
+from tests.rehearsal.stage.kernels.quantized import from_groups, quantize_groups
 
 QUARTER = "FSSSFS"
 PATTERNS = [QUARTER, "F" * LAYERS, "FSFSFS", "FSSSSS"]
@@ -63,14 +65,52 @@ def _read(oracle: Oracle, tokens: tuple[int, ...], pattern: str) -> torch.Tensor
     return oracle.answer(list(tokens), Pattern(pattern)).logprobs
 
 
-class Judge:
-    """transformers in float32 with the indexer's FP8, and how far its own bfloat16 is from that."""
+def _quantize_inputs(model: torch.nn.Module, is_fp8: Callable[[str], bool]) -> None:
+    """Give the modules that ``is_fp8`` names their inputs in FP8, by groups of 128."""
 
-    def __init__(self, model: Path) -> None:
-        self._exact, self._rounded = (
-            cache(partial(_read, Oracle(model, dtype, fp8_indexer=True)))
-            for dtype in (torch.float32, torch.bfloat16)
-        )
+    def quantize(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (from_groups(*quantize_groups(args[0])).to(args[0].dtype), *args[1:])
+
+    for name, module in model.named_modules():
+        if is_fp8(name):
+            module.register_forward_pre_hook(quantize)
+
+
+def _multiplies_fp8(name: str) -> bool:
+    """Whether an FP8 checkpoint's module has its inputs in FP8.
+
+    Of routed experts only the first product is found, for the second is inside their module.
+    SGLang dequantises ``wk`` when it loads a model, and ``kv_b_proj`` for the absorbed form.
+    """
+    is_dequantized = name.endswith(("indexer.wk", "kv_b_proj"))
+    return name.endswith(".experts") or (is_quantized(name + ".weight") and not is_dequantized)
+
+
+def _reads_latents(name: str) -> bool:
+    """Whether a module's input is what the KV cache holds."""
+    return name.endswith("kv_b_proj")
+
+
+class Judge:
+    """transformers in float32 with the indexer's FP8, and how far its own bfloat16 is from that.
+
+    Both take the weights as stored, and where an FP8 checkpoint or KV cache quantises, so do they.
+    """
+
+    def __init__(self, model: Path, fp8_kv: bool = False) -> None:
+        has_fp8 = (model / IN_BFLOAT16).exists()
+        model = model / IN_BFLOAT16 if has_fp8 else model
+
+        def prepare(made: torch.nn.Module) -> None:
+            if has_fp8:
+                _quantize_inputs(made, _multiplies_fp8)
+            if fp8_kv:
+                _quantize_inputs(made, _reads_latents)
+
+        exact = Oracle(model, torch.float32, fp8_indexer=True)
+        rounded = Oracle(model, torch.bfloat16, fp8_indexer=True)
+        exact.prepare = rounded.prepare = prepare
+        self._exact, self._rounded = (cache(partial(_read, one)) for one in (exact, rounded))
 
     def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
         """The mean difference of log-probabilities of the last tokens from float32's, in nats."""

@@ -28,6 +28,7 @@ from tests.rehearsal.questions import (
 
 LIVE = ("--indexcache-mode", "live")
 TP_2 = ("--tp", "2")
+FP8_KV = ("--kv-cache-dtype", "fp8_e4m3")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 
 
@@ -102,6 +103,13 @@ CASES = [
         cards=2,
         rehearses=("pipeline parallelism",),
     ),
+    Case("FP8 KV cache", (*LIVE, *EAGER, *FP8_KV), rehearses=("FP8 KV cache",)),
+    Case(
+        "FP8 weights",
+        (*DECODE_GRAPHS, *FP8_KV),
+        family="glm-5-fp8",
+        rehearses=("FP8 weights", "FP8 KV cache"),
+    ),
     Case("DeepSeek-V3.2", (*LIVE, *EAGER), family="deepseek-v3.2", answers_judged=False),
 ]
 IN_TEST_SERVER = {"radix cache", "overlap schedule"}
@@ -144,7 +152,7 @@ def test_an_answer_alone_is_the_same_bits(case: Case, client: Client, together: 
 def test_prompts_and_answers_are_those_of_transformers(
     case: Case, client: Client, judges: Judges, together: list[Any]
 ) -> None:
-    judge = judges(case.family)
+    judge = judges(case.family, set(FP8_KV) <= set(case.flags))
     length, named = case.asked[-1]
     judge.check(prompt_logprobs(client, length, named), prompt(length), case.patterns[-1])
     if case.answers_judged:

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from tests.rehearsal.stage.kernels import attention, dense, experts, indexer, rotary
+from tests.rehearsal.stage.kernels import (
+    attention,
+    dense,
+    experts,
+    indexer,
+    quantized,
+    rotary,
+)
 from tests.rehearsal.stage.registry import REFERENCES
 
 PAGE, WIDTH = indexer.PAGE, indexer.WIDTH
@@ -191,6 +198,82 @@ def test_prefill_without_absorption_is_causal_and_keeps_sequences_apart() -> Non
         for head in range(2):
             weights = (k[keys, head].double() @ q[row, head].double() * 0.3).softmax(0)
             close(out[row, head], weights @ v[keys, head].double())
+
+
+def fp8_row(latent: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+    """A latent ``[576]`` as FlashMLA's 656 bytes, group by group, and what they stand for."""
+    values, scales, stands_for = b"", b"", []
+    for group in latent[:512].float().split(128):
+        scale = group.abs().max() / 448
+        held = (group / scale).to(torch.float8_e4m3fn)
+        values += held.view(torch.uint8).numpy().tobytes()
+        scales += scale.numpy().tobytes()
+        stands_for.append(held.double() * scale.double())
+    rotary = latent[512:].view(torch.uint8).numpy().tobytes()
+    return values + scales + rotary, torch.cat((*stands_for, latent[512:].double()))
+
+
+def test_decode_attention_reads_fp8_rows() -> None:
+    rows, held = zip(*(fp8_row(latent) for latent in bf16(128, 576)), strict=True)
+    cache = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(2, 64, 1, 656)
+    q = torch.zeros(2, 1, 64, 576, dtype=torch.bfloat16)
+    q[:, :, :3] = bf16(2, 1, 3, 576)
+    indices = torch.full((2, 1, 128), -1, dtype=torch.int32)
+    indices[0, 0, [0, 5, 100]] = torch.tensor([7, 127, 64], dtype=torch.int32)
+    schedule, splits = attention.get_mla_metadata(
+        cache_seqlens=torch.tensor([3, 0], dtype=torch.int32), num_heads_q=64, topk=128
+    )
+    out, _ = attention.flash_mla_with_kvcache(
+        q, cache.view(torch.float8_e4m3fn), 512, num_splits=splits, softmax_scale=0.02,
+        indices=indices, is_fp8_kvcache=True, tile_scheduler_metadata=schedule,
+    )  # fmt: skip
+    listed = torch.stack([held[slot] for slot in (7, 127, 64)])
+    for head in range(3):
+        close(out[0, 0, head], attended(q[0, 0, head], listed, 0.02, 512))
+    assert not out[1].any()
+    with pytest.raises(AssertionError, match="kernel takes"):
+        attention.get_mla_metadata(
+            cache_seqlens=torch.tensor([3], dtype=torch.int32), num_heads_q=8, topk=128
+        )
+
+
+def test_an_fp8_product_is_a_loop_over_blocks() -> None:
+    x, n = bf16(3, 256), 192
+    weight = torch.randn(n, 256).to(torch.float8_e4m3fn)
+    by_block = torch.rand(2, 2) + 0.5
+    values, scales = torch.empty(3, 256).to(torch.float8_e4m3fn), torch.empty(2, 3).mT
+    quantized.per_token_group_quant(x, values, scales)
+    out = torch.empty(3, n, dtype=torch.bfloat16)
+    quantized.fp8_gemm_nt((values, scales), (weight, by_block), out)
+    for row in range(3):
+        expected = torch.zeros(n, dtype=torch.float64)
+        for group in range(2):
+            inside = slice(128 * group, 128 * (group + 1))
+            scale = x[row, inside].float().abs().max() / 448
+            held = (x[row, inside].float() / scale).to(torch.float8_e4m3fn).double()
+            for column in range(n):
+                part = held @ weight[column, inside].double() * scale.double()
+                expected[column] += part * by_block[column // 128, group].double()
+        close(out[row], expected)
+
+
+def test_fp8_experts_are_bfloat16_ones_of_what_is_held() -> None:
+    x, ids = bf16(4, 128), torch.tensor([[0, 1], [1, 0], [1, 1], [0, 0]])
+    w1, w2 = (torch.randn(2, *s).to(torch.float8_e4m3fn) for s in ((256, 128), (128, 128)))
+    s1, s2 = torch.tensor([[[0.1], [0.2]], [[0.3], [0.1]]]), torch.full((2, 1, 1), 0.1)
+    weights = torch.rand(4, 2)
+    got = experts.fused_experts_impl(
+        x, w1, w2, weights, ids, use_fp8_w8a8=True, w1_scale=s1, w2_scale=s2, block_shape=[128, 128]
+    )
+    plain = experts.fused_experts_impl(
+        x,
+        (w1.double() * s1.repeat_interleave(128, 1)).bfloat16(),
+        (w2.double() * s2).bfloat16(),
+        weights,
+        ids,
+    )
+    # The inputs of both products lose all but 4 bits.
+    assert float((got - plain).double().norm() / plain.double().norm()) < 0.06
 
 
 def test_experts_are_a_loop_over_tokens() -> None:

@@ -1,23 +1,27 @@
-from collections.abc import Iterator
+from __future__ import annotations
+
+from base64 import b64encode
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.errors import LibraryError, SearchError
+from sglang_indexcache.ask.protocol import STATE
+from sglang_indexcache.errors import LibraryError, SearchError, ServerError
 from sglang_indexcache.library import FoundOverlap, load_entry, set_overlap
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
-from sglang_indexcache.search.evaluators import hf
 from sglang_indexcache.search.overlap import (
     RECENT,
     OverlapCounter,
     by_layer,
     read,
     recent_in_words,
+    served_lists,
     served_overlap,
 )
 
@@ -98,28 +102,21 @@ def test_each_layer_is_compared_with_the_list_that_stands_there() -> None:
     )  # fmt: skip
 
 
-class Selecting:
-    """In place of transformers' evaluator: selections by pattern."""
+def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None:
+    def select(ids: tuple[int, ...], pattern: Pattern) -> np.ndarray:
+        assert str(pattern) == "FSF"
+        return selections(ids[0], 3, 6, 2)
 
-    num_layers, topk = 3, 2
+    found = overlap.found_overlap(select, Pattern("FSF"), [(4,), (5,)], 2, "two texts")
+    samples = [selections(seed, 3, 6, 2) for seed in (4, 5)]
 
-    def indices(self, pattern: Pattern, batch: int) -> Iterator[list[torch.Tensor]]:
-        own = selections(batch, 3, 6, 2)
-        own[1] = own[0] if pattern.is_full(1) else own[2]
-        yield [torch.from_numpy(layer) for layer in own]
+    def share(layer: int) -> Any:
+        common = [
+            len({*one[0, row]} & {*one[layer, row]}) for one in samples for row in range(2, 6)
+        ]
+        return pytest.approx(np.mean(common) / 2, abs=1e-4)
 
-
-def test_a_file_says_what_a_run_of_its_own_pattern_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf, "TransformersEvaluator", Selecting)
-    found = overlap.found_overlap(Selecting(), Pattern("FSF"), range(2), "two texts")  # type: ignore[arg-type]
-    samples = [selections(batch, 3, 6, 2) for batch in range(2)]
-    shares = [
-        len({*sample[0, row]} & {*sample[2, row]}) / 2 for sample in samples for row in range(2, 6)
-    ]
-    mean = pytest.approx(np.mean(shares), abs=1e-4)
-    assert found.layers == (None, mean, mean)  # under FSF layer 1 selects as layer 2
+    assert found.layers == (None, share(1), share(2))
     assert (found.queries, found.data) == (8, "two texts")
 
     written = tmp_path / "mine.yaml"
@@ -159,3 +156,89 @@ def test_what_a_selection_holds_of_the_last_tokens(k: int) -> None:
     assert "layer   0" in told
     assert "layer   1" not in told
     assert f"{found[0, 2]:.0%}" in told
+
+
+# -- from a server ---------------------------------------------------------------------------------
+
+IDS = tuple(range(10))
+TOPK = 4
+
+
+class Returning:
+    """A server of four layers, of which 0 and 2 have an indexer; with IndexCache given a state."""
+
+    name = "the server at nowhere"
+
+    def __init__(self, lists: np.ndarray | None, **state: Any) -> None:
+        self.lists, self.state = lists, state
+
+    def server_info(self) -> dict[str, Any]:
+        if not self.state:
+            return {"internal_states": [{}]}
+        told = {"version": "1", "policy": "FF", "source": "", "architecture": "A"}
+        told |= {n: [] for n in ("indexer_selections", "index_reuses", "index_key_writes")}
+        return {"internal_states": [{STATE: told | self.state}]}
+
+    def generate(self, **body: Any) -> list[dict[str, Any]]:
+        assert body["return_indexer_topk"] is True
+        info: dict[str, Any] = {"prompt_tokens": len(IDS), "cached_tokens": 0}
+        if self.lists is not None:
+            info["indexer_topk"] = b64encode(self.lists.astype(np.int32).tobytes()).decode()
+        return [{"meta_info": info}]
+
+
+CHECKPOINT: Any = SimpleNamespace(
+    layer_ids=(0, 2), shape={"index_topk": TOPK}, own=Pattern("FF"), num_layers=2
+)
+
+
+def returned(drawn: np.ndarray) -> np.ndarray:
+    """``[tokens, 4, k]``: as SGLang returns them, with layers that have no indexer."""
+    whole = np.zeros((len(IDS), 4, TOPK), dtype=np.int32)
+    whole[:, [0, 2]] = drawn.transpose(1, 0, 2)
+    return whole
+
+
+def test_a_servers_lists_are_those_of_its_indexers() -> None:
+    drawn = selections(1, 2, len(IDS), TOPK)
+    server: Any = Returning(returned(drawn))
+    assert (served_lists(server, CHECKPOINT)(IDS) == drawn).all()
+
+
+def spoiled(change: str) -> np.ndarray | None:
+    lists = returned(selections(1, 2, len(IDS), TOPK))
+    if change == "slots":
+        lists[lists >= 0] += 64
+    if change == "zeros":
+        lists[-2] = 0
+    if change == "width":
+        lists = lists[:, :2]
+    return None if change == "nothing" else lists
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("slots", "SGLANG_DSA_FUSE_TOPK=0"),
+        ("zeros", "something else than positions"),
+        ("width", "no lists of 4"),
+        ("nothing", "Start it with --enable-return-indexer-topk"),
+    ],
+)
+def test_what_is_no_list_is_refused(change: str, says: str) -> None:
+    server: Any = Returning(spoiled(change))
+    with pytest.raises(ServerError, match=says):
+        served_lists(server, CHECKPOINT)(IDS)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"checkpoint_pattern": "FFF", "mode": "live", "pattern": "FFF"}, "these are two"),
+        ({"checkpoint_pattern": "FF", "mode": "static", "pattern": "FS"}, "Start it with --index"),
+    ],
+)
+def test_a_server_that_cannot_show_it_is_refused(state: dict[str, str], says: str) -> None:
+    server: Any = Returning(None, **state)
+    with pytest.raises(ServerError, match=says):
+        served_lists(server, CHECKPOINT)

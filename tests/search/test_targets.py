@@ -2,13 +2,7 @@ import pytest
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.rules import (
-    Constraints,
-    baselines,
-    exchanged,
-    flipped,
-    parse_targets,
-)
+from sglang_indexcache.search.rules import Constraints, baselines, parse_targets
 from tests.search.helpers import free
 
 
@@ -63,9 +57,9 @@ def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
 
 
 def test_flips_and_exchanges() -> None:
-    assert str(flipped(Pattern("FFSF"), 1)) == "FSSF"
-    assert str(flipped(Pattern("FFSF"), 2)) == "FFFF"
-    assert str(exchanged(Pattern("FFSF"), 1, 2)) == "FSFF"
+    assert str(free(4).flipped(Pattern("FFSF"), 1)) == "FSSF"
+    assert str(free(4).flipped(Pattern("FFSF"), 2)) == "FFFF"
+    assert str(free(4).exchanged(Pattern("FFSF"), 1, 2)) == "FSFF"
 
 
 def test_baselines_are_the_known_schedules() -> None:

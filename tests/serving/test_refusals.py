@@ -16,6 +16,7 @@ from sglang_indexcache.serving.refusals import check, stage_starts
 from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}
+RETURN = {"enable_return_indexer_topk": True}
 
 
 def flags(**given: Any) -> SimpleNamespace:
@@ -26,6 +27,9 @@ def flags(**given: Any) -> SimpleNamespace:
         "enable_two_batch_overlap": False,
         "enable_return_indexer_topk": False,
         "pp_size": 1,
+        "tp_size": 1,
+        "attn_dp_size": 1,
+        "disaggregation_mode": "null",
         "speculative_algorithm": None,
         "enable_prefill_cp": False,
         "cuda_graph_config": None,
@@ -62,6 +66,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
         ({"kernels": "triton"}, {}),
         ({}, {"pp_size": 4}),
+        ({}, RETURN | {"tp_size": 4, "attn_dp_size": 4}),
         ({"graphs": ("short",)}, {"pp_size": 4}),
         (LIVE | {"graphs": ("short", "FSSS")}, {}),
         (LIVE | {"graphs": ("short",)}, {"cuda_graph_backend_decode": "full"}),
@@ -78,11 +83,11 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
     ("fields", "given", "message"),
     [
         ({}, {"use_ray": True}, "does not work with --use-ray"),
-        (
-            {},
-            {"enable_two_batch_overlap": True, "enable_return_indexer_topk": True},
-            "--enable-return-indexer-topk does not work with --enable-two-batch-overlap",
-        ),
+        ({}, RETURN | {"enable_two_batch_overlap": True}, "with --enable-two-batch-overlap, where"),
+        ({}, RETURN | {"pp_size": 2}, "with --pp-size, where each stage records its own"),
+        ({}, RETURN | {"disaggregation_mode": "decode"}, "with --disaggregation-mode, where"),
+        ({}, RETURN | {"tp_size": 2}, "with attention that is split over GPUs"),
+        ({}, RETURN | {"tp_size": 4, "attn_dp_size": 2}, "--tp-size above --attn-dp-size"),
         (
             LIVE,
             {"enable_flexkv": True},

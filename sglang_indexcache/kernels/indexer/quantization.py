@@ -31,23 +31,6 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale
 
 
-def quantize_queries(q: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise index queries, their scales folded into the weights of the heads.
-
-    ``relu(scale * x) = scale * relu(x)`` for a positive scale, so the logits ops need no scale of
-    ``q`` (DeepGEMM's convention).
-
-    Args:
-        q: ``[T, H, 128]`` floating point.
-        gates: ``[T, H]`` float32, the gate of every head times the softmax scale.
-
-    Returns:
-        ``[T, H, 128]`` float8_e4m3fn and ``[T, H]`` float32 weights.
-    """
-    values, scales = quantize_e4m3(q)
-    return values, gates * scales
-
-
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Orthonormal Walsh-Hadamard transform of the last dimension (a power of two).
 

@@ -7,13 +7,14 @@ difference to an earlier run of the same sequence are not run again: their outpu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError
@@ -127,7 +128,7 @@ class TransformersEvaluator:
             else:
                 run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
                 hidden = nearest.hidden[start]
-                _hold(sharing, pattern.source_of(start - 1), run.indices[-1])
+                hold(sharing, pattern.source_of(start - 1), run.indices[-1])
             for number in range(start, self.num_layers):
                 run.hidden.append(hidden)
                 hidden = self._layer(number, hidden, sharing)
@@ -189,64 +190,32 @@ class TransformersEvaluator:
 
     # -- what layers attend to ----------------------------------------------------------------
 
-    def indices(self, pattern: Pattern, batch: int) -> Iterator[list[torch.Tensor]]:
-        """For each sequence, each layer's own selection ``[length, k]`` in a run of ``pattern``."""
-        for ids in self.calibration.batches[batch]:
-            yield [selected[0] for selected in self.run(pattern, ids).indices]
+    def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
+        """``[N, length, k]``: what each layer selects for one sequence.
 
-    def similarity(self, batches: Sequence[int]) -> Floats:
-        """The matrix of the paper's appendix "Similarity-based Pattern Search".
-
-        Returns:
-            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer
-            i's core attention output (before the output projection) with its own indices and with
-            layer j's, over all queries. 1 on the diagonal, 0 above it.
+        Args:
+            ids: the sequence.
+            under: a pattern to run; by default all indexers run. What an S layer would select
+                itself is what it attends to where it is F besides.
         """
-        total = np.eye(self.num_layers)
-        queries = 0
-        for batch in batches:
-            for ids in self.calibration.batches[batch]:
-                total += np.tril(self._similarity_of(ids), -1) * len(ids)
-                queries += len(ids)
-        return np.tril(total, -1) / queries + np.eye(self.num_layers)
+        pattern = under or self.own
+        runs = [self.run(self._also_full(pattern, layer), ids) for layer in range(self.num_layers)]
+        return np.stack([run.indices[layer][0].numpy() for layer, run in enumerate(runs)])
 
-    def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
-        run = self.run(self.own, ids)
-        self._learn_arguments(len(ids))
-        found = np.eye(self.num_layers)
-        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
-        with torch.no_grad(), share(self._model, barred) as sharing:
-            for layer in range(1, self.num_layers):
-                outputs = []
-                for j in range(layer + 1):
-                    _hold(sharing, 0, run.indices[j])
-                    outputs.append(self._core_output(layer, run.hidden[layer], sharing))
-                own = outputs.pop()
-                for j, other in enumerate(outputs):
-                    found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
-        return found
-
-    def _core_output(
-        self, number: int, hidden: torch.Tensor, sharing: SharedForward
-    ) -> torch.Tensor:
-        """``[length, heads * v_head_dim]`` of layer ``number`` over held indices, in float32."""
-        seen: list[torch.Tensor] = []
-        layer = self._layers[number]
-        handle = layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda _module, args: seen.append(args[0][0].float())
-        )
-        try:
-            self._layer(number, hidden, sharing)
-        finally:
-            handle.remove()
-        return seen[0]
+    def _also_full(self, pattern: Pattern, layer: int) -> Pattern:
+        if pattern.is_full(layer) or not self.own.is_full(layer):
+            return pattern
+        flipped = Pattern.from_layers(self.num_layers, {*pattern.full_layers, layer})
+        # Without any S layer a window would mean something else: all layers would see it.
+        widened = pattern.window and flipped.shared_layers
+        return flipped.with_window(pattern.window) if widened else flipped
 
 
 class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
 
 
-def _hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
+def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
     """Make ``indices`` those that ``layer`` chose, though it did not run."""
     sharing.layer, sharing.indices, sharing.wide = layer, indices, None
 

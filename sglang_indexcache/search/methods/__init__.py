@@ -10,7 +10,6 @@ from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Fast
 from sglang_indexcache.search.methods.forward import Both, Forward
 from sglang_indexcache.search.methods.greedy import Greedy
-from sglang_indexcache.search.methods.similarity import Similarity
 from sglang_indexcache.search.rules import Constraints, Targets
 
 
@@ -36,10 +35,8 @@ class Method(Protocol):
         for until the last mark's answer is measured.
         """
 
-    def least(
-        self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
-    ) -> int | None:
-        """Tokens that :meth:`descend` cannot do without; None where nobody can say.
+    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """Tokens that :meth:`descend` cannot do without.
 
         A method without a choice, such as exhaustive greedy, takes exactly this.
 
@@ -55,5 +52,4 @@ METHODS: Mapping[str, type[Method]] = {
     "fast": Fast,
     "forward": Forward,
     "greedy": Greedy,
-    "similarity": Similarity,
 }

@@ -31,7 +31,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.race import race
-from sglang_indexcache.search.rules import Constraints, Targets, flipped
+from sglang_indexcache.search.rules import Constraints, Targets
 
 _MEMORY = 64
 """Re-measurements from which the margin is taken."""
@@ -178,7 +178,7 @@ class FastGreedy:
             fresh = self._refresh(number)
             allowance = self._allowance()
             self._look_ahead(fresh)
-            contenders = [flipped(self._pattern, layer) for layer in fresh]
+            contenders = [self._flipped(self._pattern, layer) for layer in fresh]
             finish = race(self._ledger, contenders, self._first, allowance)
             [layer] = set(self._pattern.full_layers) ^ set(finish.winner.full_layers)
             self._commit(layer)
@@ -209,7 +209,7 @@ class FastGreedy:
 
     def _affords(self, layers: Sequence[int]) -> bool:
         """Whether first looks at these would leave enough for what later steps need."""
-        patterns = [flipped(self._pattern, layer) for layer in layers]
+        patterns = [self._flipped(self._pattern, layer) for layer in layers]
         return self._exact or self._ledger.cost(patterns, self._subset) <= self._left()
 
     def _allowance(self) -> int:
@@ -262,7 +262,7 @@ class FastGreedy:
         if not known:
             return
         layer = min(known, key=lambda c: (self._cost[c], c))
-        pattern = flipped(self._pattern, layer)
+        pattern = self._flipped(self._pattern, layer)
         if len(pattern.full_layers) not in self._way.counts:
             return
         touched = (layer, *self._way.outdated(self._pattern, layer))
@@ -274,10 +274,10 @@ class FastGreedy:
             looks.append(min(stale, key=lambda c: (self._age[c], c)))
             least = min(cost.values())
             looks += [c for c in stale if cost[c] - self._margin() <= least]
-        self._ledger.ahead([flipped(pattern, c) for c in dict.fromkeys(looks)], self._subset)
+        self._ledger.ahead([self._flipped(pattern, c) for c in dict.fromkeys(looks)], self._subset)
 
     def _look(self, layers: list[int], number: int) -> None:
-        patterns = [flipped(self._pattern, layer) for layer in layers]
+        patterns = [self._flipped(self._pattern, layer) for layer in layers]
         costs = self._ledger.candidates(self._pattern, patterns, self._subset).mean(axis=1)
         for layer, cost in zip(layers, costs, strict=True):
             if layer in self._cost:
@@ -289,7 +289,10 @@ class FastGreedy:
         recent = self._errors[-_MEMORY:]
         return max(0.0, float(np.quantile(recent, _QUANTILE))) if recent else 0.0
 
+    def _flipped(self, pattern: Pattern, layer: int) -> Pattern:
+        return self._way.constraints.flipped(pattern, layer)
+
     def _commit(self, layer: int) -> None:
         for other in (layer, *self._way.outdated(self._pattern, layer)):
             self._cost.pop(other, None)
-        self._pattern = flipped(self._pattern, layer)
+        self._pattern = self._flipped(self._pattern, layer)

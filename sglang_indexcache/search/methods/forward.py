@@ -26,7 +26,7 @@ class Ascent(Descent):
     @property
     def begin(self) -> Pattern:
         """Only layers that may not be S are F."""
-        return Pattern.from_layers(len(self.constraints.start), self.constraints.fixed)
+        return self.constraints.keeping(self.constraints.fixed)
 
     @property
     def counts(self) -> range:

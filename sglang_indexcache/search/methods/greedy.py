@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.rules import Constraints, Targets, flipped
+from sglang_indexcache.search.rules import Constraints, Targets
 
 
 class Greedy:
@@ -25,9 +25,10 @@ class Greedy:
         yield ledger.step(pattern, pattern, None, candidates=1)
         while len(pattern.full_layers) > targets.fewest:
             layers = constraints.candidates(pattern)
-            added = ledger.candidates(pattern, [flipped(pattern, layer) for layer in layers])
+            tried = [constraints.flipped(pattern, layer) for layer in layers]
+            added = ledger.candidates(pattern, tried)
             layer = layers[int(added.mean(axis=1).argmin())]  # Algorithm 1, line 4
-            pattern = flipped(pattern, layer)
+            pattern = constraints.flipped(pattern, layer)
             yield ledger.step(constraints.start, pattern, layer, candidates=len(layers))
 
     def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.kernels.indexer.cpu import every_visible, select_topk
@@ -69,7 +70,7 @@ def indexer_forward(
                 return asked.float(), _head_gates(indexer, x[rows]) * scales
 
             backend.look(layer_id, indices, queries=queries)
-    return indices
+    return maybe_capture_indexer_topk(layer_id, indices)
 
 
 def _store_and_select(

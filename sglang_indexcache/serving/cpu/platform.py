@@ -104,6 +104,8 @@ def _platform_class() -> type:
             after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
             loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
             around(f"{loader}._get_weights_iterator", read_plain)
+            runner = "sglang.srt.model_executor.model_runner"
+            around(f"{runner}.create_indexer_capturer", _keep_selections)
 
     return CpuReferencePlatform
 
@@ -135,6 +137,32 @@ def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: An
     """
     gates = indexer.weights_proj.weight
     gates.data = gates.data.to(torch.get_default_dtype())
+
+
+def _keep_selections(
+    _original: Any, *, model_config: Any, num_tokens: int, max_running_requests: int, device: str
+) -> Any:
+    """--enable-return-indexer-topk, which SGLang knows on accelerators only.
+
+    What layers selected is kept for every token of the pool, and answers carry it back.
+    """
+    from sglang.srt.configs.model_config import get_num_indexer_layers
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.state_capturer.indexer_topk import IndexerTopkCapturer
+
+    if not get_exec().features.enable_return_indexer_topk:
+        return None
+    # SGLang would pin the memory for copies from a device.
+    ALLOC_MEMORY_FUNCS[device] = lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype)
+    config = model_config.hf_text_config
+    return IndexerTopkCapturer(
+        num_tokens=num_tokens,
+        num_indexer_layers=get_num_indexer_layers(config),
+        index_topk=config.index_topk,
+        max_running_requests=max_running_requests,
+        device=device,
+    )
 
 
 def _nap(_result: None, scheduler: Any) -> None:

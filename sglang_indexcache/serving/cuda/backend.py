@@ -24,7 +24,7 @@ from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.kernels.indexer.quantization import quantize_queries, read_pages
+from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import graph_variants, window
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
@@ -367,9 +367,8 @@ def _indexer_forward(
             q_lora[rows], hidden, positions[rows], False, forward_batch
         )
         gates = indexer._weights_proj_bf16_in_fp32_out(hidden) if gates is None else gates.float()
-        scale = indexer.n_heads**-0.5 * indexer.softmax_scale
-        values, weights = quantize_queries(asked, gates * scale)
-        return values.float(), weights
+        values, scales = quantize_e4m3(asked)
+        return values.float(), gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 
     if ours.is_full(layer_id):
         selected = original(indexer, *arguments)

@@ -6,7 +6,7 @@ collectives.install()
 launches.install()  # before any module of SGLang imports one of them by name
 
 from sglang_indexcache.serving.cuda import choice  # noqa: E402
-from tests.rehearsal.stage.kernels import attention, dense, experts, indexer, rotary  # noqa: E402, F401
+from tests.rehearsal.stage.kernels import attention, dense, experts, indexer, quantized, rotary  # noqa: E402, F401
 
 choice.ENGINE_TOPK.add(128)  # the references take the small checkpoints' lists too
 launches.stand_in()

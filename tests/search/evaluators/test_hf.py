@@ -69,12 +69,6 @@ def test_sequences_of_every_length(folder: Path, data: Calibration) -> None:
         found = evaluator.loss(Pattern(text), [0, 1])
         assert -found.values == pytest.approx(truth(oracle, uneven, text), abs=1e-6)
     assert found.layer_tokens < 407 * 6
-    matrix = evaluator.similarity([0, 1])
-    alone = [
-        TransformersEvaluator(folder, Calibration((ids,), 1, "test")).similarity([0]) for ids in cut
-    ]
-    weights = np.array([len(ids) for ids in cut]) / 407
-    assert matrix == pytest.approx(np.tensordot(weights, alone, 1), abs=1e-6)
 
 
 def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> None:
@@ -99,28 +93,23 @@ def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibrati
     assert evaluator.loss(Pattern("FFFSSF"), [1]).layer_tokens == 2 * LENGTH * 6
 
 
-def test_the_similarity_of_an_output_with_itself_is_one(folder: Path, data: Calibration) -> None:
-    matrix = TransformersEvaluator(folder, data).similarity([0])
-    assert np.array_equal(np.diag(matrix), np.ones(6))
-    below = matrix[np.tril_indices(6, -1)]
-    assert ((below > 0) & (below < 1)).all()
-    assert not matrix[np.triu_indices(6, 1)].any()
-
-
-def test_similarity_is_one_where_everything_is_selected(folder: Path) -> None:
-    """64 tokens, index_topk 64: every layer selects all of them."""
-    short = Calibration((tuple(range(10, 74)),), 1, "test")
-    matrix = TransformersEvaluator(folder, short).similarity([0])
-    assert matrix[np.tril_indices(6)] == pytest.approx(1.0, abs=1e-6)
-
-
 def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
-    [first, second] = TransformersEvaluator(folder, data).indices(Pattern("FFFFFF"), 0)
-    assert len(first) == len(second) == 6
-    for selected in first:
-        assert selected.shape == (LENGTH, 64)
-        assert len(set(selected[-1].tolist())) == 64
-    assert any(not torch.equal(a, b) for a, b in itertools.pairwise(first))
+    found = TransformersEvaluator(folder, data).selected(data.sequences[0])
+    assert found.shape == (6, LENGTH, 64)
+    for layer in found:
+        assert len(set(layer[-1].tolist())) == 64
+    assert any((a != b).any() for a, b in itertools.pairwise(found))
+
+
+def test_a_layers_own_selection_in_a_run_of_a_pattern(folder: Path, data: Calibration) -> None:
+    """F layers select what the pattern has them attend to; an S layer what it would if it ran."""
+    ids, evaluator = data.sequences[0], TransformersEvaluator(folder, data)
+    found = evaluator.selected(ids, Pattern("FSSFSS"))
+    for layer, text in enumerate(("FSSFSS", "FFSFSS", "FSFFSS", "FSSFSS", "FSSFFS", "FSSFSF")):
+        fresh = TransformersEvaluator(folder, data)
+        assert (found[layer] == fresh.run(Pattern(text), ids).indices[layer][0].numpy()).all()
+    assert (found[1] == evaluator.selected(ids)[1]).all()  # so far nothing was shared
+    assert (found[2] != evaluator.selected(ids)[2]).any()
 
 
 def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:

@@ -46,6 +46,60 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
     return out, poison(torch.empty(1)), poison(torch.empty(1))
 
 
+_ROW_BYTES = 656
+"""Of an FP8 latent: 512 bytes of e4m3, 4 float32 scales of 128 of them each, 64 bfloat16."""
+
+
+@reference(_FLASH_MLA + ":get_mla_metadata")
+def get_mla_metadata(cache_seqlens=None, num_heads_q=None, topk=None, **rest):  # type: ignore[no-untyped-def]
+    """A schedule, which a reference has no use for: work parts and splits by request."""
+    assert cache_seqlens.dtype == torch.int32
+    assert num_heads_q in (64, 128), f"the kernel takes 64 or 128 heads, not {num_heads_q}"
+    assert topk % 64 == 0, f"the kernel takes lists by 64, not {topk}"
+    parts = torch.zeros(132, 8, dtype=torch.int32)
+    return parts, torch.zeros(len(cache_seqlens) + 1, dtype=torch.int32)
+
+
+@reference(_FLASH_MLA + ":flash_mla_with_kvcache")
+def flash_mla_with_kvcache(  # type: ignore[no-untyped-def]
+    q, k_cache, head_dim_v, num_splits=None, softmax_scale=None, indices=None,
+    is_fp8_kvcache=False, attn_sink=None, kv_format=None, **rest,
+):  # fmt: skip
+    """Attention of ``q`` ``[B, n, H, 576]`` over listed rows of an FP8 cache; -1 lists nothing.
+
+    ``k_cache`` is ``[pages, 64, 1, 656]``, ``indices`` are slots ``[B, n, k]``.
+    """
+    assert is_fp8_kvcache
+    assert attn_sink is None
+    assert kv_format in (None, "V32")
+    assert k_cache.shape[1:] == (64, 1, _ROW_BYTES)
+    assert q.dtype == torch.bfloat16
+    assert q.shape[2] in (64, 128), f"the kernel takes 64 or 128 heads, not {q.shape[2]}"
+    assert indices.dtype == torch.int32
+    assert indices.shape[-1] % 64 == 0, f"the kernel takes lists by 64, not {indices.shape[-1]}"
+    assert len(num_splits) == len(q) + 1
+    rows = k_cache.view(torch.uint8).reshape(-1, _ROW_BYTES)
+    if indices.numel():
+        assert -1 <= int(indices.amin()) <= int(indices.amax()) < len(rows), "a wild index"
+    out = q.new_zeros(*q.shape[:3], head_dim_v)
+    heads = _heads_in_use(q.flatten(0, 1))
+    for query, listed, at in zip(
+        q.flatten(0, 1), indices.flatten(0, 1), out.flatten(0, 1), strict=True
+    ):
+        latents = _from_fp8(rows[listed[listed >= 0].long()])
+        if len(latents):
+            at[:heads] = _attend(query[:heads], latents, softmax_scale, head_dim_v).to(out.dtype)
+    return out, poison(torch.empty(1))
+
+
+def _from_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """``[n, 656]`` bytes as latents ``[n, 576]``."""
+    values = rows[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
+    scales = rows[:, 512:528].view(torch.float32).double()
+    rotary = rows[:, 528:].view(torch.bfloat16).double()
+    return torch.cat(((values * scales[..., None]).flatten(1), rotary), 1)
+
+
 def _heads_in_use(q: torch.Tensor) -> int:
     """The number of heads without the padding behind them, whose queries are zero."""
     used = (q != 0).any(-1).any(0).nonzero()

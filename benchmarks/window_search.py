@@ -1,0 +1,234 @@
+"""Does a search, or healing, need less once a recent window is on?
+
+    python -m benchmarks.window_search WORK_FOLDER [--publish | --quick]
+
+Patterns of the small checkpoint are searched with and without a window (``indexcache search run``),
+and its blind quarter is healed for some numbers of steps (``indexcache heal run``). All of it is
+then measured with and without the window on held-out text that neither saw (``indexcache search
+compare``). Dense steps know no window, so one adapter is measured both ways; sparse steps do.
+Started again it goes on where it was. Writes result.json and found.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import load_file, save_file
+
+from benchmarks.recent_window import TINY, with_lists
+from benchmarks.records import read_arguments
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import machine, versions
+from sglang_indexcache.support.files import write_json
+
+WINDOW = 8
+TOPK = 64
+TARGETS = ("1/2", "1/3", "1/4", "1/6")
+"""Six, four, three and two F layers of twelve; with one F layer there is nothing to choose."""
+BLIND = "uniform:1/4"
+HEALED = ((20, 0), (80, 0), (320, 0), (80, 80))
+"""Dense and sparse steps."""
+HEALING = ("--context", "512", "--lr", "5e-3", "--held-out", "4", "--dtype", "float32")
+COLORS = {0: "#c44e52", WINDOW: "#4c72b0"}
+"""By the window that a pattern was searched or healed with."""
+
+
+def indexcache(*arguments: str | Path | int) -> None:
+    """Run one of our commands."""
+    line = [sys.executable, "-m", "sglang_indexcache.cli", *map(str, arguments)]
+    subprocess.run(line, check=True)
+
+
+def with_window(pattern: str, window: int) -> str:
+    """The pattern with a window, or as it is."""
+    return f"{pattern}+w{window}" if window else pattern
+
+
+def searched(work: Path, window: int, batches: int) -> dict[str, str]:
+    """By target, the layers of the pattern that a search with this window found."""
+    output = work / f"search-w{window}"
+    targets = [f"--target={with_window(target, window)}" for target in TARGETS]
+    told = output / "search.json"
+    if not (told.exists() and json.loads(told.read_text())["complete"]):
+        options = ("--model", TINY, "--context", 512, "--batches", batches)
+        indexcache("search", "run", *options, *targets, "-o", output)
+    found = {}
+    for path in sorted(output.glob("*.yaml")):
+        entry = yaml.safe_load(path.read_text())
+        found[entry["retention"]] = entry["pattern"].partition("+")[0]
+    return found
+
+
+def measured(work: Path, model: Path, patterns: list[str], held_out: int) -> list[dict[str, Any]]:
+    """Each pattern's loss, and what it adds to the first of them, on the held-out documents."""
+    if not (work / "compare.json").exists():
+        options = ("--model", model, "--context", 512, "--held-out", held_out)
+        indexcache("search", "compare", *patterns, *options, "-o", work)
+    told: list[dict[str, Any]] = json.loads((work / "compare.json").read_text())["comparisons"]
+    return told
+
+
+def searches(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What searched and blind patterns add to all F, each with and without the window."""
+    work, rows = arguments.work, []
+    for window in (0, WINDOW):
+        found = searched(work, window, arguments.batches)
+        rows += [(f"searched with w = {window}", t, layers) for t, layers in found.items()]
+    rows += [("uniform", target, f"uniform:{target}") for target in TARGETS]
+    names = [with_window(layers, window) for *_, layers in rows for window in (0, WINDOW)]
+    told = measured(work / "searched", TINY, ["full", *dict.fromkeys(names)], arguments.documents)
+    by_name = {one["name"]: one for one in told}
+    return [
+        {
+            "how": how,
+            "target": target,
+            "window": window,
+            "pattern": by_name[with_window(layers, window)]["pattern"],
+            **_thousandths(by_name[with_window(layers, window)]),
+        }
+        for how, target, layers in rows
+        for window in (0, WINDOW)
+    ]
+
+
+def _thousandths(one: dict[str, Any]) -> dict[str, Any]:
+    found = one["difference"]
+    return {
+        "added": 1000 * found["mean"],
+        "interval": [1000 * found["low"], 1000 * found["high"]],
+        "loss": one["loss"],
+    }
+
+
+def healings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The loss of the blind quarter after some steps of healing, with and without the window."""
+    work, rows = arguments.work, []
+    runs = [(0, 0, 0)]
+    for dense, sparse in HEALED[: arguments.healings]:
+        runs += [(dense, sparse, window) for window in ((0, WINDOW) if sparse else (0,))]
+    for dense, sparse, window in runs:
+        name = f"healed-{dense}-{sparse}-w{window}"
+        model = TINY
+        if dense + sparse:
+            model = wearing(_healed(work / name, dense, sparse, window), work / f"{name}-model")
+        patterns = ["full", BLIND, with_window(BLIND, WINDOW)]
+        told = measured(work / f"{name}-loss", model, patterns, arguments.documents)
+        for one, served in zip(told, (0, WINDOW), strict=True):
+            row = {"dense": dense, "sparse": sparse, "healed_with": window, "window": served}
+            rows.append(row | {"loss": one["loss"], "all_full": one["reference_loss"]})
+    return rows
+
+
+def _healed(output: Path, dense: int, sparse: int, window: int) -> Path:
+    if not (output / "adapter.yaml").exists():
+        steps = ("--dense-steps", dense, "--sparse-steps", sparse)
+        every = ("--evaluate-every", dense + sparse)
+        pattern = ("--pattern", with_window(BLIND, window))
+        indexcache(
+            "heal", "run", TINY, *pattern, "--data", "machine", *steps, *every, *HEALING,
+            "-o", output,
+        )  # fmt: skip
+    return output
+
+
+def wearing(adapter: Path, folder: Path) -> Path:
+    """The checkpoint with an adapter's indexers, and its own in the other layers."""
+    with_lists(folder, TOPK)
+    weights = folder / "model.safetensors"
+    if weights.is_symlink():
+        tensors = load_file(weights) | load_file(adapter / "indexers.safetensors")
+        weights.unlink()
+        save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+def draw(told: dict[str, Any], path: Path) -> None:
+    """Left: what patterns add, by F layers. Right: the loss by steps of healing."""
+    figure, (left, right) = make_figure(10.4, 3.8, columns=2)
+    for how, color in (
+        ("searched with w = 0", COLORS[0]),
+        (f"searched with w = {WINDOW}", COLORS[WINDOW]),
+        ("uniform", "#8c8c8c"),
+    ):
+        for window, style in ((0, "--"), (WINDOW, "-")):
+            line = [o for o in told["searches"] if (o["how"], o["window"]) == (how, window)]
+            line.sort(key=lambda one: one["pattern"].count("F"))
+            low = [one["added"] - one["interval"][0] for one in line]
+            left.errorbar(
+                [one["pattern"].count("F") for one in line], [one["added"] for one in line],
+                yerr=low, ls=style, color=color, marker="o", ms=3, capsize=2, lw=1.2,
+                label=f"{how}, served with w = {window}",
+            )  # fmt: skip
+    left.axhline(0, color="black", lw=0.8, ls=":")
+    left.set_yscale("symlog", linthresh=20)
+    left.set_xlabel("F layers, of 12")
+    left.set_ylabel("thousandths of a nat a token over all F", fontsize=8)
+    left.legend(fontsize=6.5, frameon=False)
+    for window, style in ((0, "--"), (WINDOW, "-")):
+        line = [o for o in told["healings"] if o["window"] == window and not o["sparse"]]
+        steps = [max(one["dense"], 5) for one in line]  # 5 stands for none
+        label = f"{BLIND}, served with w = {window}"
+        losses = [one["loss"] for one in line]
+        right.plot(steps, losses, ls=style, color=COLORS[window], marker="o", ms=4, label=label)
+    for one in told["healings"]:
+        if one["sparse"] and one["healed_with"] == one["window"]:
+            right.plot(
+                one["dense"] + one["sparse"], one["loss"], color=COLORS[one["window"]],
+                marker="D", ms=5, mfc="white", ls="none",
+            )  # fmt: skip
+    right.axhline(told["healings"][0]["all_full"], color="black", lw=0.8, ls=":", label="all F")
+    right.set_xscale("log")
+    shown = sorted({max(one["dense"] + one["sparse"], 5) for one in told["healings"]})
+    right.set_xticks(shown, ["none" if step == 5 else str(step) for step in shown])
+    right.minorticks_off()
+    right.set_xlabel("steps of healing (open: half of them sparse)")
+    right.set_ylabel("loss of held-out text, nats a token", fontsize=8)
+    right.legend(fontsize=6.5, frameon=False)
+    save_figure(figure, path)
+
+
+def table(told: list[dict[str, Any]]) -> str:
+    """Markdown: a row for a target, what each way to choose adds, with and without the window."""
+    ways = list(dict.fromkeys((one["how"], one["window"]) for one in told))
+    head = ["F layers", *(f"{how}, served with w = {window}" for how, window in ways)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for target in TARGETS:
+        cells = {(o["how"], o["window"]): o for o in told if o["target"] == target}
+        texts = [
+            f"{cells[way]['added']:+.1f} ({cells[way]['interval'][0]:+.1f} to "
+            f"{cells[way]['interval'][1]:+.1f})"
+            for way in ways
+        ]
+        lines.append(f"| {cells[ways[0]]['pattern'].count('F')} | " + " | ".join(texts) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--batches", type=int, default=16, help="documents of a search")
+    parser.add_argument("--documents", type=int, default=24, help="held out")
+    parser.add_argument("--healings", type=int, default=len(HEALED), help="only the first so many")
+    quick = {"batches": 2, "documents": 2, "healings": 1}
+    arguments = read_arguments(parser, "window_search", quick=quick)
+    told = {
+        "command": arguments.command,
+        "machine": machine(),
+        "versions": versions(),
+        "searches": searches(arguments),
+        "healings": healings(arguments),
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    write_json(arguments.output / "result.json", told)
+    draw(told, arguments.output / "found.png")
+
+
+if __name__ == "__main__":
+    main()
