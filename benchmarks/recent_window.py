@@ -38,6 +38,12 @@ WINDOWS = (0, 4, 8, 16)
 BLIND = tuple(f"uniform:1/{ratio}" for ratio in (2, 4, 3, 6))
 SEARCHED = ("1/4", "1/8")
 ALL_FULL = "full"
+POINTS = "points to all F"
+NATS = "thousandths of a nat a token over all F"
+TRAINED_FOR = 512
+"""Tokens: the length of the texts that the small checkpoint was trained on."""
+COLUMNS = 4
+"""Panels side by side."""
 MARKS = {0: "o", 4: "v", 8: "s", 16: "D"}
 """Of each window, in the figure."""
 
@@ -262,47 +268,66 @@ def _points(cell: Cell | None) -> str:
 
 
 def draw(told: dict[str, Any], path: Path) -> None:
-    """A panel for each pattern and measure, a line for each setting, a mark for each window."""
+    """A panel for each pattern and measure, a line for each setting, a mark for each window.
+
+    Of the losses only those of texts as long as the model was trained for: beyond, all F itself
+    goes wrong, and every other pattern looks better than it is.
+    """
+    trained_for = [cell for cell in told["losses"] if cell["length"] <= TRAINED_FOR]
     panels = [
         (unit, pattern, [cell for cell in found if cell["pattern"] == pattern])
-        for unit, found in (
-            ("points to all F", told["cells"]),
-            ("thousandths of a nat a token over all F", told["losses"]),
-        )
+        for unit, found in ((POINTS, told["cells"]), (NATS, trained_for))
         for pattern in dict.fromkeys(cell["pattern"] for cell in found)
         if pattern != ALL_FULL
     ]
     checkpoint = Checkpoint.read(TINY)
-    figure, axes = make_figure(4.2 * len(panels), 3.4, columns=len(panels), sharey=True)
-    for axis, (unit, pattern, some) in zip(axes, panels, strict=True):
+    rows = -(-len(panels) // COLUMNS)
+    columns = min(COLUMNS, len(panels))
+    figure, axes = make_figure(3.6 * columns, 3.2 * rows, rows=rows, columns=columns)
+    for axis, (unit, pattern, some) in zip(axes, panels, strict=False):
         color = pattern_color(Library.default().resolve(pattern, checkpoint).pattern)
-        names = [f"{topk} of {length}" for topk, length in groups(some)]
-        axis.axvline(0, color="black", lw=0.8)
-        for window in sorted({cell["window"] for cell in some}):
-            for row, cells_there in enumerate(groups(some).values()):
-                for cell in (c for c in cells_there if c["window"] == window):
-                    if cell["interval"] is None:
-                        continue
-                    at, (low, high) = cell["difference"], cell["interval"]
-                    face = color if window else "white"
-                    label = f"window of {window}" if window else "no window"
-                    axis.errorbar(
-                        at,
-                        row,
-                        xerr=[[at - low], [high - at]],
-                        fmt=MARKS[window],
-                        color=color,
-                        markerfacecolor=face,
-                        capsize=2,
-                        label=label if row == 0 else None,
-                    )
-        axis.set_yticks(range(len(names)), names)
-        axis.set_title(pattern, fontsize=9, loc="left")
+        _panel(axis, some, color)
+        axis.set_title(f"{TINY.name}, {pattern}", fontsize=9, loc="left")
         axis.set_xlabel(unit, fontsize=8)
-        axis.legend(fontsize=7, loc="lower right")
-    axes[0].invert_yaxis()
-    axes[0].set_ylabel("tokens selected, of how many", fontsize=8)
+        ends = [end for other, _, found in panels if other == unit for end in _ends(found)]
+        margin = 0.05 * (max(ends) - min(ends))
+        axis.set_xlim(min(*ends, 0) - margin, max(*ends, 0) + margin)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis in axes[::columns]:
+        axis.set_ylabel("tokens selected, of how many", fontsize=8)
     save_figure(figure, path)
+
+
+def _ends(found: list[Cell]) -> list[float]:
+    return [end for cell in found for end in cell["interval"] or ()]
+
+
+def _panel(axis: Any, some: list[Cell], color: str) -> None:
+    """One pattern: how far it is from all F in each setting, without and with windows."""
+    by_setting = groups(some)
+    axis.axvline(0, color="black", lw=0.8)
+    windows = sorted({cell["window"] for cell in some})
+    for number, window in enumerate(windows):
+        label: str | None = f"window of {window}" if window else "no window"
+        for row, cells_there in enumerate(by_setting.values()):
+            for cell in (c for c in cells_there if c["window"] == window and c["interval"]):
+                at, (low, high) = cell["difference"], cell["interval"]
+                axis.errorbar(
+                    at,
+                    row + 0.14 * (number - (len(windows) - 1) / 2),
+                    xerr=[[at - low], [high - at]],
+                    fmt=MARKS[window],
+                    color=color,
+                    markerfacecolor=color if window else "white",
+                    markersize=5,
+                    capsize=2,
+                    label=label,
+                )
+                label = None
+    axis.set_yticks(range(len(by_setting)), [f"{topk} of {length}" for topk, length in by_setting])
+    axis.invert_yaxis()
+    axis.legend(fontsize=7, loc="best")
 
 
 def main() -> None:

@@ -69,6 +69,13 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
+    if not isinstance(pattern, (Pattern, str)):
+        raise PatternError(f"a pattern is text such as '1/4' or 'FSSS', got {pattern!r}")
+    if not hasattr(model, "modules"):
+        raise CheckpointError(
+            f"a model is wanted that transformers has loaded, got {model!r}. Load it first: "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
     attentions = [module for module in model.modules() if hasattr(module, "indexer")]
     checkpoint = _checkpoint(model, attentions)
     if isinstance(pattern, str):

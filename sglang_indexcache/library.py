@@ -315,19 +315,16 @@ class Library:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every entry by name.
+        """Every entry by name; of a name in several folders, the entry of the last.
 
         Raises:
-            LibraryError: on an invalid file or a name that two files carry.
+            LibraryError: on an invalid file or a name that two files of a folder carry.
         """
-        found: dict[str, Entry] = {}
-        for folder in self.folders:
-            for path in sorted(folder.glob("*.yaml")):
-                entry = load_entry(path)
-                if entry.name in found:
-                    raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
-                found[entry.name] = entry
-        return found
+        return {name: entry for entries in self._by_folder for name, entry in entries.items()}
+
+    @cached_property
+    def _by_folder(self) -> list[dict[str, Entry]]:
+        return [_read_folder(folder) for folder in self.folders]
 
     def get(self, name: str) -> Entry:
         """The entry called ``name``; LibraryError with the known names if there is none."""
@@ -420,6 +417,13 @@ class Library:
                 f"or say uniform:{value} to interleave blindly, which costs quality on long "
                 "contexts."
             )
+        if len(matching) > 1:  # the user's own folders come last
+            *_, own = (
+                found
+                for entries in self._by_folder
+                if (found := [one for one in matching if entries.get(one.name) is one])
+            )
+            matching = own
         if len(matching) > 1:
             names = ", ".join(entry.name for entry in matching)
             raise LibraryError(f"several patterns at retention {value} fit: {names}. Name one.")
@@ -437,6 +441,16 @@ def names_a_file(value: str) -> bool:
     if _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value
+
+
+def _read_folder(folder: Path) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        entry = load_entry(path)
+        if entry.name in found:
+            raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
+        found[entry.name] = entry
+    return found
 
 
 def _from_entry(entry: Entry, description: str) -> Resolved:

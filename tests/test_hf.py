@@ -457,3 +457,14 @@ def test_a_window_that_no_layer_can_be_given_is_refused(folder: Path, model: Any
             pass
     finally:
         model.config._attn_implementation = "eager"
+
+
+@pytest.mark.parametrize("wrong", [0.25, list("FSSS"), None])
+def test_what_is_no_pattern_is_refused_by_name(model: Any, wrong: Any) -> None:
+    with pytest.raises(PatternError, match="a pattern is text such as"), share(model, wrong):
+        pass
+
+
+def test_a_folder_is_no_model(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="Load it first"), share(folder, "full"):
+        pass

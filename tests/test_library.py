@@ -219,6 +219,21 @@ def test_two_entries_at_one_ratio_must_be_named(tmp_path: Path) -> None:
         Library([tmp_path]).resolve("1/2", checkpoint)
 
 
+def test_the_users_own_folder_comes_first(tmp_path: Path) -> None:
+    """What `search run` writes may bear the name and ratio of a pattern that is shipped."""
+    shipped, own, other = (tmp_path / name for name in ("shipped", "own", "other"))
+    for folder in (shipped, own, other):
+        folder.mkdir()
+    write(shipped, GOOD)
+    write(own, {**GOOD, "pattern": "FFSS"})
+    write(other, {**GOOD, "name": "other", "pattern": "FSSF"})
+    checkpoint = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
+    for value in ("mine", "1/2"):
+        assert str(Library([shipped, own]).resolve(value, checkpoint).pattern) == "FFSS"
+    assert str(Library([shipped, other]).resolve("1/2", checkpoint).pattern) == "FSSF"
+    assert str(Library([shipped, other]).resolve("mine", checkpoint).pattern) == GOOD["pattern"]
+
+
 def test_another_models_pattern_is_named_as_such(library: Library) -> None:
     config = {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 12, "index_topk": 64}
     with pytest.raises(PatternError, match=r"glm-5-1of4 is for GLM-5.*78 .*has 12.*patterns list"):

@@ -1,4 +1,4 @@
-"""The appendix's similarity search in small: local similarity is no better than interleaving.
+"""The appendix's similarity search in small, beside interleaved patterns and those of the library.
 
     python -m benchmarks.paper.similarity --quick
     python -m benchmarks.paper.similarity
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     for line in found:
         for ratio, pattern in similar.items():
             if line["name"] == pattern:
-                line["name"] = f"{ratio} by similarity"
+                line["name"] = f"{ratio} by similarity, {pattern}"
     write(found, arguments, "the appendix's similarity search in small")
 
 

@@ -55,7 +55,7 @@ def run_evaluation(
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
         QualityError: what may not be evaluated, or not go on.
     """
-    arms = request.arms()
+    cost, arms = request.tell(console), request.arms()
     asking = Servers(arms, servers)
     asking.check_fits(request.plan.longest)
     server = facts(asking.all[0])
@@ -82,7 +82,6 @@ def run_evaluation(
                     }
                 }
             )
-        cost = request.tell(console)
         if not record.done:
             request.check_contexts(console)
         confirm(cost, agree)

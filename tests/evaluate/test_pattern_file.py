@@ -42,7 +42,7 @@ def row(**changes: object) -> Evaluated:
 def test_the_verdict_is_written_and_read_back(tmp_path: Path) -> None:
     path = pattern_file(tmp_path)
     said = write_quality(path, evaluation(60))
-    assert said == "no loss beyond 2 points to 128Ki"
+    assert said == "no loss beyond 2 points in contexts of up to 128Ki tokens"
     entry = load_entry(path)
     [found] = entry.evaluated
     assert (found.contexts, found.pairs, found.lengths) == (240, 960, LENGTHS)
@@ -69,7 +69,11 @@ def test_the_last_verdict_on_a_checkpoint_counts(tmp_path: Path) -> None:
     path = pattern_file(tmp_path)
     add_evaluated(path, row(verdict="undecided"))
     add_evaluated(path, row())
-    assert load_entry(path).known(lambda: DIGEST).endswith("no loss beyond 1 point to 128Ki")
+    assert (
+        load_entry(path)
+        .known(lambda: DIGEST)
+        .endswith("no loss beyond 1 point in contexts of up to 128Ki tokens")
+    )
 
 
 def test_no_digest_is_made_for_an_entry_that_was_never_evaluated(tmp_path: Path) -> None:
@@ -130,9 +134,15 @@ def test_what_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> No
 
 def test_places_that_could_not_see_stay_named(tmp_path: Path) -> None:
     found = row(blind=("needles at 131072",))
-    assert str(found) == "no loss beyond 1 point to 128Ki, without needles at 131072"
+    assert (
+        str(found)
+        == "no loss beyond 1 point in contexts of up to 128Ki tokens, without needles at 131072"
+    )
     small = row(verdict="small loss", difference=-0.004)
-    assert str(small) == "a loss of 0.4 points, less than the margin of 1, to 128Ki"
+    assert str(small) == (
+        "it loses 0.4 points of right answers, less than the margin of 1, in contexts of up to "
+        "128Ki tokens"
+    )
     add_evaluated(pattern_file(tmp_path), found)
     [again] = load_entry(tmp_path / "mine.yaml").evaluated
     assert again == found

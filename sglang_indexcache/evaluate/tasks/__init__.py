@@ -1,9 +1,8 @@
-"""Long-context tasks: one file each, and one row here.
+"""Long-context tasks: one file for each published source, and one row here.
 
 `TASKS` are generated offline to an exact number of tokens; `files.FILES` are read from what a user
-has.
-The rules and prompts are those of their published sources as far as they need no download; each
-file says what it takes from where, and which known defects of the source it does not copy.
+has. The rules and prompts are those of their published sources as far as they need no download;
+each file says what it takes from where, and which known defects of the source it does not copy.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 from sglang_indexcache.evaluate.tasks.context import Task
 from sglang_indexcache.evaluate.tasks.files import LETTERS
 from sglang_indexcache.evaluate.tasks.graph import parents, search
-from sglang_indexcache.evaluate.tasks.needles import needles
 from sglang_indexcache.evaluate.tasks.notes import notes
 from sglang_indexcache.evaluate.tasks.rounds import rounds
-from sglang_indexcache.evaluate.tasks.tracking import tracking
+from sglang_indexcache.evaluate.tasks.ruler import needles, tracking
 
 TASKS: dict[str, Task] = {
     "needles": needles,
