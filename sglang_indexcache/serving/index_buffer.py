@@ -66,6 +66,11 @@ class IndexBuffer:
         self.writes += 1
 
     @property
+    def held(self) -> torch.Tensor | None:
+        """``[T, k]``: what was written last in this forward, whoever wrote it."""
+        return self._indices
+
+    @property
     def rows(self) -> RowPatterns:
         """Of the forward in progress; a switch meanwhile does not change them."""
         if self._rows is None:
