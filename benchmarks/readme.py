@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import recent_window, search_tables
+from benchmarks import recent_window, search_tables, window_search
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
@@ -186,6 +186,16 @@ def _window_losses(folder: Path, path: str) -> str:
     return recent_window.table(json.loads((folder / path).read_text())["losses"])
 
 
+def _window_search(folder: Path, path: str) -> str:
+    """Thousandths of a nat over all F, by what chose the pattern, and by window."""
+    return window_search.table(json.loads((folder / path).read_text())["searches"])
+
+
+def _window_heal(folder: Path, path: str) -> str:
+    """Thousandths of a nat over all F, by steps of healing, and by window."""
+    return window_search.healing_table(json.loads((folder / path).read_text())["healings"])
+
+
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
@@ -213,6 +223,8 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "window": (_window, "window/result.json"),
     "window-losses": (_window_losses, "window/result.json"),
+    "window-search": (_window_search, "window_search/result.json"),
+    "window-heal": (_window_heal, "window_search/result.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

@@ -20,6 +20,7 @@ from benchmarks import (
     recent_window,
     search_figures,
     small_checkpoint,
+    window_search,
 )
 from benchmarks.paper import shares, table_3
 from benchmarks.records import RESULTS, read_arguments
@@ -46,6 +47,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(_healed_on)),
     "window/window.png": ("window/result.json", _of(recent_window.draw)),
+    "window_search/found.png": ("window_search/result.json", _of(window_search.draw)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "quality/measures.png": ("quality/measures.json", _of(quality_measures.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),

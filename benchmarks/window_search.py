@@ -5,7 +5,7 @@
 Patterns of the small checkpoint are searched with and without a window (``indexcache search run``),
 and its blind quarter is healed for some numbers of steps (``indexcache heal run``). All of it is
 then measured with and without the window on held-out text that neither saw (``indexcache search
-compare``). Dense steps know no window, so one adapter is measured both ways; sparse steps do.
+compare``). Healing is by dense steps, which know no window, so one adapter is measured both ways.
 Started again it goes on where it was. Writes result.json and found.png.
 """
 
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.recent_window import TINY, with_lists
 from benchmarks.records import read_arguments
 from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.study.provenance import machine, versions
+from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
 WINDOW = 8
@@ -32,11 +32,11 @@ TOPK = 64
 TARGETS = ("1/2", "1/3", "1/4", "1/6")
 """Six, four, three and two F layers of twelve; with one F layer there is nothing to choose."""
 BLIND = "uniform:1/4"
-HEALED = ((20, 0), (80, 0), (320, 0), (80, 80))
-"""Dense and sparse steps."""
+HEALED = (20, 80, 320)
+"""Dense steps."""
 HEALING = ("--context", "512", "--lr", "5e-3", "--held-out", "4", "--dtype", "float32")
 COLORS = {0: "#c44e52", WINDOW: "#4c72b0"}
-"""By the window that a pattern was searched or healed with."""
+"""By the window that a pattern was searched or is served with."""
 
 
 def indexcache(*arguments: str | Path | int) -> None:
@@ -100,7 +100,7 @@ def searches(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def _thousandths(one: dict[str, Any]) -> dict[str, Any]:
     found = one["difference"]
     return {
-        "added": 1000 * found["mean"],
+        "difference": 1000 * found["mean"],
         "interval": [1000 * found["low"], 1000 * found["high"]],
         "loss": one["loss"],
     }
@@ -109,31 +109,26 @@ def _thousandths(one: dict[str, Any]) -> dict[str, Any]:
 def healings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The loss of the blind quarter after some steps of healing, with and without the window."""
     work, rows = arguments.work, []
-    runs = [(0, 0, 0)]
-    for dense, sparse in HEALED[: arguments.healings]:
-        runs += [(dense, sparse, window) for window in ((0, WINDOW) if sparse else (0,))]
-    for dense, sparse, window in runs:
-        name = f"healed-{dense}-{sparse}-w{window}"
-        model = TINY
-        if dense + sparse:
-            model = wearing(_healed(work / name, dense, sparse, window), work / f"{name}-model")
+    for steps in (0, *HEALED[: arguments.healings]):
+        model, name = TINY, f"healed-{steps}-0-w0"
+        if steps:
+            model = wearing(_healed(work / name, steps), work / f"{name}-model")
         patterns = ["full", BLIND, with_window(BLIND, WINDOW)]
         told = measured(work / f"{name}-loss", model, patterns, arguments.documents)
-        for one, served in zip(told, (0, WINDOW), strict=True):
-            row = {"dense": dense, "sparse": sparse, "healed_with": window, "window": served}
-            rows.append(row | {"loss": one["loss"], "all_full": one["reference_loss"]})
-    return rows
+        rows += [
+            {"steps": steps, "window": window, "loss": one["loss"], **_thousandths(one)}
+            for one, window in zip(told, (0, WINDOW), strict=True)
+        ]
+        if not steps:
+            all_full = told[0]["reference_loss"]
+    return [row | {"all_full": all_full} for row in rows]
 
 
-def _healed(output: Path, dense: int, sparse: int, window: int) -> Path:
+def _healed(output: Path, steps: int) -> Path:
     if not (output / "adapter.yaml").exists():
-        steps = ("--dense-steps", dense, "--sparse-steps", sparse)
-        every = ("--evaluate-every", dense + sparse)
-        pattern = ("--pattern", with_window(BLIND, window))
-        indexcache(
-            "heal", "run", TINY, *pattern, "--data", "machine", *steps, *every, *HEALING,
-            "-o", output,
-        )  # fmt: skip
+        how = ("--dense-steps", steps, "--sparse-steps", 0, "--evaluate-every", steps, *HEALING)
+        what = ("--pattern", BLIND, "--data", "machine", "-o", output)
+        indexcache("heal", "run", TINY, *what, *how)
     return output
 
 
@@ -159,53 +154,53 @@ def draw(told: dict[str, Any], path: Path) -> None:
         for window, style in ((0, "--"), (WINDOW, "-")):
             line = [o for o in told["searches"] if (o["how"], o["window"]) == (how, window)]
             line.sort(key=lambda one: one["pattern"].count("F"))
-            low = [one["added"] - one["interval"][0] for one in line]
+            low = [one["difference"] - one["interval"][0] for one in line]
             left.errorbar(
-                [one["pattern"].count("F") for one in line], [one["added"] for one in line],
+                [one["pattern"].count("F") for one in line], [one["difference"] for one in line],
                 yerr=low, ls=style, color=color, marker="o", ms=3, capsize=2, lw=1.2,
                 label=f"{how}, served with w = {window}",
             )  # fmt: skip
     left.axhline(0, color="black", lw=0.8, ls=":")
     left.set_yscale("symlog", linthresh=20)
+    left.set_xticks(sorted({one["pattern"].count("F") for one in told["searches"]}))
     left.set_xlabel("F layers, of 12")
     left.set_ylabel("thousandths of a nat a token over all F", fontsize=8)
     left.legend(fontsize=6.5, frameon=False)
     for window, style in ((0, "--"), (WINDOW, "-")):
-        line = [o for o in told["healings"] if o["window"] == window and not o["sparse"]]
-        steps = [max(one["dense"], 5) for one in line]  # 5 stands for none
+        line = [one for one in told["healings"] if one["window"] == window]
         label = f"{BLIND}, served with w = {window}"
-        losses = [one["loss"] for one in line]
-        right.plot(steps, losses, ls=style, color=COLORS[window], marker="o", ms=4, label=label)
-    for one in told["healings"]:
-        if one["sparse"] and one["healed_with"] == one["window"]:
-            right.plot(
-                one["dense"] + one["sparse"], one["loss"], color=COLORS[one["window"]],
-                marker="D", ms=5, mfc="white", ls="none",
-            )  # fmt: skip
+        places, losses = range(len(line)), [one["loss"] for one in line]
+        right.plot(places, losses, ls=style, color=COLORS[window], marker="o", ms=4, label=label)
     right.axhline(told["healings"][0]["all_full"], color="black", lw=0.8, ls=":", label="all F")
-    right.set_xscale("log")
-    shown = sorted({max(one["dense"] + one["sparse"], 5) for one in told["healings"]})
-    right.set_xticks(shown, ["none" if step == 5 else str(step) for step in shown])
-    right.minorticks_off()
-    right.set_xlabel("steps of healing (open: half of them sparse)")
+    right.set_xticks(range(len(line)), [str(one["steps"]) for one in line])
+    right.set_xlabel("steps of healing")
     right.set_ylabel("loss of held-out text, nats a token", fontsize=8)
     right.legend(fontsize=6.5, frameon=False)
     save_figure(figure, path)
 
 
 def table(told: list[dict[str, Any]]) -> str:
-    """Markdown: a row for a target, what each way to choose adds, with and without the window."""
-    ways = list(dict.fromkeys((one["how"], one["window"]) for one in told))
-    head = ["F layers", *(f"{how}, served with w = {window}" for how, window in ways)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    """Markdown: a row for F layers and a way to choose them, a column for a window."""
+    lines = [f"| F layers | chosen | w = 0 | w = {WINDOW} |", "|---" * 4 + "|"]
     for target in TARGETS:
-        cells = {(o["how"], o["window"]): o for o in told if o["target"] == target}
-        texts = [
-            f"{cells[way]['added']:+.1f} ({cells[way]['interval'][0]:+.1f} to "
-            f"{cells[way]['interval'][1]:+.1f})"
-            for way in ways
-        ]
-        lines.append(f"| {cells[ways[0]]['pattern'].count('F')} | " + " | ".join(texts) + " |")
+        for how in dict.fromkeys(one["how"] for one in told):
+            bare, near = (one for one in told if (one["target"], one["how"]) == (target, how))
+            texts = [bare["pattern"].count("F"), how, *map(_in_words, (bare, near))]
+            lines.append("| " + " | ".join(map(str, texts)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(one: dict[str, Any]) -> str:
+    low, high = one["interval"]
+    return f"{one['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def healing_table(told: list[dict[str, Any]]) -> str:
+    """Markdown: a row for a number of steps; what is over all F of the checkpoint as it is."""
+    lines = [f"| steps | w = 0 | w = {WINDOW} |", "|---" * 3 + "|"]
+    for steps in dict.fromkeys(one["steps"] for one in told):
+        over = [1000 * (o["loss"] - o["all_full"]) for o in told if o["steps"] == steps]
+        lines.append(f"| {steps} | " + " | ".join(f"{one:+.1f}" for one in over) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -221,7 +216,6 @@ def main() -> None:
     told = {
         "command": arguments.command,
         "machine": machine(),
-        "versions": versions(),
         "searches": searches(arguments),
         "healings": healings(arguments),
     }

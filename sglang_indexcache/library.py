@@ -130,6 +130,19 @@ class Evaluated(Strict):
 NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
+class FoundOverlap(Strict):
+    """What layers' own selections had in common, on the text that a pattern was found with.
+
+    ``layers`` has for each layer the mean share of its selection that the layer whose list stands
+    there had too: for an S layer the F layer that serves it, for an F layer the F layer before it.
+    None where there is no such layer.
+    """
+
+    layers: tuple[float | None, ...]
+    queries: int = Field(gt=0)
+    data: str = ""
+
+
 class Latency(Strict):
     """One speed of the pattern, beside all-F."""
 
@@ -153,6 +166,7 @@ class Entry(Strict):
     source: Citation
     quality: tuple[Quality | Evaluated, ...] = ()
     latency: tuple[Latency, ...] = ()
+    overlap: FoundOverlap | None = None
 
     @field_validator("pattern")
     @classmethod
@@ -165,6 +179,8 @@ class Entry(Strict):
         found = len(self.parsed.full_layers)
         if found != self.full_layers:
             raise ValueError(f"full_layers says {self.full_layers}, the pattern has {found} F")
+        if self.overlap and len(self.overlap.layers) != self.model.num_layers:
+            raise ValueError(f"overlap has {len(self.overlap.layers)} layers")
         return self
 
     @cached_property
@@ -246,19 +262,35 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
         text = f"{head}{listed[1]}- {flow}\n{text[place:]}"
     else:
         text = f"{text.rstrip()}\nquality:\n- {flow}\n"
+    _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}), "a verdict")
+
+
+def set_overlap(path: Path, found: FoundOverlap) -> None:
+    """Write an overlap into a pattern file, in place of one that is there.
+
+    Raises:
+        LibraryError: the file is no pattern file, or is written in a way that has no place for it.
+    """
+    before = load_entry(path)
+    data = found.model_dump(mode="json")
+    flow = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    rest = re.sub(r"^overlap:.*\n(?:[ ].*\n)*", "", path.read_text("utf-8"), flags=re.MULTILINE)
+    text = f"{rest.rstrip()}\noverlap: {flow}\n"
+    _rewrite(path, text, before.model_copy(update={"overlap": found}), "an overlap")
+
+
+def _rewrite(path: Path, text: str, expected: Entry, what: str) -> None:
+    """Write ``text``, if it says what is expected and nothing else."""
     try:
-        after = Entry.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, ValidationError) as error:
-        raise LibraryError(_no_place(path)) from error
-    if after != before.model_copy(update={"quality": (*before.quality, row)}):
-        raise LibraryError(_no_place(path))
+        is_right = Entry.model_validate(yaml.safe_load(text)) == expected
+    except (yaml.YAMLError, ValidationError):
+        is_right = False
+    if not is_right:
+        raise LibraryError(
+            f"{path} has no place for {what}; write its lists one item a line, and its sections "
+            "one below the other"
+        )
     write_whole(path, text)
-
-
-def _no_place(path: Path) -> str:
-    return (
-        f"{path} has no place for a verdict; write its quality section as a list, one item a line"
-    )
 
 
 _FORMS = (

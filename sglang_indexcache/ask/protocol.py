@@ -7,6 +7,7 @@ and whether an answer was made under the pattern that was asked for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -56,6 +57,32 @@ ENGINE_FACTS = (
 """What of SGLang's ``/server_info`` can change answers: alike on servers that are compared."""
 
 
+RECENT = (8, 64, 256)
+"""Last tokens, a row's own included, of which a shadow counts how many an inherited list holds."""
+
+
+class Overlaps(BaseModel):
+    """What the shadow of a rank saw, with ``--indexcache-shadow``, since its pattern was set.
+
+    Attributes:
+        one_in: of so many forwards one is sampled; 0 for none, also after a failure.
+        forwards: sampled since the server's start.
+        cells: by layer and length of the request, as "3 8Ki": the rows that were compared; the sums
+            over them of the share of the layer's own selection that it was given, of that share by
+            score mass, and of the shares of the last 8, 64 and 256 tokens that the list holds; the
+            least of the first two shares. In static mode an F layer is compared with the F layer
+            before it, and there is no score mass.
+        reference: by layer, the overlap that the pattern's file says; nothing where it says none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    one_in: int = 0
+    forwards: int = 0
+    cells: dict[str, list[float]] = {}
+    reference: tuple[float | None, ...] = ()
+
+
 class RankState(BaseModel):
     """What one data-parallel rank reports. It answers for the ranks and stages behind it.
 
@@ -82,9 +109,8 @@ class RankState(BaseModel):
             pipeline stage, the only one that reports. None, of an older server, is all.
         forwards: begun so far.
         mixed_forwards: those of them with requests of several patterns.
-        rows: rows (tokens) forwarded so far, by pattern.
-        forwards_under: forwards so far, by their patterns, sorted and joined by "+". Both count
-            the first 200 names apart, and the rest as :data:`OTHERS`.
+        forwards_under: forwards so far, by their patterns, sorted and joined by "+": the first 200
+            names apart, and the rest as :data:`OTHERS`.
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
@@ -92,6 +118,7 @@ class RankState(BaseModel):
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
             the longest length of the bin of requests, as "decode 32Ki skipped".
+        overlap: of a sample of forwards, layers' own selections beside the lists that they get.
         rejections: patterns refused so far, as "switch" of the server's or by a "request".
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
             "_processor"). On a CPU only: a GPU's kernels run behind the clock.
@@ -118,7 +145,6 @@ class RankState(BaseModel):
     stage: tuple[int, int] | None = None
     forwards: int = 0
     mixed_forwards: int = 0
-    rows: dict[str, int] = {}
     forwards_under: dict[str, int] = {}
     indexer_selections: list[int]
     index_reuses: list[int]
@@ -126,6 +152,7 @@ class RankState(BaseModel):
     graph_replays: dict[str, int] = {}
     tokens: dict[str, int] = {}
     pairs: dict[str, int] = {}
+    overlap: Overlaps = Overlaps()
     rejections: dict[str, int] = {}
     indexer_seconds: dict[str, float] = {}
     index_k_bytes_per_token: int = 0
@@ -142,6 +169,14 @@ class RankState(BaseModel):
     def shared_layers(self) -> int:
         """Layers that reuse another's indices."""
         return self.pattern.count("S")
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows (tokens) forwarded so far, by pattern."""
+        found: Counter[str] = Counter()
+        for name, count in self.tokens.items():
+            found[name.partition(" ")[2]] += count
+        return dict(found)
 
     @property
     def counted_layers(self) -> range:

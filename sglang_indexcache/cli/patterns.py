@@ -116,6 +116,12 @@ def _show_provenance(entry: Entry) -> None:
     out.print(f"data       {entry.method.data}")
     where = f"{entry.source.where} ({entry.source.url})" if entry.source.url else entry.source.where
     out.print(f"source     {entry.source.title}, {where}")
+    if entry.overlap and (shares := [s for s in entry.overlap.layers if s is not None]):
+        least, mean = min(shares), sum(shares) / len(shares)
+        out.print(
+            f"overlap    layers' own selections have {mean:.0%} in common with the list that they "
+            f"get, the least {least:.0%} ({entry.overlap.queries:,} queries)"
+        )
     if entry.model.note:
         out.print(f"note       {entry.model.note.strip()}")
     if entry.scores:

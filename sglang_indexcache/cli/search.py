@@ -294,7 +294,9 @@ def overlap_command(
         str,
         typer.Option(
             metavar="PATTERN",
-            help="A pattern, in any form, whose blocks are drawn on the heatmap.",
+            help="A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML "
+            "file, transformers also runs it, and what its layers have in common is written into "
+            "the file, for servers to compare with.",
         ),
     ] = "",
     data: DataOption = "machine",
@@ -317,11 +319,13 @@ def overlap_command(
 
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
     """
+    from sglang_indexcache.library import names_a_file, set_overlap
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
         OverlapCounter,
         draw_overlap,
+        found_overlap,
         numbers,
         read,
         recent_in_words,
@@ -348,6 +352,11 @@ def overlap_command(
     facts = {"identity": identity, "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)
+    if drawn is not None and names_a_file(pattern) and not url:
+        texts = setup.calibration.sequences
+        found = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)
+        set_overlap(Path(pattern), found)
+        out.print(f"{pattern} has the overlap of its layers now", highlight=False)
     out.print(f"numbers and figure are in {output}")
 
 

@@ -52,7 +52,7 @@ def doctor_command(
         Path | None,
         typer.Option(
             metavar="WHEEL",
-            help="Say whether IndexCache can extend this SGLang, and show what moved in it: a "
+            help="Say whether IndexCache can extend this SGLang, and name what moved in it: a "
             "wheel, or a folder that holds sglang/. It is read, and neither installed nor run.",
         ),
     ] = None,
@@ -108,8 +108,9 @@ def live_watch(
     """Watch what sharing does on a running server, until you press Ctrl-C.
 
     It shows which share of the indexers' work is skipped, the tokens and requests of each pattern,
-    and how often each layer ran its indexer. It asks /server_info, so --enable-metrics, which has
-    the same for Prometheus, is not needed.
+    how often each layer ran its indexer, and with --indexcache-shadow how much of their own
+    selection layers have in common with what they are given. It asks /server_info, so
+    --enable-metrics, which has the same for Prometheus, is not needed.
     """
     from sglang_indexcache.serving.watch import watch
 
@@ -149,6 +150,7 @@ def live_set(
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print what each rank says; whether none of them fails to skip what it should."""
     from sglang_indexcache.serving.skipping import judge, told_index_keys
+    from sglang_indexcache.serving.watch import told_overlap
     from sglang_indexcache.support.drawing import to_terminal
 
     def tell(line: str, style: str | None = None) -> None:
@@ -163,6 +165,8 @@ def _print_states(states: Sequence[RankState]) -> bool:
         if verdict.uncounted:
             tell(verdict.uncounted)
         tell(f"index-K: {told_index_keys(state)}")
+        if state.overlap.one_in:
+            tell(told_overlap([state]))
         if state.adapter:
             indexers = "its indexers" if state.adapter_in_effect else "not in effect"
             tell(f"adapter: {state.adapter} ({indexers})")

@@ -81,6 +81,14 @@ class OutputFolder:
         write_json(self._folder / "search.json", self._summary())
         self._draw()
 
+    def path_of(self, found: Found) -> Path:
+        """The pattern file of one mark."""
+        return self._folder / f"{self._name_of(found)}.yaml"
+
+    def _name_of(self, found: Found) -> str:
+        window = f"-w{found.pattern.window}" if found.pattern.window else ""
+        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}{window}"
+
     def _draw(self) -> None:
         draw_losses(self._summary(), self._folder / "losses.png")
 
@@ -93,9 +101,8 @@ class OutputFolder:
         """The library entry of one mark. Holds no times: the same search gives the same file."""
         setup, retention = self._setup, found.mark.label
         method = self._search.options.in_words(is_refined=found.is_refined)
-        window = f"-w{found.pattern.window}" if found.pattern.window else ""
         return Entry(
-            name=f"{setup.name}-{retention.replace('/', 'of')}{window}",
+            name=self._name_of(found),
             model=setup.model,
             pattern=str(found.pattern),
             full_layers=len(found.pattern.full_layers),

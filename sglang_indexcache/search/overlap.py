@@ -7,7 +7,7 @@ layers that share it lack too, unless a pattern has a recent window.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from sglang_indexcache.ask.protocol import states_of
 from sglang_indexcache.ask.score import Prompt, ask
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError, ServerError
+from sglang_indexcache.library import FoundOverlap
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -160,13 +161,54 @@ def read(matrix: Floats) -> Reading:
     )
 
 
+def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
+    """What the list that each layer is given or would be given holds of its own selection.
+
+    Of an S layer that is its F layer's, of an F layer that of the F layer before it; None of the
+    first.
+    """
+    before = (None, *pattern.sources[:-1])
+    others = [before[n] if pattern.is_full(n) else pattern.sources[n] for n in range(len(pattern))]
+    return tuple(
+        None if other is None else float(matrix[layer, other]) for layer, other in enumerate(others)
+    )
+
+
 def served_overlap(matrix: Floats, pattern: Pattern) -> float:
     """Mean overlap of the S layers' own selection with that of the F layer that serves them.
 
     NaN for a pattern without S layers.
     """
-    pairs = [matrix[layer, pattern.sources[layer]] for layer in pattern.shared_layers]
+    shares = by_layer(matrix, pattern)
+    pairs = [share for n in pattern.shared_layers if (share := shares[n]) is not None]
     return float(np.mean(pairs)) if pairs else float("nan")
+
+
+def found_overlap(
+    select: Callable[[tuple[int, ...], Pattern], NDArray[np.integer]],
+    pattern: Pattern,
+    sequences: Sequence[tuple[int, ...]],
+    topk: int,
+    data: str,
+) -> FoundOverlap:
+    """What a pattern file says of it: measured in runs of the pattern, as a server measures it.
+
+    Args:
+        select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
+        pattern: the file's.
+        sequences: to run.
+        topk: k.
+        data: what the sequences are, in words.
+
+    Raises:
+        SearchError: no query saw more than k tokens.
+    """
+    counter = OverlapCounter(len(pattern), topk)
+    for ids in sequences:
+        counter.add(select(ids, pattern))
+    shares = by_layer(counter.matrix(), pattern)
+    rounded = tuple(None if share is None else round(share, 4) for share in shares)
+    return FoundOverlap(layers=rounded, queries=counter.queries, data=data)
 
 
 def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:

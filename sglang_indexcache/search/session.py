@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.library import set_overlap
 from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, SearchJournal, Step
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
+from sglang_indexcache.search.overlap import found_overlap
 from sglang_indexcache.search.rules import Constraints, Targets
 from sglang_indexcache.search.run import Found, Search, check_tokens
 from sglang_indexcache.search.setup import Setup
@@ -21,6 +25,8 @@ from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 
 JOURNAL = "journal.jsonl"
+OVERLAP_TEXTS = 4
+"""On which the overlap of a found pattern's layers is measured, where selections can be seen."""
 
 
 def run_search(
@@ -77,9 +83,25 @@ def run_search(
             folder.finish()
             raise
     folder.finish()
+    _note_overlap(search, evaluator, setup, folder)
     _show_result(search, setup.objective, console)
     console.print(f"everything is in {output}")
     return search
+
+
+def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: OutputFolder) -> None:
+    """Let the files say what their layers' selections have in common, where they can be seen.
+
+    On documents of at most k tokens everything is selected, so there is nothing to say.
+    """
+    select = getattr(evaluator, "selected", None)
+    if select is None:  # a served model's cannot be seen
+        return
+    texts, topk = setup.calibration.sequences[:OVERLAP_TEXTS], setup.checkpoint.shape["index_topk"]
+    for found in search.found.values():
+        with suppress(SearchError):
+            overlap = found_overlap(select, found.pattern, texts, topk, setup.data)
+            set_overlap(folder.path_of(found), overlap)
 
 
 def plan(

@@ -7,21 +7,28 @@ can be replaced for the requests to come.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import OTHERS, RankState
+from sglang_indexcache.ask.protocol import OTHERS, Overlaps, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import Plan
-from sglang_indexcache.serving.traffic import Traffic, is_apart, phase_of, served_in
+from sglang_indexcache.serving.traffic import (
+    LENGTHS,
+    Served,
+    Traffic,
+    is_apart,
+    phase_of,
+    served_in,
+)
 
 _MOST_APART = 200
-"""Different patterns, and different sets of them, that are counted each by itself. Whoever may send
-requests may name any number, and the report that holds them is read again and again."""
+"""Different sets of patterns that are counted each by itself. Requests may name any
+pattern, and the report that holds them is read again and again."""
 
 
 @dataclass
@@ -33,9 +40,8 @@ class Counters:
     Attributes:
         forwards: forwards begun.
         mixed_forwards: those with requests of several patterns.
-        rows: rows (tokens) forwarded, by pattern.
-        forwards_under: forwards by the patterns in them, sorted and joined by "+". In both, what
-            comes after so many different ones is counted together, as ``OTHERS``.
+        forwards_under: forwards by the patterns in them, sorted and joined by "+"; what comes after
+            so many different ones is counted together, as ``OTHERS``.
         selections: times the layer's indexer scored keys and selected.
         reuses: times the layer took another layer's indices.
         key_writes: times the layer stored index keys without scoring (live mode, S layers).
@@ -47,7 +53,6 @@ class Counters:
 
     forwards: int = 0
     mixed_forwards: int = 0
-    rows: Counter[str] = field(default_factory=Counter)
     forwards_under: Counter[str] = field(default_factory=Counter)
     selections: list[int] = field(default_factory=list)
     reuses: list[int] = field(default_factory=list)
@@ -73,9 +78,12 @@ class ActivePattern:
         source: who asked for it.
         is_counting: not while a decode graph is captured, which serves nobody.
         traffic: what the forwards were, by lengths.
+        shadow: what a sample of them says of the overlap of lists.
     """
 
     def __init__(self, plan: Plan) -> None:
+        from sglang_indexcache.serving.shadow import Shadow  # torch: only workers need it
+
         self.plan = plan
         self.policy = plan.policy
         self.source = plan.source
@@ -85,7 +93,23 @@ class ActivePattern:
         self.last_rejection = ""
         self.counters = Counters.for_layers(len(plan.pattern))
         self.traffic = Traffic()
+        self.shadow = Shadow(plan)
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
+
+    @property
+    def reference(self) -> tuple[float | None, ...]:
+        """By layer, the overlap that the pattern in effect was found with; () if nobody knows.
+
+        Only of the layers that a shadow compares in this mode.
+        """
+        plan = self.plan
+        if self.policy.patterns != (plan.pattern,):
+            return ()
+        compared = plan.pattern.full_layers if plan.mode == "static" else plan.pattern.shared_layers
+        return tuple(
+            share if layer in compared and plan.own.is_full(layer) else None
+            for layer, share in enumerate(plan.overlap)
+        )
 
     @property
     def pattern(self) -> Pattern:
@@ -96,31 +120,25 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
-    def count_forward(self, rows: Mapping[Pattern, int]) -> None:
-        """A forward of a whole batch has begun.
-
-        Args:
-            rows: how many each pattern has in it; an idle rank has none of any.
-        """
-        if not self.is_counting:
-            return
-        counters, names = self.counters, sorted(str(pattern) for pattern, n in rows.items() if n)
-        counters.forwards += 1
-        if not names:
-            return
-        counters.mixed_forwards += len(names) > 1
-        _add(counters.forwards_under, "+".join(names), 1)
-        for pattern, count in rows.items():
-            _add(counters.rows, str(pattern), count)
-
-    def count_traffic(self, batch: Any) -> None:
-        """A forward of SGLang's ``batch`` has begun: note what its requests were."""
-        if not self.is_counting:
-            return
+    def count_batch(self, batch: Any) -> None:
+        """A forward of SGLang's ``batch``, which is whole, has begun."""
         live = self.plan.mode == "live" and batch.rids
-        self.traffic.count(
-            phase_of(batch), served_in(batch, batch.rids.patterns if live else (), self.pattern)
-        )
+        served = served_in(batch, batch.rids.patterns if live else (), self.pattern)
+        self.count_forward(phase_of(batch), served)
+        is_plain = self.is_counting and getattr(batch, "spec_info", None) is None
+        self.shadow.begin(served if is_plain else (), self.policy.patterns, self.traffic.topk)
+
+    def count_forward(self, phase: str, served: Sequence[Served]) -> None:
+        """A forward of these requests has begun, in ``phase``; an idle rank has none."""
+        if not self.is_counting:
+            return
+        counters, names = self.counters, sorted({str(pattern) for pattern, *_ in served})
+        counters.forwards += 1
+        if names:
+            counters.mixed_forwards += len(names) > 1
+            together, apart = "+".join(names), counters.forwards_under
+            apart[together if is_apart(together, apart, _MOST_APART) else OTHERS] += 1
+        self.traffic.count(phase, served)
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
@@ -153,6 +171,20 @@ class ActivePattern:
         """
         self.policy, self.source, self.adapted = policy, source, adapted
         self.switches += 1
+
+    def overlaps(self) -> Overlaps:
+        """What the shadow saw since the policy was set."""
+        shadow = self.shadow
+        sums, _, leasts = shadow.read()
+        cells = {
+            f"{layer} {length}": sums[layer][place] + leasts[layer][place]
+            for layer in range(len(sums))
+            for place, length in enumerate(LENGTHS)
+            if sums[layer][place][0] and shadow.patterns == self.policy.patterns
+        }
+        return Overlaps(
+            one_in=shadow.one_in, forwards=shadow.forwards, cells=cells, reference=self.reference
+        )
 
     def report(
         self,
@@ -191,23 +223,17 @@ class ActivePattern:
             stage=stage,
             forwards=counters.forwards,
             mixed_forwards=counters.mixed_forwards,
-            rows=dict(counters.rows),
             forwards_under=dict(counters.forwards_under),
             indexer_selections=list(counters.selections),
             index_reuses=list(counters.reuses),
             index_key_writes=list(counters.key_writes),
             graph_replays=dict(counters.graphs),
             **self.traffic.report(),
+            overlap=self.overlaps(),
             indexer_seconds=dict(counters.indexer_seconds),
             index_k_bytes_per_token=index_k_bytes_per_token,
             indexer_weight_bytes=dict(indexer_weight_bytes or {}),
         )
-
-
-def _add(counter: Counter[str], name: str, count: int) -> None:
-    """``count`` more of ``name``, or of the others where so many are counted already."""
-    if count:
-        counter[name if is_apart(name, counter, _MOST_APART) else OTHERS] += count
 
 
 _active: ActivePattern | None = None

@@ -33,7 +33,7 @@ class EngineSource:
     def __init__(self, root: Path | zipfile.Path, version: str | None) -> None:
         self.root = root
         self.version = version
-        self._modules: dict[str, tuple[str, ast.Module] | None] = {}
+        self._modules: dict[str, ast.Module | None] = {}
 
     @classmethod
     def installed(cls) -> EngineSource:
@@ -92,32 +92,21 @@ class EngineSource:
         form = [_canonical(node) for node in nodes]
         return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]
 
-    def lines(self, seam: Seam) -> list[str]:
-        """The source of the definition, with comments; nothing if it is gone."""
-        module = self._module(seam.module)
-        text = module[0].splitlines() if module else []
-        found = []
-        for node in self._definitions(seam):
-            first = min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno)
-            found += text[first.lineno - 1 : node.end_lineno]
-        return found
-
     def _definitions(self, seam: Seam) -> list[ast.stmt]:
         module = self._module(seam.module)
-        return _find(module[1], seam.name.split(".")) if module else []
+        return _find(module, seam.name.split(".")) if module else []
 
-    def _module(self, name: str) -> tuple[str, ast.Module] | None:
-        """Text and tree of a module, or None if there is none of this name."""
+    def _module(self, name: str) -> ast.Module | None:
+        """The tree of a module, or None if there is none of this name."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
 
-    def _read(self, name: str) -> tuple[str, ast.Module] | None:
+    def _read(self, name: str) -> ast.Module | None:
         inside = name.split(".")[1:]
         for candidate in ("/".join(inside) + ".py", "/".join([*inside, "__init__.py"])):
             if (file := self.root / candidate).is_file():
-                text = file.read_text(encoding="utf-8")
-                return text, ast.parse(text)
+                return ast.parse(file.read_text(encoding="utf-8"))
         return None
 
 

@@ -7,7 +7,6 @@ installed version.
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -99,41 +98,12 @@ def check(source: EngineSource | None = None) -> None:
 
 
 def show(place: Path, console: Console) -> bool:
-    """Print what moved, with the difference where the tested version is installed.
-
-    Args:
-        place: a wheel or a folder.
-        console: where to print.
-
-    Returns:
-        Whether this SGLang will do.
-    """
+    """Print what moved in a wheel or a folder; whether this SGLang will do."""
     verdict = judge(EngineSource.at(place))
-
-    def tell(line: str, style: str | None = None) -> None:
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    tell(f"{verdict}." if not verdict.moved else f"{verdict}:")
-    before = _installed(verdict) if verdict.moved else None
-    for seam, problem in verdict.moved:
-        tell(f"\n{problem} ({seam.why})" if before else f"  {problem} ({seam.why})")
-        for line in difference(seam, before, verdict.source) if before else ():
-            tell(line, {"+": "green", "-": "red"}.get(line[0]))
-    if verdict.moved and before is None:
-        tell(
-            f"To see the difference, name this SGLang with --sglang where {verdict.tested} is "
-            f"installed: pip install 'sglang=={verdict.tested}'."
-        )
+    lines = [f"  {problem} ({seam.why})" for seam, problem in verdict.moved]
+    for line in [f"{verdict}{':' if lines else '.'}", *lines]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return not verdict.moved
-
-
-def difference(seam: Seam, before: EngineSource, after: EngineSource) -> Iterator[str]:
-    """Lines of a unified diff of one definition; none where it is gone."""
-    new = after.lines(seam)
-    if new:
-        yield from difflib.unified_diff(
-            before.lines(seam), new, before.name, after.name, lineterm=""
-        )
 
 
 def record(source: EngineSource) -> None:
@@ -148,16 +118,6 @@ def record(source: EngineSource) -> None:
     records = recorded() | {source.version or source.name: dict(sorted(digests.items()))}
     text = json.dumps(dict(sorted(records.items())), indent=1)
     RECORDS.write_text(f"{text}\n", encoding="utf-8")
-
-
-def _installed(verdict: VersionVerdict) -> EngineSource | None:
-    """The tested version's source, if it is installed and is not what was judged."""
-    try:
-        source = EngineSource.installed()
-    except UnsupportedEngineError:
-        return None
-    is_it = source.version == verdict.tested and source.root != verdict.source.root
-    return source if is_it else None
 
 
 def _moved(source: EngineSource, digests: Mapping[str, str]) -> Iterator[tuple[Seam, str]]:

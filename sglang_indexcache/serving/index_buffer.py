@@ -66,6 +66,11 @@ class IndexBuffer:
         self.writes += 1
 
     @property
+    def held(self) -> torch.Tensor | None:
+        """``[T, k]``: what was written last in this forward, whoever wrote it."""
+        return self._indices
+
+    @property
     def rows(self) -> RowPatterns:
         """Of the forward in progress; a switch meanwhile does not change them."""
         if self._rows is None:
@@ -119,7 +124,7 @@ class IndexBuffer:
         return torch.where(masks[position, :count, None], selected, kept[:count])
 
     def read(self, layer: int, rows: int) -> torch.Tensor:
-        """What the F layers of ``layer`` selected; where :meth:`window` says so, not all it sees.
+        """What the F layers of ``layer`` selected, without a recent window (:meth:`widened`).
 
         Args:
             layer: the model's layer number.
@@ -138,8 +143,8 @@ class IndexBuffer:
         """``[T, k]``: what ``layer`` uses, in all rows of the forward.
 
         Raises:
-            StaleIndexError: unless for every row exactly its F layer's were written, adopted or
-                inherited in this forward.
+            StaleIndexError: some row lacks its own F layer's indices, written, adopted or
+                inherited in this very forward.
         """
         self._check(layer)
         assert self._indices is not None, "some layer wrote them"
@@ -155,8 +160,8 @@ class IndexBuffer:
         Args:
             layer: one with a :meth:`window`.
             indices: what :meth:`read` gave.
-            widen: of ``indices`` and the windows, ``[T]`` int32 or one number for all, and the
-                widest of them, makes the lists, and whatever goes with them.
+            widen: called as ``widen(indices, windows, widest)``, with windows ``[T]`` int32 or one
+                number for all; makes the lists, and whatever goes with them.
         """
         # In a mixed batch a layer that is F for some rows has windows of its own.
         own = layer if self.is_full(layer) and self.rows.masks is not None else None
@@ -205,7 +210,7 @@ class IndexBuffer:
 
         Args:
             layer: the layer that reads.
-            but: patterns whose F layer is at this position are about to be written.
+            but: not of patterns whose F layer is at this position, for it writes next.
         """
         for expected, source in zip(self._sources_of(layer), self._sources, strict=True):
             if expected not in (source, but):
@@ -221,6 +226,6 @@ class IndexBuffer:
         return tuple(pattern.source_of(position) for pattern in self.rows.patterns)
 
     def _shares_from_before(self, layer: int, limit: int) -> bool:
-        """Whether some row's indices for ``layer`` are of one below ``limit``, as it is not."""
+        """Whether ``layer`` takes some row's indices from a layer below ``limit``."""
         layers = self._active.plan.layer_ids
         return any(layers[source] < limit for source in self._sources_of(layer))

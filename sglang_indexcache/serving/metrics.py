@@ -9,7 +9,7 @@ colon, which arrives as an underscore at a Prometheus that asks for OpenMetrics.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +21,11 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import OTHERS
+from sglang_indexcache.ask.protocol import OTHERS, RECENT
 from sglang_indexcache.serving import front, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.traffic import MOST_APART, is_apart
+from sglang_indexcache.serving.shadow import Cells
+from sglang_indexcache.serving.traffic import LENGTHS, MOST_APART, is_apart
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,12 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "What layers did: their indexer ran, or they reused another's indices.",
         ("layer", "did"),
     ),
+    "overlap_rows": ("Rows that a shadow looked at.", ("layer",)),
+    "overlap": ("Sum over them: share of a layer's own selection that it was given.", ("layer",)),
+    "recall": ("The same, by the selection's score mass; live mode.", ("layer",)),
+    "overlap_rows_by_length": ("Rows that a shadow looked at, over all layers.", ("length",)),
+    "overlap_by_length": ("Sum of the shares over them.", ("length",)),
+    "recent": ("Sum of the shares of the last tokens that a given list holds.", ("window",)),
     "switches": ("Replacements of the server's pattern.", ()),
     "rejections": ("Patterns refused.", ("by",)),
 }
@@ -51,12 +58,14 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "info": ("1 for what is in effect.", ("pattern", "mode", "source", "version")),
     "requests": ("Unfinished requests.", ("pattern",)),
     "index_k_bytes": ("Bytes of index keys a token.", ()),
+    "overlap_least": ("The least overlap since the pattern was set.", ("length",)),
+    "overlap_found": ("The overlap that the pattern's file says; 0 for none.", ()),
 }
 
 REFUSED = "Requests refused for the pattern that they name.", ("status",)
 """Of the processes that take requests: ``refused``, by the HTTP status of the answer."""
 
-Values = dict[tuple[str, ...], int]
+Values = dict[tuple[str, ...], float]
 
 
 class SchedulerCollector(SchedulerMetricsCollector):
@@ -116,19 +125,21 @@ class Exporter:
 
     def export(self, active: ActivePattern) -> None:
         """Write what changed since the last time."""
-        for name, values in _counted(active).items():
+        _, sums, leasts = active.shadow.read()
+        for name, values in (_counted(active) | _overlaps(active, sums)).items():
             for key, value in values.items():
                 if risen := value - self._told[name].get(key, 0):
                     self._child(name, key).inc(risen)
             self._told[name] = values
-        for name, values in _standing(active).items():
-            now: Counter[tuple[str, ...]] = Counter()
+        for name, values in (_standing(active) | _leasts(sums, leasts)).items():
+            now: Values = {}
             for key, value in values.items():
                 is_own = is_apart(key, self._told[name], MOST_APART)
-                now[key if is_own else (OTHERS,) * len(key)] += value
+                shown = key if is_own else (OTHERS,) * len(key)
+                now[shown] = now.get(shown, 0) + value
             # What is no more is 0: between processes no series can be taken back.
             for key in self._told[name].keys() | now.keys():
-                self._child(name, key).set(now[key])
+                self._child(name, key).set(now.get(key, 0))
             self._told[name] |= now
 
     def _child(self, name: str, key: tuple[str, ...]) -> Any:
@@ -164,10 +175,40 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
 def _standing(active: ActivePattern) -> dict[str, Values]:
     """Every gauge's value now."""
     plan = active.plan
+    known = [share for share in active.reference if share is not None]
     return {
+        "overlap_found": {(): sum(known) / len(known) if known else 0},
         "info": {(str(active.policy), plan.mode, active.source, __version__): 1},
         "requests": {(pattern,): count for pattern, count in requests.in_hand().items()},
         "index_k_bytes": {(): active.traffic.index_k_bytes},
+    }
+
+
+def _overlaps(active: ActivePattern, sums: Cells) -> dict[str, Values]:
+    """The shadow's counters. At most 250 series together, at 78 layers."""
+    found: dict[str, Values] = defaultdict(lambda: defaultdict(float))
+    for position, by_length in enumerate(sums):
+        layer = str(active.plan.layer_ids[position])
+        for length, (rows, overlap, recall, *recent) in zip(LENGTHS, by_length, strict=True):
+            if not rows:
+                continue
+            for name, value in (("overlap_rows", rows), ("overlap", overlap), ("recall", recall)):
+                found[name][layer,] += value
+            found["overlap_rows_by_length"][length,] += rows
+            found["overlap_by_length"][length,] += overlap
+            for window, value in zip(RECENT, recent, strict=True):
+                found["recent"][str(window),] += value
+    return dict(found)
+
+
+def _leasts(sums: Cells, leasts: Cells) -> dict[str, Values]:
+    """Since the pattern was set; 1 of a length that was seen only before."""
+    return {
+        "overlap_least": {
+            (length,): min(layer[place][0] for layer in leasts)
+            for place, length in enumerate(LENGTHS)
+            if any(layer[place][0] for layer in sums)
+        }
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -171,17 +170,6 @@ def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
     if active.plan.mode == "static" or not (patterns := patterns_of_requests(batch)):
         return RowPatterns.one(active.pattern)
     return RowPatterns.of(patterns, _lengths(batch), batch.positions)
-
-
-def rows_by_pattern(batch: ForwardBatch, active: ActivePattern) -> dict[Pattern, int]:
-    """How many rows of ``batch`` obey which pattern, those that pad it left out."""
-    patterns = patterns_of_requests(batch) if active.plan.mode == "live" else []
-    if not patterns:
-        return {active.pattern: sum(_lengths(batch))}
-    counts: Counter[Pattern] = Counter()
-    for pattern, length in zip(patterns, _lengths(batch), strict=False):
-        counts[pattern] += length
-    return counts
 
 
 def _lengths(batch: ForwardBatch) -> list[int]:

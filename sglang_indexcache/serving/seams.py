@@ -263,6 +263,9 @@ sglang.srt.layers.attention.dsa.dsa_indexer
         _forward_cuda_k_only(x, positions, forward_batch, layer_id, act_quant, metadata,
             return_indices):
             live mode: store the key, select nothing
+        _get_q_k_bf16(q_lora, x, positions, enable_dual_stream, forward_batch):
+            the queries of a shadow; and what our CPU indexer follows
+        _weights_proj_bf16_in_fp32_out(x): and the weights of its heads
         _get_topk_ragged(enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata,
             topk_result):
             prefill: from quantised queries to indices
@@ -345,7 +348,6 @@ sglang.srt.layers.attention.dsa.dsa_indexer
         __init__(index_n_heads, index_head_dim, rope_head_dim, index_topk, is_neox_style):
             the indexer's parts, and the dtype of its head gates
         _maybe_rotate(x): where a GPU applies the Hadamard rotation
-        _get_q_k_bf16: what a GPU computes, and our CPU indexer follows
         _fused_q_prepare_and_store: what a GPU computes, and our CPU indexer follows
         _fused_k_prepare_and_store: what a GPU computes, and our CPU indexer follows
         _project_and_scale_head_gates: what a GPU computes, and our CPU indexer follows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -102,7 +102,18 @@ GRAPHS = Option(
     "batch size. Not measured on a GPU yet.",
     metavar="LIST",
 )
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS)
+SHADOW = Option(
+    "indexcache_shadow",
+    "Watch the server's pattern drift: of one forward in N (on: in 1,000), compare 16 rows' lists "
+    "with what each layer would have selected itself, in live mode S layers with their own "
+    "indexer, in static mode F layers with the F layer before. For metrics, /server_info and "
+    "indexcache server watch; answers stay as they are. Off by default.",
+    metavar="N",
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS, SHADOW)
+
+_SHADOW_ON = 1000
+"""Forwards of which one is sampled, if the user does not say."""
 
 SHORT = "short"
 """In the list of graphs: the one of batches in which nothing is left out."""
@@ -185,6 +196,8 @@ class Plan:
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
+        shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
+        overlap: what the pattern's file says of it for each layer (``FoundOverlap``), or nothing.
         shape: config fields by which the library knows the model.
     """
 
@@ -202,6 +215,8 @@ class Plan:
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
     graphs: tuple[str, ...] = ()
+    shadow: int = 0
+    overlap: tuple[float | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -296,7 +311,7 @@ class Plan:
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
-        data["graphs"] = tuple(data["graphs"])
+        data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 
@@ -348,8 +363,12 @@ def make_plan(
     dtype = request.get(INDEX_K_DTYPE)
     kernels = request.get(KERNELS)
     pattern, known = policy.patterns[0], ""
-    if pattern != checkpoint.own and adapter is None:  # verdicts are about a checkpoint's indexers
-        known = _known_quality(pattern, chosen[2] if chosen else None, library, model)
+    overlap: tuple[float | None, ...] = ()
+    if pattern != checkpoint.own and adapter is None:  # files are about a checkpoint's indexers
+        entry = chosen[2] if chosen else None
+        entries = [entry] if entry else [e for e in library.entries.values() if e.parsed == pattern]
+        known = _known_quality(entries, model)
+        overlap = next((e.overlap.layers for e in entries if e.overlap), ())
     return Plan(
         pattern=pattern,
         source=source,
@@ -365,6 +384,8 @@ def make_plan(
         quality=known,
         longer=policy.steps[1:],
         graphs=_graphs(request, checkpoint, library, mode),
+        shadow=_shadow(request),
+        overlap=overlap,
         shape=tuple(checkpoint.shape.items()),
     )
 
@@ -379,13 +400,24 @@ def chosen_adapter(request: Request) -> Adapter | None:
     return None if choice is None else Adapter.read(Path(choice.value))
 
 
-def _known_quality(
-    pattern: Pattern, entry: Entry | None, library: Library, model: Path | str | None
-) -> str:
-    """What is known of the pattern on these weights, however its user wrote it."""
+def _shadow(request: Request) -> int:
+    choice = request.get(SHADOW)
+    if choice is None:
+        return 0
+    if choice.value == "on":
+        return _SHADOW_ON
+    if not choice.value.isdecimal() or not 0 < (number := int(choice.value)) < 10**9:
+        raise SettingsError(
+            f"{choice.origin} is {choice.value!r}; give the number of forwards of which one is "
+            f"sampled, or on for {_SHADOW_ON}"
+        )
+    return number
+
+
+def _known_quality(entries: Iterable[Entry], model: Path | str | None) -> str:
+    """What is known on these weights of the pattern of ``entries``."""
     if model is None or not Path(model).is_dir():
         return NOT_EVALUATED
-    entries = [entry] if entry else [e for e in library.entries.values() if e.parsed == pattern]
     found = (known.known(lambda: checkpoint_digest(Path(model))) for known in entries)
     return next((words for words in found if words != NOT_EVALUATED), NOT_EVALUATED)
 

@@ -6,6 +6,7 @@ like any other forward.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 BINS = (2048, 8192, 32768, 131072)
 """The last length, in tokens, of each bin but the last, which is "more"."""
+
+LENGTHS = (*map(format_length, BINS), "more")
+"""The bins' names."""
 
 MOST_APART = 100
 """Patterns that are counted each by itself; those that come after them are counted together."""
@@ -114,7 +118,7 @@ def _full(patterns: frozenset[Pattern], own: frozenset[int]) -> int:
 
 def length_bin(length: int) -> str:
     """The bin of a request of ``length`` tokens, named by its last: "2Ki", ..., "more"."""
-    return next((format_length(last) for last in BINS if length <= last), "more")
+    return LENGTHS[bisect_left(BINS, length)]
 
 
 def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern) -> list[Served]:

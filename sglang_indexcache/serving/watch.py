@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from math import ceil
+from statistics import fmean
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
@@ -14,7 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.ask.protocol import RECENT, RankState
+
+WORST = 10
+"""Layers that are shown with their numbers."""
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """From never to always."""
@@ -52,7 +57,7 @@ def frame(
         seconds: between the two.
     """
     state = after[0]
-    total = {name: _sum(getattr(rank, name) for rank in after) for name in ("pairs", "tokens")}
+    total = {name: _sum(getattr(rank, name) for rank in after) for name in ("pairs", "rows")}
     since = {
         name: _risen(_sum(getattr(rank, name) for rank in before), now)
         for name, now in total.items()
@@ -67,8 +72,9 @@ def frame(
             + (", ".join(f"{n} by {who}" for who, n in sorted(refused.items())) or "nothing")
         ),
         _work(since["pairs"], total["pairs"]),
-        _patterns(since["tokens"], total["tokens"], _sum(r.requests for r in after), seconds),
+        _patterns(since["rows"], total["rows"], _sum(r.requests for r in after), seconds),
         *_layers(before, after),
+        *_overlaps(after),
     ]
     return Group(*lines)
 
@@ -96,18 +102,10 @@ def _patterns(
     since: Mapping[str, int], total: Mapping[str, int], requests: Mapping[str, int], seconds: float
 ) -> Table:
     table = Table("pattern", "tokens a second", "tokens", "unfinished requests", box=SIMPLE)
-    now, every = (_by_pattern(tokens) for tokens in (since, total))
-    for pattern in dict.fromkeys([*every, *requests]):
-        rate = f"{now[pattern] / seconds:,.0f}" if seconds else "-"
-        table.add_row(pattern, rate, f"{every[pattern]:,}", str(requests.get(pattern, 0)))
+    for pattern in dict.fromkeys([*total, *requests]):
+        rate = f"{since.get(pattern, 0) / seconds:,.0f}" if seconds else "-"
+        table.add_row(pattern, rate, f"{total.get(pattern, 0):,}", str(requests.get(pattern, 0)))
     return table
-
-
-def _by_pattern(tokens: Mapping[str, int]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for name, number in tokens.items():
-        found[name.partition(" ")[2]] += number
-    return found
 
 
 def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> list[RenderableType]:
@@ -124,6 +122,58 @@ def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> list[Ren
         )
         said.append(Text(f"indexer runs by layer, {name:<16}{blocks}"))
     return said
+
+
+def _overlaps(ranks: Sequence[RankState]) -> list[RenderableType]:
+    """What the ranks' shadows saw since the pattern was set: all layers, and the worst ten."""
+    first = ranks[0]
+    if not first.overlap.one_in:
+        return []
+    found = overlaps(ranks)
+    blocks = "".join(
+        BLOCKS[ceil(8 * found[layer][0])] if layer in found else "\N{MIDDLE DOT}"
+        for layer in range(len(first.index_reuses))
+    )
+    said: list[RenderableType] = [Text(told_overlap(ranks)), Text(f"overlap by layer: {blocks}")]
+    table = Table("worst layers", "overlap", "by score mass", "least", "found with", box=SIMPLE)
+    known = dict(enumerate(first.overlap.reference))
+    for layer, shares in sorted(found.items(), key=lambda pair: pair[1][0])[:WORST]:
+        recall = shares[1] if first.mode == "live" else None
+        told = (shares[0], recall, shares[-1], known.get(layer))
+        table.add_row(str(layer), *("-" if one is None else f"{one:.1%}" for one in told))
+    return [*said, table] if found else said
+
+
+def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
+    """By layer, over all ranks and lengths: the means of a cell's shares, and the least overlap."""
+    cells: dict[int, list[list[float]]] = {}
+    for rank in ranks:
+        for name, cell in rank.overlap.cells.items():
+            cells.setdefault(int(name.partition(" ")[0]), []).append(cell)
+    found = {}
+    for layer in sorted(cells):
+        rows, *sums = (sum(column) for column in list(zip(*cells[layer], strict=True))[:-2])
+        found[layer] = [*(each / rows for each in sums), min(cell[-2] for cell in cells[layer])]
+    return found
+
+
+def told_overlap(ranks: Sequence[RankState]) -> str:
+    """A sentence on all layers together."""
+    found, first = overlaps(ranks), ranks[0]
+    if not found:
+        return "overlap: no row with more than index_topk tokens was sampled yet"
+    overlap, _, *recent, _ = (fmean(column) for column in zip(*found.values(), strict=True))
+    held = ", ".join(f"{share:.0%}" for share in recent)
+    who, given = "S", "the list they are given"
+    if first.mode == "static":
+        who, given = "F", "the list of the F layer before"
+    known = [share for share in first.overlap.reference if share is not None]
+    return (
+        f"overlap: {who} layers have {overlap:.0%} of their own selection in common with {given}"
+        f"{f', found with {fmean(known):.0%}' if known else ''}; it holds {held} of the last "
+        f"{', '.join(map(str, RECENT))} tokens "
+        f"({sum(rank.overlap.forwards for rank in ranks):,} forwards sampled)"
+    )
 
 
 def _difference(before: Sequence[RankState], after: Sequence[RankState], counter: str) -> list[int]:

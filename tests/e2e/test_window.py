@@ -93,7 +93,15 @@ def test_a_bad_window_is_refused(client: Client) -> None:
         client.switch_pattern("uniform:1/2+w0")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--tp", "2", "--dp", "2", "--enable-dp-attention")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--tp", "2", "--dp", "2", "--enable-dp-attention"),
+        ("--pp-size", "2", "--chunked-prefill-size", CHUNK),  # the second stage starts with an S
+    ],
+    ids=["one", "dp_attention", "stages"],
+)
 def test_static_mode(glm: Path, oracle: Oracle, serve: Serve, arguments: tuple[str, ...]) -> None:
     pattern = Pattern("FSSSFS+w8")
     ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if arguments else {}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.ask.protocol import STATE
-from sglang_indexcache.errors import SearchError, ServerError
+from sglang_indexcache.errors import LibraryError, SearchError, ServerError
+from sglang_indexcache.library import FoundOverlap, load_entry, set_overlap
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
 from sglang_indexcache.search.overlap import (
     RECENT,
     OverlapCounter,
+    by_layer,
     read,
     recent_in_words,
     served_lists,
@@ -89,6 +92,45 @@ def test_overlap_of_what_a_pattern_shares() -> None:
     assert served_overlap(blocks(), Pattern("FSFSSF")) == pytest.approx(0.9)
     assert served_overlap(blocks(), Pattern("FSSSSF")) == pytest.approx((0.9 + 3 * 0.2) / 4)
     assert np.isnan(served_overlap(blocks(), Pattern("FFFFFF")))
+
+
+def test_each_layer_is_compared_with_the_list_that_stands_there() -> None:
+    matrix = np.arange(36.0).reshape(6, 6)
+    matrix = (matrix + matrix.T) / 100
+    assert by_layer(matrix, Pattern("FSSFFS")) == (
+        None, matrix[1, 0], matrix[2, 0], matrix[3, 0], matrix[4, 3], matrix[5, 4]
+    )  # fmt: skip
+
+
+def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None:
+    def select(ids: tuple[int, ...], pattern: Pattern) -> np.ndarray:
+        assert str(pattern) == "FSF"
+        return selections(ids[0], 3, 6, 2)
+
+    found = overlap.found_overlap(select, Pattern("FSF"), [(4,), (5,)], 2, "two texts")
+    samples = [selections(seed, 3, 6, 2) for seed in (4, 5)]
+
+    def share(layer: int) -> Any:
+        common = [
+            len({*one[0, row]} & {*one[layer, row]}) for one in samples for row in range(2, 6)
+        ]
+        return pytest.approx(np.mean(common) / 2, abs=1e-4)
+
+    assert found.layers == (None, share(1), share(2))
+    assert (found.queries, found.data) == (8, "two texts")
+
+    written = tmp_path / "mine.yaml"
+    shipped = Path(__file__).parents[2] / "patterns" / "tiny-dsa-1of2.yaml"
+    written.write_text(shipped.read_text() + "# a comment at the end\n")
+    before = load_entry(written)
+    layers = (None, *[0.5] * (before.model.num_layers - 1))
+    for queries in (5, 7):  # the second replaces the first
+        row = FoundOverlap(layers=layers, queries=queries)
+        set_overlap(written, row)
+        assert load_entry(written) == before.model_copy(update={"overlap": row})
+    assert "# a comment at the end" in written.read_text()
+    with pytest.raises(LibraryError, match="place for an overlap"):
+        set_overlap(written, FoundOverlap(layers=(None,), queries=1))
 
 
 @pytest.mark.parametrize("k", [1, 5])

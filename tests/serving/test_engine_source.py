@@ -93,11 +93,6 @@ def test_what_is_not_there_has_no_digest(tmp_path: Path) -> None:
     assert not here.has_module(Seam("sglang.srt.nowhere", "C", ""))
 
 
-def test_lines_are_the_definition_as_written(tmp_path: Path) -> None:
-    here = source(tmp_path, f"import os\n@cache  # why\n{FUNCTION}")
-    assert here.lines(Seam(MODULE, "f", "")) == ["@cache  # why", *FUNCTION.splitlines()]
-
-
 def test_parameters_of_a_function(tmp_path: Path) -> None:
     here = source(tmp_path, f"{FUNCTION}{CLASS}")
     assert here.parameters(Seam(MODULE, "f", "")) == {"a", "b"}

@@ -1,4 +1,4 @@
-"""Which SGLang will do: judged by digests, told in one line or one error, shown as a difference."""
+"""Which SGLang will do: judged by digests, told in one line or one error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_indexcache.serving import engine_version
 from sglang_indexcache.serving.engine_source import EngineSource
 from sglang_indexcache.serving.engine_version import check, judge, record, recorded, show
 from sglang_indexcache.serving.seams import Seam
-from tests.serving.sglang_tree import MODULE, source, wheel, write
+from tests.serving.sglang_tree import MODULE, source, write
 
 NAMES = tuple("abcdefgh")
 CODE = "".join(f"def {name}(x):\n    return {name!r}\n\n\n" for name in NAMES)
@@ -141,27 +141,11 @@ def shown(place: Path) -> tuple[bool, str]:
     return good, console.export_text()
 
 
-def test_a_difference_is_shown_against_the_installed_one(tmp_path: Path) -> None:
-    write(tmp_path / "new", changed("a").replace("def c(", "def no("), "1.1")
-    for place in (tmp_path / "new", wheel(tmp_path / "new", tmp_path / "sglang-1.1.whl")):
-        good, text = shown(place)
-        assert not good
-        assert f"{MODULE}.a has changed (for a)\n--- SGLang 1.0\n+++ SGLang 1.1\n@@" in text
-        assert " def a(x):\n-    return 'a'\n+    return None\n" in text
-        assert f"{MODULE}.c is gone (for c)" in text
-        assert "def c(" not in text
-
-
-def test_without_the_tested_source_what_moved_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_moved_is_listed(tmp_path: Path) -> None:
     other = source(tmp_path / "other", changed("a", "b"), "1.1")
-    monkeypatch.setattr(EngineSource, "installed", classmethod(lambda cls: other))
     good, text = shown(other.root)
     assert not good
     assert f"{MODULE}.a has changed (for a)\n  {MODULE}.b has changed (for b)" in text
-    assert "--- " not in text
-    assert "where 1.0 is installed: pip install 'sglang==1.0'" in text
 
 
 def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
@@ -175,7 +159,7 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
     )
     code, text = run(write(tmp_path / "other", changed("a"), "1.1"))
     assert code == 1
-    assert "+    return None" in text
+    assert f"{MODULE}.a has changed (for a)" in text
     code, text = run(tmp_path)
     assert code == 1
     assert "there is no SGLang in" in text

@@ -177,7 +177,7 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     """What was served under a pattern can be told afterwards."""
     first, second = Pattern("FSFS"), Pattern("FFSS")
     for rows in ({first: 3}, {second: 1, first: 2}, {first: 1}):
-        serving.count_forward(rows)
+        serving.count_forward("prefill", [(one, count, count) for one, count in rows.items()])
         serving.count_selection(0)
         serving.count_reuse(3)
         serving.count_key_write(1)
@@ -186,7 +186,7 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     told = report(scheduler())
     assert serving.switches == 3
     assert (told["forwards"], told["mixed_forwards"]) == (3, 1)
-    assert told["rows"] == {"FSFS": 6, "FFSS": 1}
+    assert told["tokens"] == {"prefill FSFS": 6, "prefill FFSS": 1}
     assert told["forwards_under"] == {"FSFS": 2, "FFSS+FSFS": 1}
     assert told["indexer_selections"] == [3, 0, 0, 0]
     assert told["index_reuses"] == [0, 0, 0, 3]
@@ -195,23 +195,20 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
 
 
 def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
-    serving.count_forward({serving.pattern: 0})
+    serving.count_forward("decode", [])
     told = report(scheduler())
-    assert (told["forwards"], told["rows"], told["forwards_under"]) == (1, {}, {})
+    assert (told["forwards"], told["tokens"], told["forwards_under"]) == (1, {}, {})
 
 
 def test_patterns_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
     """Else a client that names ever new ones fills the memory and the report."""
     for _ in range(2):
         for number in range(active._MOST_APART + 3):
-            serving.count_forward({Pattern("F" + "FS"[number % 2] * (number + 1)): 2})
-    for counted, each in (
-        (serving.counters.forwards_under, 1),
-        (serving.counters.rows, 2),
-    ):
-        assert len(counted) == active._MOST_APART + 1
-        assert counted[OTHERS] == 2 * 3 * each
-        assert counted["FF"] == 2 * each
+            pattern = Pattern("F" + "FS"[number % 2] * (number + 1))
+            serving.count_forward("decode", [(pattern, 1, 1)])
+    counted = serving.counters.forwards_under
+    assert len(counted) == active._MOST_APART + 1
+    assert (counted[OTHERS], counted["FF"]) == (2 * 3, 2)
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from sglang_indexcache.serving.metrics import (
     collectors,
 )
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.traffic import MOST_APART
+from sglang_indexcache.serving.traffic import LENGTHS, MOST_APART
 from tests.serving.plans import plan
 
 MONITORING = Path(__file__).parents[2] / "docker" / "monitoring"
@@ -57,12 +58,10 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
 def work(served: active.ActivePattern) -> None:
     """A prefill of two patterns, and a decode."""
     both = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
-    served.count_forward({pattern: rows for pattern, rows, _ in both})
-    served.traffic.count("prefill", both)
+    served.count_forward("prefill", both)
     for layer in range(4):
         (served.count_selection if layer < 2 else served.count_reuse)(layer)
-    served.count_forward({Pattern("FSSS"): 1})
-    served.traffic.count("decode", [(Pattern("FSSS"), 1, 11)])
+    served.count_forward("decode", [(Pattern("FSSS"), 1, 11)])
 
 
 def test_sums_are_what_was_counted(
@@ -128,6 +127,86 @@ def test_no_more_series_than_so_many(
              if s.name.endswith("_requests")}  # fmt: skip
     assert len(found) == MOST_APART + 1
     assert found["others"] == 2
+
+
+class Seen:
+    """In place of a shadow: one that saw rows in every S layer, at every length."""
+
+    one_in, forwards = 1, 5
+
+    def __init__(self, served: active.ActivePattern, layers: int) -> None:
+        self.patterns = served.policy.patterns
+        self.cells = [[[0.0] * 6 for _ in LENGTHS] for _ in range(layers)]
+        self.leasts = [[[1.0, 1.0] for _ in LENGTHS] for _ in range(layers)]
+        self.see(served)
+
+    def see(self, served: active.ActivePattern) -> None:
+        for layer in served.pattern.shared_layers:
+            for place in range(len(LENGTHS)):
+                old = self.cells[layer][place]
+                new = (4, 0.5 * layer, 0.6 * layer, 1, 2, 3)
+                self.cells[layer][place] = [a + b for a, b in zip(old, new, strict=True)]
+                self.leasts[layer][place] = [0.1 * (place + 1), 0.5]
+
+    def read(self) -> Any:
+        return self.cells, self.cells, self.leasts
+
+
+def test_overlap_by_layer_and_length(
+    served: active.ActivePattern, registry: prometheus_client.CollectorRegistry
+) -> None:
+    exporter = Exporter(LABELS)
+    served.plan = replace(served.plan, overlap=(None, 0.5, 0.7, 0.9))
+    served.shadow = seen = Seen(served, 4)  # type: ignore[assignment]
+
+    def told(name: str, **labels: str) -> float | None:
+        every = {k: str(v) for k, v in LABELS.items()} | labels
+        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
+
+    bins = len(LENGTHS)
+    for times in (1, 2):
+        for _ in range(2):
+            exporter.export(served)
+        assert told("overlap_rows_total", layer="0") is None
+        assert told("overlap_rows_total", layer="2") == 4 * bins * times
+        assert told("overlap_total", layer="3") == pytest.approx(0.5 * 3 * bins * times)
+        assert told("recall_total", layer="3") == pytest.approx(0.6 * 3 * bins * times)
+        assert told("overlap_rows_by_length_total", length="8Ki") == 3 * 4 * times
+        assert told("overlap_by_length_total", length="8Ki") == pytest.approx(0.5 * 6 * times)
+        for window, each in (("8", 1), ("64", 2), ("256", 3)):
+            assert told("recent_total", window=window) == each * 3 * bins * times
+        assert told("overlap_least", length="8Ki") == pytest.approx(0.2)
+        assert told("overlap_found") == pytest.approx(0.7)
+        seen.see(served)
+    state_now = served.report().overlap
+    assert state_now.cells["3 8Ki"] == pytest.approx([12, 4.5, 5.4, 3, 6, 9, 0.2, 0.5])
+    assert state_now.reference == (None, 0.5, 0.7, 0.9)
+    served.replace(Policy.of(Pattern("FSFS")), "a test")
+    exporter.export(served)
+    assert told("overlap_found") == 0  # nobody knows what this one was found with
+    assert served.report().overlap.cells == {}
+
+
+def test_a_shadow_adds_250_series_at_most(
+    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the depth of the deepest released model, all layers but the first S."""
+    monkeypatch.setattr(active, "_active", None)
+    deep = active.activate(plan("F" + "S" * 77, mode="live"))
+    exporter = Exporter(LABELS)
+
+    def series() -> int:
+        return sum(
+            not sample.name.endswith("_created")
+            for metric in registry.collect()
+            for sample in metric.samples
+        )
+
+    exporter.export(deep)
+    before = series()
+    deep.shadow = Seen(deep, 78)  # type: ignore[assignment]
+    exporter.export(deep)
+    assert 230 < series() - before <= 250
 
 
 def test_a_failure_stops_ours_alone(
@@ -220,6 +299,18 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             "exp_alerts": [{"exp_labels": labels} for labels in fires],
         }
 
+    def overlap(
+        instance: str, rows: str, shares: str, found: str = "0.63x240"
+    ) -> list[dict[str, str]]:
+        """Of one layer, a minute between two values; 0.63 is what the file of 1/4 says."""
+        of = f'model_name="m", instance="{instance}"'
+        layer = f'{of}, layer="3"'
+        return [
+            {"series": f"sglang_indexcache_overlap_rows_total{{{layer}}}", "values": rows},
+            {"series": f"sglang_indexcache_overlap_total{{{layer}}}", "values": shares},
+            {"series": f"sglang_indexcache_overlap_found{{{of}}}", "values": found},
+        ]
+
     critical = {"model_name": "m", "severity": "critical"}
     warning = {"model_name": "m", "severity": "warning"}
     case = {
@@ -232,6 +323,10 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             pairs("skipped", "0+10x60 600+1000x60"),
             {"series": 'sglang_indexcache_rejections_total{model_name="m", by="request"}',
              "values": "0x20 1x100"},
+            *overlap("steady", "0+64x240", "0+40x240"),
+            *overlap("drifts", "0+64x240", "0+40x100 4000+33x140"),  # 62 %, then 52 %
+            *overlap("unknown", "0+64x240", "0+20x240", found="0x240"),
+            *overlap("rare", "0+1x240", "0+0.1x240"),
         ],
         "alert_rule_test": [
             alert("IndexCachePatternsDiffer", 29),
@@ -241,6 +336,8 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             alert("IndexCacheRefusesPatterns", 19),
             alert("IndexCacheRefusesPatterns", 25, warning | {"by": "request"}),
             alert("IndexCacheRefusesPatterns", 60),
+            alert("IndexCacheOverlapDrifts", 100),
+            alert("IndexCacheOverlapDrifts", 230, warning | {"instance": "drifts"}),
         ],
     }  # fmt: skip
     rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())

@@ -17,7 +17,6 @@ from sglang_indexcache.serving.rows import (
     RequestIds,
     RowPatterns,
     patterns_of_rows,
-    rows_by_pattern,
     to_device,
 )
 from tests.serving.plans import plan
@@ -128,21 +127,6 @@ def test_a_prefill_has_a_row_a_token(padding: int) -> None:
     one = batch(SECOND, FIRST, lengths=[2, 3], padding=padding)
     rows = patterns_of_rows(one, serving())
     assert of_each(rows) == [SECOND] * 2 + [FIRST] * 3 + [THIRD] * padding
-
-
-@pytest.mark.parametrize("mode", ["static", "live"])
-def test_rows_are_counted_by_pattern_without_padding(mode: str) -> None:
-    one, active = batch(SECOND, FIRST, SECOND, lengths=[2, 3, 1], padding=2), serving(mode)
-    found = rows_by_pattern(one, active)
-    assert found == ({Pattern("FSF"): 6} if mode == "static" else {SECOND: 3, FIRST: 3})
-    found = rows_by_pattern(batch(SECOND, FIRST), active)
-    assert found == ({Pattern("FSF"): 2} if mode == "static" else {SECOND: 1, FIRST: 1})
-
-
-def test_a_replay_without_a_list_of_requests_has_its_graphs_rows() -> None:
-    mode = SimpleNamespace(is_decode=lambda: True)
-    view: Any = SimpleNamespace(batch_size=4, forward_mode=mode)
-    assert rows_by_pattern(view, serving("static")) == {Pattern("FSF"): 4}
 
 
 def test_an_idle_rank_runs_the_default() -> None:

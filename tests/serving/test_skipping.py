@@ -59,10 +59,10 @@ def test_what_graphs_hide_is_said() -> None:
 def test_requests_of_several_patterns() -> None:
     """A layer is F for some: it ran in their forwards alone."""
     fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
-    said = judge(counted(mode="live", rows={"FFSS": 100, "FSSS": 40}, **fields))
+    said = judge(counted(mode="live", tokens={"prefill FFSS": 100, "decode FSSS": 40}, **fields))
     assert said.proven
     assert "12 of 16 in layer 1, 0 of 16 in layers 2-3" in said.text
-    alone = judge(counted(mode="live", rows={"FSSS": 160}, **fields))
+    alone = judge(counted(mode="live", tokens={"prefill FSSS": 160}, **fields))
     assert "NOT OK, for layer 1 did not" in alone.text
     assert alone.proven is False
 

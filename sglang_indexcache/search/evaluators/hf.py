@@ -190,9 +190,25 @@ class TransformersEvaluator:
 
     # -- what layers attend to ----------------------------------------------------------------
 
-    def selected(self, ids: tuple[int, ...]) -> NDArray[np.integer]:
-        """``[N, length, k]``: what each layer selects for one sequence, all indexers running."""
-        return np.stack([indices[0].numpy() for indices in self.run(self.own, ids).indices])
+    def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
+        """``[N, length, k]``: what each layer selects for one sequence.
+
+        Args:
+            ids: the sequence.
+            under: a pattern to run; by default all indexers run. What an S layer would select
+                itself is what it attends to where it is F besides.
+        """
+        pattern = under or self.own
+        runs = [self.run(self._also_full(pattern, layer), ids) for layer in range(self.num_layers)]
+        return np.stack([run.indices[layer][0].numpy() for layer, run in enumerate(runs)])
+
+    def _also_full(self, pattern: Pattern, layer: int) -> Pattern:
+        if pattern.is_full(layer) or not self.own.is_full(layer):
+            return pattern
+        flipped = Pattern.from_layers(self.num_layers, {*pattern.full_layers, layer})
+        # Without any S layer a window would mean something else: all layers would see it.
+        widened = pattern.window and flipped.shared_layers
+        return flipped.with_window(pattern.window) if widened else flipped
 
 
 class _SeenError(Exception):

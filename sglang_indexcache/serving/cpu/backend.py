@@ -18,7 +18,8 @@ from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.recent import last_tokens, union
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.rows import patterns_of_rows, rows_by_pattern
+from sglang_indexcache.serving.rows import patterns_of_rows
+from sglang_indexcache.serving.shadow import Part
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -49,8 +50,7 @@ class CpuIndexCacheBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
         rows = patterns_of_rows(forward_batch, self.active)
-        self.active.count_forward(rows_by_pattern(forward_batch, self.active))
-        self.active.count_traffic(forward_batch)
+        self.active.count_batch(forward_batch)
         self.index_buffer.begin(rows)
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())
@@ -61,6 +61,21 @@ class CpuIndexCacheBackend(AttentionBackend):
         longest = max(key_lens, default=0)
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest]
         self.batch = HostBatch(query_lens, key_lens, slots)
+
+    def look(self, layer: int, lists: torch.Tensor | None, **own: Any) -> None:
+        """Let the shadow compare; see :meth:`Shadow.look`. Lists name positions here."""
+
+        def keys(part: Part, start: int, stop: int) -> torch.Tensor:
+            slots = self.batch.slots[part.request, start:stop]
+            return self.index_keys.load(layer, slots).float()
+
+        self.active.shadow.look(
+            self.active.position(layer),
+            lists,
+            lambda part: torch.arange(max(part.sees)),
+            keys=keys,
+            **own,
+        )
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Prefill; see :meth:`_attend`."""

@@ -51,6 +51,7 @@ def indexer_forward(
         return _nothing(indexer, x)
     wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
+    before = backend.index_buffer.held
     indices = _store_and_select(
         indexer, backend, x, q_lora, positions, forward_batch, layer_id, return_indices
     )
@@ -59,6 +60,16 @@ def indexer_forward(
         time.perf_counter() - wall,
         time.thread_time() - processor,
     )
+    if backend.active.shadow.parts and indices is not None:
+        if backend.active.plan.mode == "static":
+            backend.look(layer_id, before, own=indices)
+        else:
+
+            def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                asked, scales = _queries(indexer, q_lora[rows], positions[rows], backend)
+                return asked.float(), _head_gates(indexer, x[rows]) * scales
+
+            backend.look(layer_id, indices, queries=queries)
     return maybe_capture_indexer_topk(layer_id, indices)
 
 

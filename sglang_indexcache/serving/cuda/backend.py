@@ -24,6 +24,7 @@ from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import graph_variants, window
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
@@ -33,7 +34,7 @@ from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, att
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.refusals import stage_starts_here
-from sglang_indexcache.serving.rows import patterns_of_rows, rows_by_pattern
+from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_indexcache.kernels.contract import SparseMLA
+    from sglang_indexcache.serving.shadow import Part
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +117,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             self.index_buffer.begin(self.graphs.rows(label, count, device))
         elif self.graphs is not None and self.active.plan.mode == "live":
             # A replay, which runs no layer's Python.
-            self.active.count_forward(self.graphs.rows_in_batch)
-            self.active.traffic.count("decode", self.graphs.served)
+            self.active.count_forward("decode", self.graphs.served)
         else:
             self._begin(forward_batch)
+        self.active.shadow.skip()
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -207,12 +209,50 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         else:
             self.active.count_selection(layer)
             if self.active.plan.mode == "static":  # in live mode _indexer_forward has written
+                before = ours.held
                 ours.select(layer, carried)
+                self.look(layer, forward_batch, before, own=carried)
         indices, self._entries = ours.read(layer, rows), None
         if ours.window(layer):
             widen = partial(self._with_windows, forward_batch)
             indices, self._entries = ours.widened(layer, indices, widen)
         return indices
+
+    def look(
+        self,
+        layer: int,
+        batch: ForwardBatch,
+        lists: torch.Tensor | None,
+        indexer: Indexer | None = None,
+        **own: Any,
+    ) -> None:
+        """Let the shadow compare; see :meth:`Shadow.look`. Pooled index keys are other lists."""
+        shadow = self.active.shadow
+        if not shadow.parts or batch.tbo_parent_token_range is not None:
+            return
+        if (pool := self.token_to_kv_pool).index_kpool > 1:
+            return
+
+        def slots(part: Part) -> torch.Tensor:
+            line = batch.req_pool_indices[part.request : part.request + 1]
+            return self.req_to_token[:, : max(part.sees)].index_select(0, line)[0]
+
+        def entries(part: Part) -> torch.Tensor:
+            method = self.get_topk_transform_method(batch.forward_mode)
+            if self.use_fused_topk and method != TopkTransformMethod.RAGGED:
+                return slots(part)
+            positions = torch.arange(max(part.sees), device=self.req_to_token.device)
+            if not self.use_fused_topk:
+                return positions
+            return positions + self.forward_metadata.topk_indices_offset[part.rows[0]]
+
+        def keys(part: Part, start: int, stop: int) -> torch.Tensor:
+            assert indexer is not None, "live mode"
+            pages = indexer._get_index_k_read_buffer(pool, layer)
+            values, scales = read_pages(pages, slots(part)[start:stop].long(), pool.index_head_dim)
+            return values.float() * scales[:, None]
+
+        shadow.look(self.active.position(layer), lists, entries, keys=keys, **own)
 
     def _with_windows(
         self, batch: ForwardBatch, lists: torch.Tensor, windows: torch.Tensor | int, width: int
@@ -237,8 +277,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         else:
             rows = patterns_of_rows(forward_batch, self.active)
         if whole is self:
-            self.active.count_forward(rows_by_pattern(forward_batch, self.active))
-            self.active.count_traffic(forward_batch)
+            self.active.count_batch(forward_batch)
         self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:
@@ -321,12 +360,23 @@ def _indexer_forward(
     arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
     if ours is None or forward_batch.forward_mode.is_idle() or not return_indices:
         return original(indexer, *arguments)
+
+    def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x[rows]
+        asked, _, gates = indexer._get_q_k_bf16(
+            q_lora[rows], hidden, positions[rows], False, forward_batch
+        )
+        gates = indexer._weights_proj_bf16_in_fp32_out(hidden) if gates is None else gates.float()
+        values, scales = quantize_e4m3(asked)
+        return values.float(), gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+
     if ours.is_full(layer_id):
         selected = original(indexer, *arguments)
         if selected is None or backend.active.plan.mode == "static":
             return selected
         backend.inherit(layer_id, forward_batch)
         used = ours.select(layer_id, selected)
+        backend.look(layer_id, forward_batch, used, indexer, queries=queries)
         return used if used is selected else maybe_capture_indexer_topk(layer_id, used)
     from sglang.kernels.ops.quantization.act_quant_triton import act_quant
 
@@ -336,4 +386,5 @@ def _indexer_forward(
     )
     backend.active.count_key_write(layer_id)
     backend.inherit(layer_id, forward_batch)
+    backend.look(layer_id, forward_batch, ours.shared(layer_id), indexer, queries=queries)
     return maybe_capture_indexer_topk(layer_id, ours.shared(layer_id))

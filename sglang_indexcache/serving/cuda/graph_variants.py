@@ -17,8 +17,7 @@ a pattern
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,10 +59,8 @@ class GraphVariants:
         always = {at for at in starts if self._is_live or plan.pattern.is_full(at)}
         self._fewest = Pattern.from_layers(len(plan.pattern), {0} | always)
         self._declared = {str(pattern): pattern for pattern in plan.graph_patterns}
-        self.rows_in_batch: Mapping[Pattern, int] = {}
-        """Of the batch for which a graph was last selected, by pattern."""
         self.served: Sequence[Served] = ()
-        """Its requests."""
+        """The requests of the batch for which a graph was last selected."""
         self.label = ""
         """The graph that was last selected."""
         self._masks: torch.Tensor | None = None
@@ -82,7 +79,6 @@ class GraphVariants:
             StaleIndexError: live mode, and the batch's requests came without their patterns.
         """
         patterns = patterns_of_requests(forward_batch) if self._is_live else []
-        self.rows_in_batch = Counter(patterns) or {self._active.pattern: 0}
         self.served = served_in(forward_batch, patterns, self._active.pattern)
         self.label = self._label(forward_batch, patterns)
         if self.label == MIXED:
@@ -94,7 +90,7 @@ class GraphVariants:
             return DSA_DENSE
         if not self._is_live:
             return DSA_SPARSE
-        if len(self.rows_in_batch) == 1 and patterns and str(patterns[0]) in self._declared:
+        if len(set(patterns)) == 1 and str(patterns[0]) in self._declared:
             return str(patterns[0])
         return MIXED
 

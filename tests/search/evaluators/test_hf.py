@@ -101,6 +101,17 @@ def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
     assert any((a != b).any() for a, b in itertools.pairwise(found))
 
 
+def test_a_layers_own_selection_in_a_run_of_a_pattern(folder: Path, data: Calibration) -> None:
+    """F layers select what the pattern has them attend to; an S layer what it would if it ran."""
+    ids, evaluator = data.sequences[0], TransformersEvaluator(folder, data)
+    found = evaluator.selected(ids, Pattern("FSSFSS"))
+    for layer, text in enumerate(("FSSFSS", "FFSFSS", "FSFFSS", "FSSFSS", "FSSFFS", "FSSFSF")):
+        fresh = TransformersEvaluator(folder, data)
+        assert (found[layer] == fresh.run(Pattern(text), ids).indices[layer][0].numpy()).all()
+    assert (found[1] == evaluator.selected(ids)[1]).all()  # so far nothing was shared
+    assert (found[2] != evaluator.selected(ids)[2]).any()
+
+
 def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:
     types = Pattern("FFSFFS").to_indexer_types()
     make_model(ModelSpec("glm-5", "tiny", 0, 512, "float32", {"indexer_types": types}), tmp_path)

@@ -1,0 +1,281 @@
+"""Layers' own lists beside those that they get by sharing, on a sample of forwards.
+
+Live mode keeps every layer's index keys, so on a few rows of a forward an S layer's own indexer can
+score them too, once the forward has its list. Static mode has no indexer there; each F layer's list
+is held against that of the F layer before it, which costs no score. A shadow reads what a forward
+made and writes nothing that a forward reads. Captures and replays of CUDA graphs, drafted tokens
+and the halves of an overlapped batch have none.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_indexcache.ask.protocol import RECENT
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.traffic import LENGTHS, Served, length_bin
+
+if TYPE_CHECKING:
+    from sglang_indexcache.serving.settings import Plan
+
+logger = logging.getLogger(__name__)
+
+ROWS = 16
+"""Sampled of a forward, at most."""
+SUMS = ("rows", "overlap", "recall", *(f"recent_{window}" for window in RECENT))
+"""What is added up for each layer and bin of lengths: rows, and of each row a share from 0 to 1."""
+LEASTS = ("least_overlap", "least_recall")
+_KEY_BLOCK = 8192
+"""Keys scored at a time: with 64 heads and all rows that is 32 MB."""
+
+Cells = list[list[list[float]]]
+"""``[layers][bins]`` of some numbers."""
+Queries = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of rows ``[R]`` int64: index queries ``[R, H, D]`` and weights of the heads ``[R, H]``, float32,
+all scales in them."""
+Keys = Callable[["Part", int, int], torch.Tensor]
+"""Index keys ``[n, D]`` float32 of a request's tokens, from and to below."""
+Entries = Callable[["Part"], torch.Tensor]
+"""``[visible]`` integers: how the lists of a forward name the tokens of a request."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sampled rows of one request.
+
+    Attributes:
+        request: its number in the forward.
+        rows: of the forward, ascending.
+        sees: how many tokens each of them may attend to, more than index_topk.
+        pattern: the request's.
+        bin: of its length, a place in ``LENGTHS``.
+    """
+
+    request: int
+    rows: tuple[int, ...]
+    sees: tuple[int, ...]
+    pattern: Pattern
+    bin: int
+
+
+class Shadow:
+    """The samples of a process; its sums stay on the device until somebody reads them.
+
+    Attributes:
+        one_in: of so many forwards one is sampled, by lot; 0 for none.
+        forwards: sampled so far.
+        parts: what is sampled of the forward in progress.
+        patterns: the server's, whose sums these are.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.one_in, self.forwards = plan.shadow, 0
+        self.parts: tuple[Part, ...] = ()
+        self._is_static, self._layers = plan.mode == "static", len(plan.pattern)
+        # Of its own: a draw from torch's would change what requests draw. All ranks draw alike.
+        self._lots = random.Random(0)
+        self._topk, self._rows, self._is_new = 0, 0, False
+        self.patterns: tuple[Pattern, ...] = ()
+        self._sums: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+        self._leasts = torch.empty(0)
+
+    def begin(self, served: Sequence[Served], patterns: tuple[Pattern, ...], topk: int) -> None:
+        """A forward of these requests has begun: draw whether it is sampled, and which rows.
+
+        Args:
+            served: in the order of their rows; none where the forward cannot be looked at.
+            patterns: the server's. Requests that name another one are left out, or the sums of a
+                layer would be about several lists.
+            topk: a row that sees no more tokens selects all of them, and is left out.
+        """
+        self.parts = ()
+        if not self.one_in or self._lots.randrange(self.one_in):
+            return
+        if patterns != self.patterns:
+            self.patterns = patterns
+            self._set_apart()
+        self.parts = tuple(draw(served, patterns, topk, self._lots))
+        self._topk, self._rows = topk, sum(rows for _, rows, _ in served)
+        self._is_new = bool(self.parts)
+
+    def skip(self) -> None:
+        """The forward that has begun is captured or replayed."""
+        self.parts = ()
+
+    def look(
+        self,
+        layer: int,
+        lists: torch.Tensor | None,
+        entries: Entries,
+        *,
+        own: torch.Tensor | None = None,
+        queries: Queries | None = None,
+        keys: Keys | None = None,
+    ) -> None:
+        """Compare, if the forward is sampled; what goes wrong ends the shadow and nothing else.
+
+        Args:
+            layer: pattern position.
+            lists: ``[T, k]`` integers as ``entries`` has them: what the layer was given, in static
+                mode what it would be given.
+            entries: what lists mean.
+            own: static mode: ``[T, k]``, what the layer selected itself.
+            queries: live mode: of the layer's indexer.
+            keys: live mode: of its cache.
+        """
+        parts = [part for part in self.parts if part.pattern.is_full(layer) == self._is_static]
+        # Where ranks share the rows of a prompt, a list's place is not a row's number.
+        if not parts or lists is None or lists.shape[0] < self._rows:
+            return
+        if lists.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        try:
+            rows = torch.tensor([row for part in parts for row in part.rows], device=lists.device)
+            asked = queries(rows) if queries else None
+            start = 0
+            for part in parts:
+                mine, start = slice(start, start + len(part.rows)), start + len(part.rows)
+                sees = torch.tensor(part.sees, device=lists.device)
+                named = entries(part)
+                scores = None
+                if asked is not None and keys is not None:
+                    scores = score(asked[0][mine], asked[1][mine], part, keys)
+                    chosen = best(scores, sees, self._topk)
+                else:
+                    assert own is not None, "either an indexer or its list is there"
+                    chosen = holds(own[rows[mine]], named, sees)
+                held = holds(lists[rows[mine]], named, sees)
+                window = part.pattern.window_at(layer)
+                self._add(layer, part.bin, compare(held, chosen, sees, scores, window))
+        except Exception:  # inside a forward: it would end the server
+            logger.exception("IndexCache: --indexcache-shadow stops here")
+            self.one_in, self.parts = 0, ()
+
+    def read(self) -> tuple[Cells, Cells, Cells]:
+        """The sums since the server's pattern was set, those since the start, and the leasts.
+
+        Returns:
+            Twice ``[layers][bins][SUMS]``, and ``[layers][bins][LEASTS]`` since the pattern was
+            set, 1 where there was no row. Waits for the device, so read it seldom.
+        """
+        if self._sums is None or self._before is None:
+            return [], [], []
+        if self._sums.is_cuda:
+            torch.cuda.synchronize()  # forwards add to them on a stream of their own
+        whole = self._sums + self._before
+        return self._sums.tolist(), whole.tolist(), self._leasts.tolist()
+
+    def _add(self, layer: int, place: int, found: torch.Tensor) -> None:
+        """``found``: ``[R, SUMS]``."""
+        if self._sums is None:
+            shape = (self._layers, len(LENGTHS))
+            self._sums = found.new_zeros(*shape, len(SUMS))
+            self._before, self._leasts = self._sums.clone(), found.new_ones(*shape, len(LEASTS))
+        self.forwards += self._is_new
+        self._is_new = False
+        self._sums[layer, place] += found.sum(0)
+        least = self._leasts[layer, place]
+        least.copy_(torch.minimum(least, found[:, 1:3].amin(0)))
+
+    def _set_apart(self) -> None:
+        """The server's pattern is another one now, so its layers have other lists."""
+        if self._sums is not None and self._before is not None:
+            self._before = self._before + self._sums  # not in place: whose mode it is, is SGLang's
+            self._sums = torch.zeros_like(self._sums)
+            self._leasts = torch.ones_like(self._leasts)
+
+
+def draw(
+    served: Sequence[Served], patterns: Sequence[Pattern], topk: int, lots: random.Random
+) -> Iterator[Part]:
+    """At most :data:`ROWS` of the rows that see more than ``topk`` tokens, each as likely."""
+    spans: list[tuple[int, int, int, int]] = []  # request, first row, rows, what the first sees
+    first = 0
+    for request, (pattern, rows, length) in enumerate(served):
+        sees = length - rows + 1
+        short = min(rows, max(0, topk + 1 - sees))
+        if pattern in patterns:
+            spans.append((request, first + short, rows - short, sees + short))
+        first += rows
+    total = sum(count for _, _, count, _ in spans)
+    chosen = sorted(lots.sample(range(total), min(ROWS, total)))
+    before = 0
+    for request, first, count, sees in spans:
+        mine = [n - before for n in chosen if before <= n < before + count]
+        before += count
+        if mine:
+            pattern, _, length = served[request]
+            rows_of, sees_of = (tuple(start + n for n in mine) for start in (first, sees))
+            place = LENGTHS.index(length_bin(length))
+            yield Part(request, rows_of, sees_of, pattern, place)
+
+
+def score(queries: torch.Tensor, weights: torch.Tensor, part: Part, keys: Keys) -> torch.Tensor:
+    """``[R, n]`` float32 index scores of a request's rows, n what the last of them sees."""
+    total = max(part.sees)
+    blocks = []
+    for low in range(0, total, _KEY_BLOCK):
+        products = queries @ keys(part, low, min(total, low + _KEY_BLOCK)).T
+        blocks.append((weights[:, :, None] * products.relu_()).sum(1))
+    return torch.cat(blocks, dim=1)
+
+
+def best(scores: torch.Tensor, sees: torch.Tensor, topk: int) -> torch.Tensor:
+    """``[R, n]`` bool: the k best of what each row sees, the first of equals."""
+    hidden = scores.masked_fill(~_visible(sees, scores.shape[1]), -torch.inf)
+    order = hidden.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, value=True)
+
+
+def holds(lists: torch.Tensor, named: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+    """``[R, n]`` bool: which of the tokens ``named`` ``[n]`` each of ``lists`` ``[R, k]`` has."""
+    ordered = lists.sort(dim=1).values
+    asked = named.to(ordered.dtype).expand(len(lists), -1).contiguous()
+    places = torch.searchsorted(ordered, asked).clamp_max(ordered.shape[1] - 1)
+    return (ordered.gather(1, places) == asked) & _visible(sees, len(named))
+
+
+def compare(
+    held: torch.Tensor,
+    chosen: torch.Tensor,
+    sees: torch.Tensor,
+    scores: torch.Tensor | None,
+    window: int = 0,
+) -> torch.Tensor:
+    """``[R, SUMS]`` float64: 1 for the row, and its shares.
+
+    The overlap is the share of ``chosen`` that ``held`` has; the recall the same by each token's
+    softmax of ``scores``, to which an indexer is trained to give what attention gives, and with the
+    recent window that attention reads too. Without scores it is 0.
+
+    Args:
+        held: ``[R, n]`` bool, of the list that the layer is given.
+        chosen: ``[R, n]`` bool, the layer's own selection.
+        sees: ``[R]``, how many tokens each row sees.
+        scores: ``[R, n]``, the layer's own.
+        window: how many of the last tokens attention reads besides the list.
+    """
+    positions = torch.arange(held.shape[1], device=held.device)
+    visible, back = positions < sees[:, None], sees[:, None] - positions
+    shares = [torch.ones(len(held), device=held.device), (held & chosen).sum(1) / chosen.sum(1)]
+    if scores is None:
+        shares.append(torch.zeros_like(shares[0]))
+    else:
+        mass = scores.masked_fill(~visible, -torch.inf).softmax(1) * chosen
+        shares.append((mass * (held | (back <= window))).sum(1) / mass.sum(1))
+    for recent in RECENT:
+        near = visible & (back <= recent)
+        shares.append((held & near).sum(1) / near.sum(1))
+    return torch.stack(shares, dim=1).double()
+
+
+def _visible(sees: torch.Tensor, count: int) -> torch.Tensor:
+    """``[R, count]`` bool: which tokens each row may attend to."""
+    return torch.arange(count, device=sees.device) < sees[:, None]
