@@ -116,6 +116,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: unreadable.
     """
     path = folder / "config.json"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder of this machine, and a checkpoint's folder is wanted here. "
+            f"Download the model first, and give the folder: hf download {folder} --local-dir "
+            f"{folder.name}"
+        )
     try:
         return dict(json.loads(path.read_text()))
     except OSError as error:
@@ -215,7 +221,8 @@ def _family(architecture: str, text: Any, where: str) -> Family:
     raise CheckpointError(
         f"{where} is a {architecture} without a lightning indexer, so there is nothing to "
         "share. IndexCache is for DeepSeek Sparse Attention models (DeepSeek-V3.2, GLM-5, "
-        "...). Serve this one without --attention-backend indexcache."
+        "...). Give the folder of such a model; SGLang serves this one without "
+        "--attention-backend indexcache."
     )
 
 

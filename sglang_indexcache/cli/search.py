@@ -243,7 +243,14 @@ def compare_command(
     data: DataOption = "machine",
     context: SequenceOption = None,
     score: ScoreOption = None,
-    held_out: HeldOutOption = 8,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Documents to compare on, of those that a search holds out; two at least.",
+            rich_help_panel=_DATA,
+        ),
+    ] = 8,
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave.
 
@@ -301,7 +308,10 @@ def overlap_command(
     ] = "",
     data: DataOption = "machine",
     context: SequenceOption = None,
-    batches: BatchesOption = 4,
+    batches: Annotated[
+        int,
+        typer.Option(metavar="N", help="Documents to measure on.", rich_help_panel=_DATA),
+    ] = 4,
     url: Annotated[
         str,
         typer.Option(

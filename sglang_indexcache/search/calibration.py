@@ -256,6 +256,7 @@ def _choose(reading: _Reading, wanted: dict[bool, int]) -> dict[bool, list[Marke
         elif len(chosen[part]) < wanted[part]:
             chosen[part].append(piece)
         if all(len(chosen[part]) == wanted[part] for part in chosen):
+            reading.is_enough = True
             return chosen
     for part, pieces in chosen.items():
         longest = sorted(shorter[part], reverse=True)
@@ -276,6 +277,7 @@ class _Reading:
         too_long: left out because a cut would part an answer from its evidence.
         shortened: conversations cut after a response.
         windowed: texts cut into windows.
+        is_enough: reading stopped because these gave enough.
     """
 
     source: str
@@ -288,6 +290,7 @@ class _Reading:
     too_long: int = 0
     shortened: int = 0
     windowed: int = 0
+    is_enough: bool = False
 
     def pieces(self) -> Iterator[tuple[bool, Marked]]:
         """Every sequence in the order of the documents, and whether its document is held out."""
@@ -333,8 +336,10 @@ class _Reading:
             f"{self.windowed} texts cut into windows": self.windowed,
             f"{short} of {chosen} sequences under half of {context} tokens": short,
         }
-        told = [f"{self.documents} documents read", *(fact for fact, n in facts.items() if n)]
-        return "; ".join(told)
+        read = f"{self.documents} documents read"
+        if self.is_enough:
+            read += " (reading stopped there: these give enough)"
+        return "; ".join([read, *(fact for fact, n in facts.items() if n)])
 
     def too_little(self, wanted: dict[bool, int], got: dict[bool, int]) -> SearchError:
         """Why there are not enough sequences."""
@@ -344,11 +349,16 @@ class _Reading:
                 "its response, or text with answers; or count other tokens (--score late)."
             )
         length = "longer" if self.too_long else "shorter"
-        one_side = "; all windows of a text are on one side: give several documents"
-        told = self.in_words(0, 0) + (one_side if self.windowed else "")
+        advice = f"Give more text, or ask for fewer batches or a {length} context."
+        if self.windowed and any(got.values()) and not all(got[p] or not wanted[p] for p in got):
+            advice = (
+                "All windows of one text are on one side, so that nothing is searched on that "
+                "checks the search. Give several files or documents."
+            )
+            if got[False] == wanted[False]:
+                advice += " A search can also do without the check: --held-out 0."
         return SearchError(
             f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
             f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
-            f"{got[True]} ({told}). Give more text, or ask for fewer batches "
-            f"or a {length} context."
+            f"{got[True]} ({self.in_words(0, 0)}). {advice}"
         )

@@ -20,6 +20,8 @@ from sglang_indexcache.stats.student import half_width
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 
 CONFIDENCE = 0.95
+SMALL = 0.01
+"""A share of the reference's loss: words call a difference small, and an interval wide, by it."""
 _LABEL_WIDTH = 46
 """Characters of an axis label's line, in the height of a figure."""
 
@@ -80,23 +82,32 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence."""
-        relative = 100 * self.difference.mean / self.reference_loss
-        interval = f"95 % interval {self.difference.low:+.5f} to {self.difference.high:+.5f}"
-        if not self.difference.is_significant:
-            first = f"No difference shown: {self.difference.mean:+.5f} nats per token ({interval})"
-        else:
-            word = "higher" if self.difference.mean > 0 else "lower"
-            first = (
-                f"The loss is {word} by {abs(self.difference.mean):.5f} nats per token "
-                f"({relative:+.3f} %, {interval})"
-            )
+        """The result in words: the size with its interval, what that tells, and the trend."""
+        first = f"{self._size}: {self._meaning}"
         if self.trend is None:
             return f"{first}; what counts lies too close together to show a trend."
         if not self.trend.is_significant:
             return f"{first}; no trend along the context shown."
         word = "more" if self.trend.mean > 0 else "less"
         return f"{first}; sharing costs {word} late in the context ({self.trend.mean:+.5f})."
+
+    @property
+    def _size(self) -> str:
+        found = self.difference
+        relative = 100 * found.mean / self.reference_loss
+        interval = f"95 % interval {found.low:+.5f} to {found.high:+.5f}"
+        return f"{found.mean:+.5f} nats per token, {relative:+.2f} % ({interval})"
+
+    @property
+    def _meaning(self) -> str:
+        found, small = self.difference, SMALL * self.reference_loss
+        most = max(-found.low, found.high)
+        if found.is_significant:
+            word = "higher" if found.mean > 0 else "lower"
+            return f"{word}, by less than {SMALL:.0%}" if most < small else word
+        if most > small:
+            return "too few documents to tell whether the loss differs"
+        return f"no difference shown, and one above {most / self.reference_loss:.2%} is unlikely"
 
     def numbers(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -211,23 +222,29 @@ def _difference(values: Floats) -> Difference | None:
 def draw_comparison(
     comparisons: Sequence[tuple[str, Comparison]], path: Path, objective: str = ""
 ) -> None:
-    """Loss difference along the context, one line a pattern with its 95 % band."""
-    figure, [axis] = make_figure(7.6, 3.8)
-    for name, found in comparisons:
+    """Loss difference along the context, one line a pattern with its 95 % intervals.
+
+    The axis ends a little beyond the lines: an interval may go on beyond it.
+    """
+    figure, [axis] = make_figure(8.4, 4.2)
+    drawn = [d.mean for _, found in comparisons for d in found.curve if d] + [0.0]
+    for place, (name, found) in enumerate(comparisons):
         known = [
             (a, b, d) for (a, b), d in zip(pairwise(found.edges), found.curve, strict=True) if d
         ]
-        middles, color = [(a + b) / 2 for a, b, _ in known], pattern_color(found.pattern)
-        axis.plot(
-            middles, [d.mean for *_, d in known],
-            marker="o", ms=3, color=color, label=f"{name}, {len(found.pattern.full_layers)} F",
+        aside = 0.5 + 0.5 * (place - (len(comparisons) - 1) / 2) / len(comparisons)
+        axis.errorbar(
+            [a + aside * (b - a) for a, b, _ in known], [d.mean for *_, d in known],
+            yerr=[d.high - d.mean for *_, d in known], color=pattern_color(found.pattern),
+            marker="o", ms=3.5, lw=1.6, elinewidth=0.8, capsize=2,
+            label=f"{name}, {len(found.pattern.full_layers)} F",
         )  # fmt: skip
-        low, high = [d.low for *_, d in known], [d.high for *_, d in known]
-        axis.fill_between(middles, low, high, color=color, alpha=0.15, lw=0)
+    beyond = 0.12 * (max(drawn) - min(drawn)) or 1.0
+    axis.set_ylim(min(drawn) - beyond, max(drawn) + beyond)
     axis.axhline(0, color="black", lw=0.8, ls=":")
     axis.set_xlabel("position in the context, tokens")
     axis.set_ylabel(axis_label("added loss", objective), fontsize=8)
-    title = f"against {_short(comparisons[0][1].reference)}; bands: 95 % intervals"
+    title = f"against {_short(comparisons[0][1].reference)}; bars: 95 % intervals, cut at the edge"
     axis.set_title(title, fontsize=9, loc="left")
     figure.legend(fontsize=8, frameon=False, loc="outside right center")
     save_figure(figure, path)

@@ -110,7 +110,7 @@ class Options:
     def in_words(self, *, is_refined: bool = True) -> str:
         """For provenance, which names the refinement only where it ran."""
         refinement = "screened refinement" if is_refined and self.refine else ""
-        return ", ".join(filter(None, (self.method.in_words, refinement)))
+        return ", then ".join(filter(None, (self.method.in_words, refinement)))
 
     def usual(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Tokens of the search where nobody gives a budget, and it needs no more."""

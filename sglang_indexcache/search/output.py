@@ -26,7 +26,6 @@ _SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL, _HERE = "partial", "indexcache search"
 _LOSS = "calibration loss, nats per token (lower is better)"
 _HELD_OUT = "held-out loss, nats per token (lower is better)"
-_GREY = FULL
 
 
 class OutputFolder:
@@ -40,11 +39,11 @@ class OutputFolder:
     """
 
     def __init__(
-        self, folder: Path, search: Search, setup: Setup, identity: Mapping[str, str]
+        self, folder: Path, search: Search, setup: Setup, identity: Mapping[str, Any]
     ) -> None:
         self._folder, self._search, self._setup = folder, search, setup
+        self._identity = dict(identity)
         self._origin = {
-            **identity,
             "documents": setup.calibration.reading,
             "seed": setup.seed,
             "versions": versions(),
@@ -127,6 +126,7 @@ class OutputFolder:
 
     def _details(self, found: Found) -> dict[str, Any]:
         details: dict[str, Any] = {
+            **self._identity,
             **self._origin,
             "added_loss_standard_error": _number(found.standard_error),
             "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
@@ -159,6 +159,7 @@ class OutputFolder:
             "complete": search.is_complete,
             "name": self._setup.name,
             "method": search.in_words(),
+            "identity": self._identity,
             "objective": self._setup.objective,
             "data": self._setup.data,
             **self._origin,
@@ -205,81 +206,82 @@ def _number(value: float) -> float | None:
 
 
 def draw_losses(told: Mapping[str, Any], path: Path) -> None:
-    """Loss after each flip with the retentions marked (paper, figure beside Algorithm 1).
+    """What sharing adds to the loss of all F, along the search and at the retentions.
 
-    The band is two standard errors of the increase over the start. A racing search measures most
-    steps on few batches and keeps the lowest, so its line runs a little low between the marks; the
-    marks themselves are measured on all batches. What a mark's pattern adds on held-out batches is
-    drawn over the same start. A second search, the way up from all S, has a dashed line.
+    Everything is drawn as what it adds on the data that it was measured on, so that calibration
+    and held-out data have one scale. A racing search measures most flips on few batches and keeps
+    the lowest, so these run low; the patterns found are measured on all batches, and once more on
+    held-out documents. The way up from all S has a dashed line.
 
     Args:
         told: what search.json holds.
         path: a .png file.
     """
-    figure, [axis] = make_figure(6.8, 4.0)
-    layers, start = len(told["start"]["pattern"]), told["start"]["pattern"].count("F")
-    for number, way in enumerate(_ways(told["steps"])):
-        steps = [start - step["pattern"].count("F") for step in way]
-        line = "on the way" if number == 0 else "on the way up from all S"
-        style = "-" if number == 0 else "--"
+    figure, [axis] = make_figure(8.6, 4.6)
+    pattern, base = told["start"]["pattern"], told["start"]["loss"] or 0.0
+    layers, start = len(pattern), pattern.count("F")
+    every = told["steps"][0]["batches"]  # the start's, which is measured on all
+    axis.axhline(0, color="black", lw=0.8, ls=":", label=f"as it is: {start} of {layers} layers F")
+    for way in _ways(told["steps"]):
+        used = sorted({step["batches"] for step in way})
+        some = f"{used[0]} to {used[-1]}" if used[1:] else f"{used[0]}"
+        up = way[0]["pattern"][way[0]["flipped"]] == "F"
         axis.plot(
-            steps, [step["loss"] for step in way],
-            color=_GREY, ls=style, lw=1.4, marker="o", ms=2.5, label=line,
+            [start - step["pattern"].count("F") for step in way],
+            [step["loss"] - base for step in way],
+            color=FULL, ls="--" if up else "-", lw=1.0, marker="o", ms=2.5,
+            label=f"each flip on the way {'up' if up else 'down'}, on {some} of {every} batches",
         )  # fmt: skip
-        low = [step["loss"] - 2 * (step["standard_error"] or 0.0) for step in way]
-        high = [step["loss"] + 2 * (step["standard_error"] or 0.0) for step in way]
-        band = "two standard errors" if number == 0 else None
-        axis.fill_between(steps, low, high, color=_GREY, alpha=0.2, lw=0, label=band)
-    if told["start"]["loss"] is not None:
-        axis.axhline(told["start"]["loss"], color="black", lw=0.8, ls=":", label="no layer shared")
-    for number, mark in enumerate(told["marks"]):
-        _draw_mark(axis, told, mark, start - mark["full_layers"], is_first=number == 0)
-    axis.set_xlabel(f"indexers gone, of {layers} layers")
-    axis.set_ylabel(axis_label("loss", told["objective"]), fontsize=8)
+    for mark in told["marks"]:
+        _draw_mark(axis, mark, start - mark["full_layers"], base)
+    if told["marks"]:
+        for marker, color, label in (
+            ("D", "black", f"pattern found, on the {every} batches that chose it"),
+            ("o", "white", "pattern found, on held-out documents (bar: 95 % interval)"),
+            ("s", "silver", f"uniform interleaving, on the {every} batches"),
+        ):
+            edge = "silver" if color == "silver" else "black"
+            axis.plot([], [], mec=edge, mfc=color, marker=marker, ls="none", ms=5, label=label)
+    axis.set_xlabel(f"layers that lost their indexer, of {layers}")
+    axis.set_ylabel(axis_label("added loss", told["objective"]), fontsize=8)
     axis.set_title(f"{told['name']}: {told['data']}", fontsize=9, loc="left")
-    axis.legend(fontsize=8, frameon=False, loc="upper left")
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     axis.ticklabel_format(axis="y", useOffset=False)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.margins(y=0.12)
+    axis.set_xlim(left=-0.4)
     save_figure(figure, path)
 
 
 def _ways(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The steps of each search that ``path`` holds, most F layers first; each begins anew."""
+    """The flips of each walk that ``path`` holds, most F layers first; a start begins one."""
     ways: list[list[Mapping[str, Any]]] = []
     for step in path:
         if step["flipped"] is None:
             ways.append([])
-        ways[-1].append(step)
-    return [sorted(way, key=lambda step: -step["pattern"].count("F")) for way in ways]
+        else:
+            ways[-1].append(step)
+    return [sorted(way, key=lambda step: -step["pattern"].count("F")) for way in ways if way]
 
 
-def _draw_mark(
-    axis: Any, told: Mapping[str, Any], mark: Mapping[str, Any], step: int, *, is_first: bool
-) -> None:
+def _draw_mark(axis: Any, mark: Mapping[str, Any], step: int, base: float) -> None:
+    """What a retention's pattern adds: on the batches that chose it, held out; and uniform."""
     color = pattern_color(Pattern(mark["pattern"]))
-    axis.axvline(step, color=color, lw=0.6, alpha=0.5)
-    label = "pattern found" if is_first else None
-    axis.plot(step, mark["loss"], color=color, marker="D", ms=5, ls="none", label=label, zorder=4)
+    axis.plot(step, mark["loss"] - base, color=color, marker="D", ms=5, ls="none", zorder=4)
     axis.annotate(
         mark["retention"],
-        (step, 0.0),
+        (step, 0.97),
         xycoords=("data", "axes fraction"),
-        xytext=(3, 4),
-        textcoords="offset points",
+        ha="center",
+        va="top",
         color=color,
         fontsize=9,
     )
     if held_out := mark["held_out"]:
-        label = "the same, held out (95 %)" if is_first else None
-        loss = told["start"]["loss"] + held_out["loss"] - held_out["start"]
         axis.errorbar(
-            step + 0.12, loss, held_out["half"], color=color, marker="o", mfc="white", ms=4,
-            capsize=3, lw=1, ls="none", label=label, zorder=5,
+            step + 0.15, held_out["loss"] - held_out["start"], held_out["half"], color=color,
+            marker="o", mfc="white", ms=5, capsize=3, lw=1, ls="none", zorder=5,
         )  # fmt: skip
     if uniform := mark["baselines"].get("uniform"):
-        label = "uniform interleaving" if is_first else None
         pale = pattern_color(Pattern(uniform["pattern"]))
-        axis.plot(
-            step, uniform["loss"], color=pale, marker="s", ms=4.5, ls="none", label=label, zorder=3
-        )
+        axis.plot(step, uniform["loss"] - base, color=pale, marker="s", ms=5, ls="none", zorder=3)

@@ -49,6 +49,7 @@ class OverlapCounter:
         self._total = np.zeros((num_layers, num_layers))
         self._held = np.zeros((len(RECENT), num_layers))
         self._topk = topk
+        self._longest = 0
         self.queries = 0
 
     def add(self, selected: NDArray[np.integer]) -> None:
@@ -59,6 +60,7 @@ class OverlapCounter:
                 entries below 0 are padding. Query t sees tokens 0..t.
         """
         layers, length, _ = selected.shape
+        self._longest = max(self._longest, length)
         step = max(1, _MASK_BYTES // (4 * layers * length))
         for start in range(self._topk, length, step):
             some = selected[:, start : start + step]
@@ -84,13 +86,16 @@ class OverlapCounter:
             self._held[place] += (held / np.minimum(sees, window)).sum(axis=1)
 
     def recent(self) -> Floats:
-        """``[len(RECENT), N]`` float64: the share of the last tokens that each layer selects.
+        """``[spans, N]`` float64: the share of the last tokens that each layer selects.
+
+        The spans are the first of :data:`RECENT`; none is longer than the longest sample, but 8.
 
         Raises:
             SearchError: no query saw more than k tokens.
         """
         self._check_queries()
-        return self._held / self.queries
+        spans = max(1, sum(span <= self._longest for span in RECENT))
+        return self._held[:spans] / self.queries
 
     def matrix(self) -> Floats:
         """``[N, N]`` float64: the mean over all queries counted.
@@ -215,7 +220,7 @@ def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
     """What :meth:`OverlapCounter.recent` says of the lists that S layers inherit.
 
     Args:
-        shares: ``[len(RECENT), N]``.
+        shares: ``[spans, N]``.
         pattern: whose F layers' lists are meant; without one, every layer's.
     """
     layers = range(shares.shape[1])
@@ -225,7 +230,10 @@ def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
         f"  layer {layer:>3}  " + "  ".join(f"{share:4.0%}" for share in shares[:, layer])
         for layer in shown
     ]
-    lines = [f"Of the last {', '.join(map(str, RECENT))} tokens {who}, on average:", *told]
+    lines = [
+        f"Of the last {', '.join(map(str, RECENT[: len(shares)]))} tokens {who}, on average:",
+        *told,
+    ]
     return "\n".join(lines)
 
 
@@ -301,7 +309,7 @@ def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
         "adjacent": list(reading.adjacent),
         "recent": {
             str(window): [round(float(share), 6) for share in by_layer]
-            for window, by_layer in zip(RECENT, counter.recent(), strict=True)
+            for window, by_layer in zip(RECENT, counter.recent(), strict=False)
         },
         "matrix": [[round(float(v), 6) for v in row] for row in matrix],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.overlap import found_overlap
 from sglang_indexcache.search.rules import Constraints, Targets
-from sglang_indexcache.search.run import Found, Search, check_tokens
+from sglang_indexcache.search.run import Search, check_tokens
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.running import progress_at_most, resumable, resuming
@@ -66,6 +67,7 @@ def run_search(
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, setup, identity)
         print_plan(console, plan(setup, constraints, targets, options, rate))
+        way = ""
         resuming(console, len(journal.records), "evaluations", journal.path)
         try:
             with progress_at_most(console) as progress:
@@ -75,7 +77,8 @@ def run_search(
                 )
                 ledger.on_measured(ledger)
                 for event in search.run():
-                    _show(event, search, console)
+                    if isinstance(event, Step) and event.layer is not None:
+                        way = _show(event, search, console, way)
                     shared = len(event.pattern.shared_layers)
                     progress.update(task, description=f"{shared} layers shared")
                     folder.update(event)
@@ -163,18 +166,33 @@ def measured_rate(output: Path, batch_tokens: Sequence[int], calls: int) -> Rate
     return Rate(calls * tokens / seconds, source)
 
 
-def _show(event: Step | Found, search: Search, console: Console) -> None:
-    if isinstance(event, Found) or event.layer is None:
-        return
+def _way(step: Step) -> str:
+    """The walk that a flip belongs to; "" for the start."""
+    if step.layer is None:
+        return ""
+    return "way up" if step.pattern.is_full(step.layer) else "way down"
+
+
+def _show(event: Step, search: Search, console: Console, before: str) -> str:
+    """Print a flip, and first the walk if it begins; the walk before was ``before``."""
+    way = _way(event)
+    if way != before:
+        most = len(search.constraints.start.full_layers)
+        told = {
+            "way down": f"way down, from {most} F layers: each flip makes one more layer S",
+            "way up": f"way up, from {search.constraints.fewest} F: each flip makes one more F",
+        }
+        console.print(told[way], highlight=False)
     added = 100 * (event.loss / search.start_loss - 1)
     sure = "" if event.decided else "  (undecided: no budget left to tell the best apart)"
     full = len(event.pattern.full_layers)
-    kind = "F" if event.pattern.is_full(event.layer) else "S"
+    kind = "F" if way == "way up" else "S"
     console.print(
         f"{full:>4} F  layer {event.layer:>3} -> {kind}  loss {event.loss:.5f} "
         f"({added:+.3f} %, {event.batches} batches, {event.candidates} candidates){sure}",
         highlight=False,
     )
+    return way
 
 
 def _show_result(search: Search, objective: str, console: Console) -> None:
@@ -204,10 +222,11 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
             "held out: what the pattern adds on batches that the search did not choose it by, with "
             "its 95 % interval. Judge it by that: the loss it was chosen by flatters it."
         )
-    flips = sum(step.layer is not None for step in search.path)
-    if undecided := sum(not step.decided for step in search.path):
+    flips = Counter(map(_way, search.path))
+    if undecided := Counter(_way(step) for step in search.path if not step.decided):
+        told = " and ".join(f"{n} of {flips[w]} flips on the {w}" for w, n in undecided.items())
         yield (
-            f"{undecided} of {flips} flips are undecided: the budget ended while "
+            f"{told} are undecided: the budget ended while "
             "several candidates were left. More budget (--budget) or more batches (--batches) "
             "would tell. Decided is no proof either: each comparison has 95 % for itself alone."
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.documents import MACHINE
@@ -15,6 +16,7 @@ from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration, Score, prepare
 from sglang_indexcache.search.evaluators import Evaluator
+from sglang_indexcache.study.identity import GIVEN
 from sglang_indexcache.study.provenance import checkpoint_digest
 
 DEFAULT_CONTEXT = 8
@@ -33,6 +35,7 @@ class Setup:
         digest: tells checkpoints apart.
         name: of the model, and prefix of the names of the patterns that are found.
         seed: of the data's shuffle.
+        given: the options that chose the data, to name the one that changed.
     """
 
     checkpoint: Checkpoint
@@ -40,6 +43,7 @@ class Setup:
     digest: str
     name: str
     seed: int = 0
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -86,7 +90,14 @@ class Setup:
             topk=topk,
             score=score,
         )
-        return cls(checkpoint, calibration, digest, model.resolve().name, seed)
+        given = {
+            "--data": calibration.source,
+            "--context": context,
+            "--batches": batches,
+            "--held-out": held_out,
+            "--seed": seed,
+        }
+        return cls(checkpoint, calibration, digest, model.resolve().name, seed, given)
 
     @property
     def model(self) -> ModelInfo:
@@ -111,7 +122,7 @@ class Setup:
         """The data, in words."""
         return f"{self.calibration.source}, {self.calibration.size}"
 
-    def identity(self, evaluator: Evaluator) -> dict[str, str]:
+    def identity(self, evaluator: Evaluator) -> dict[str, Any]:
         """What a journal of this evaluator's losses belongs to.
 
         Raises:
@@ -127,6 +138,7 @@ class Setup:
             "checkpoint": self.digest,
             "data": self.calibration.digest,
             "counted": self.objective,
+            **({GIVEN: dict(self.given)} if self.given else {}),
         }
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ from typing import Any
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.support.files import check_writable, write_json
 
+GIVEN = "given"
+"""Key of an identity for the options that led to it: they explain a difference and make none."""
 _SHORT = 100
+_HASH = re.compile(r"[0-9a-f]{40,}")
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
-    """What differs between two identities, by name; long values are not written out."""
+    """What differs between two identities, by name; no long values and no hashes."""
     for name in sorted({*then, *now}):
         old, new = then.get(name), now.get(name)
         if old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{of}{name} ")
-        elif max(len(repr(old)), len(repr(new))) > _SHORT:
+        elif max(len(repr(old)), len(repr(new))) > _SHORT or _HASH.fullmatch(str(new)):
             yield f"{of}{name}"
         else:
             yield f"{of}{name} ({old!r} then, {new!r} now)"
@@ -38,7 +42,7 @@ def check_same(
     """Refuse to continue another run.
 
     Args:
-        then: what the run was begun with.
+        then: what the run was begun with; under :data:`GIVEN`, if anything, by which options.
         now: what is asked for.
         path: of the file that holds ``then``.
         kind: what a run is called in messages, such as "search".
@@ -47,7 +51,11 @@ def check_same(
     Raises:
         IndexCacheError: as ``error``: the two differ.
     """
-    if different := list(differences(then, now)):
+    options = [identity.get(GIVEN) for identity in (then, now)]
+    rest = [{k: v for k, v in identity.items() if k != GIVEN} for identity in (then, now)]
+    if different := list(differences(*rest)):
+        if all(options):
+            different += differences(*options)
         raise error(
             f"{path} belongs to another {kind}; different: {'; '.join(different)}. "
             "Give the same options to continue it, or another --output."

@@ -91,6 +91,11 @@ def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None
     assert json.loads((tmp_path / "out" / "search.json").read_text())["objective"].startswith(which)
     other = call(*arguments, "--score", "late" if score == "all" else "all")
     assert "belongs to another search; different: counted" in said(other)
+    longer = said(call(*arguments, "--score", score or "answers", "--context", "160"))
+    assert "--context (512 then, 160 now)" in longer
+    assert not re.search("[0-9a-f]{40}", longer)
+    numbers = json.loads((tmp_path / "out" / "search.json").read_text())
+    assert numbers["data"] == entry.method.data
 
 
 def test_a_pattern_is_judged_by_data_that_did_not_choose_it(tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -
         (["--dtype", "int3"], "--dtype is float32 or bfloat16, got 'int3'"),
         (["--target", "13"], "can only reach 1 to 12"),
         (["--keep-full", "a"], "not a list of layers"),
-        (["--model", "missing"], "cannot read missing/config.json"),
+        (["--model", "missing"], "missing is no folder of this machine"),
         (["--at-once", "2"], "--at-once is for the servers of --url"),
         (["--low-priority"], "--low-priority is for the servers of --url"),
         (["--score", "early"], "the score is answers, late, all, got 'early'"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import BatchLosses
 from sglang_indexcache.search.ledger import Ledger, Step
@@ -14,7 +16,7 @@ from sglang_indexcache.search.methods.fast import Fast
 from sglang_indexcache.search.methods.forward import Both, Forward
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.run import Search
-from tests.search.helpers import free, landscape, targets
+from tests.search.helpers import free, landscape, searched, targets
 
 LAYERS, PAIRS = 24, ((4, 5), (9, 10), (15, 16), (20, 21))
 ALONE, PLAIN = 1.0, 0.2
@@ -78,6 +80,15 @@ def test_the_path_holds_both_ways_and_the_budget_both_needs() -> None:
     assert ledger.spent <= least
     counts = [len(event.pattern.full_layers) for event in events if isinstance(event, Step)]
     assert counts == [*range(24, 5, -1), 24, *range(2, 13)]
+
+
+def test_the_log_says_which_way_it_walks(tmp_path: Path) -> None:
+    _, told = searched(tmp_path, SyntheticEvaluator(12, 16), "1/4", method="both", share=0.6)
+    down, up = told.split("way up, from 1 F: each flip makes one more F")
+    assert "way down, from 12 F layers" in down
+    assert "-> F" in up.split("loss")[0]
+    assert "-> F" not in down
+    assert "-> S" not in up
 
 
 def test_it_is_the_default_where_the_budget_allows_it() -> None:

@@ -175,7 +175,7 @@ def test_provenance_names_a_refinement_only_where_it_ran() -> None:
     assert search.budget.refinement == 0
     assert search.in_words() == "exhaustive greedy (Algorithm 1)"
     search = run(Search(landscape(12), free(12), goal, Options.parse("greedy")))
-    assert search.in_words() == "exhaustive greedy (Algorithm 1), screened refinement"
+    assert search.in_words() == "exhaustive greedy (Algorithm 1), then screened refinement"
 
 
 def test_more_than_exhaustive_is_refused() -> None:

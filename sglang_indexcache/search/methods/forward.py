@@ -83,7 +83,7 @@ class Both:
     calibration batches is kept.
     """
 
-    in_words = "fast greedy and forward selection (lazy re-evaluation, paired racing), the better"
+    in_words = "the better of fast greedy and forward selection (lazy re-evaluation, paired racing)"
     searches = 2
 
     def descend(
