@@ -91,9 +91,9 @@ def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None
     assert json.loads((tmp_path / "out" / "search.json").read_text())["objective"].startswith(which)
     other = call(*arguments, "--score", "late" if score == "all" else "all")
     assert "belongs to another search; different: counted" in said(other)
-    longer = said(call(*arguments, "--score", score or "answers", "--context", "160"))
-    assert "--context (512 then, 160 now)" in longer
-    assert not re.search("[0-9a-f]{40}", longer)
+    more = said(call(*arguments, "--score", score or "answers", "--batches", "3"))
+    assert "--batches (2 then, 3 now)" in more
+    assert not re.search("[0-9a-f]{40}", more)
     numbers = json.loads((tmp_path / "out" / "search.json").read_text())
     assert numbers["data"] == entry.method.data
 
