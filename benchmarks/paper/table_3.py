@@ -214,8 +214,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure.legend(
         unique.values(), unique.keys(), loc="outside lower center", ncols=2, frameon=False,
         title="small model, trained once for every line and seed; "
-        f"{found['documents_per_task']} documents of each task; bars: 95 % intervals of the mean over "
-        f"{seeds} seeds, the documents taken as they are", title_fontsize=8, fontsize=8,
+        f"{found['documents_per_task']} documents of each task; bars: 95 % intervals of the mean "
+        f"over {seeds} seeds, the documents taken as they are", title_fontsize=8, fontsize=8,
     )  # fmt: skip
     save_figure(figure, path)
 
