@@ -368,7 +368,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     documents_axis.minorticks_off()
     documents_axis.set_yticks(range(len(hard)), [row["name"] for row in hard])
     documents_axis.set_xlabel(f"documents needed to see the loss, of {result['documents']}")
-    easy = f"{len(rows) - len(hard)} other patterns: {HARD} documents show it to all three"
+    easy = f"not drawn: {len(rows) - len(hard)} patterns, seen by all three in {HARD} documents"
     documents_axis.set_title(easy, fontsize=9, loc="left")
     for axis, measure, unit in (
         (answers_axis, "answers", "nats an answer"),

@@ -32,6 +32,7 @@ PAGES = tuple(
         "docs/serving.md",
         "benchmarks/results/heal.md",
         "docs/patterns.md",
+        "benchmarks/results/window/README.md",
     )
 )
 RESULTS = Path("benchmarks/results")
@@ -181,6 +182,18 @@ def _window(folder: Path, path: str) -> str:
     return recent_window.table(found) if found else f"{NOT_MEASURED}\n"
 
 
+def _window_digest(folder: Path, path: str) -> str:
+    """The rows that a first reader needs."""
+    found = json.loads((folder / path).read_text())["cells"]
+    patterns = ("uniform:1/4", "1/4", "uniform:1/6")
+    shown = [
+        cell
+        for cell in found
+        if cell["length"] == 512 and cell["pattern"] in patterns and cell["window"] in (0, 8)
+    ]
+    return recent_window.table(shown)
+
+
 def _window_losses(folder: Path, path: str) -> str:
     """Thousandths of a nat over all F, by pattern and window."""
     return recent_window.table(json.loads((folder / path).read_text())["losses"])
@@ -222,6 +235,7 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "expect-checks": (_expect_checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "window": (_window, "window/result.json"),
+    "window-digest": (_window_digest, "window/result.json"),
     "window-losses": (_window_losses, "window/result.json"),
     "window-search": (_window_search, "window_search/result.json"),
     "window-heal": (_window_heal, "window_search/result.json"),

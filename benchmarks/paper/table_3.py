@@ -213,8 +213,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     seeds = len(lines[0]["seeds"])
     figure.legend(
         unique.values(), unique.keys(), loc="outside lower center", ncols=2, frameon=False,
-        title=f"{found['documents_per_task']} documents of each task; bars: 95 % intervals of the "
-        f"mean over {seeds} seeds", title_fontsize=8, fontsize=8,
+        title="small model, trained once for every line and seed; "
+        f"{found['documents_per_task']} documents of each task; bars: 95 % intervals of the mean "
+        f"over {seeds} seeds, the documents taken as they are", title_fontsize=8, fontsize=8,
     )  # fmt: skip
     save_figure(figure, path)
 

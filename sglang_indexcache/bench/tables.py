@@ -235,7 +235,8 @@ PANELS: dict[Metric, str] = {
 def draw_speedups(result: LatencyResult, path: Path) -> None:
     """Bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
 
-    The whisker spans the rounds; the short black line is what Amdahl's law allows; a diamond is
+    The whisker spans the rounds; the short black line is what Amdahl's law makes of the indexers'
+    measured share, which is noisy too, so a bar may pass it; a diamond is
     the paper's own figure, where it has one for this shape and context.
     """
     metrics = result.metrics
@@ -261,7 +262,7 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                 if number and speed.ideal is not None:
                     ends = (x - width / 2, x + width / 2)
                     first = place == 0 and number == 1
-                    name = "allowed by Amdahl's law from the indexers' share" if first else None
+                    name = "expected from the indexers' share (Amdahl)" if first else None
                     axis.plot(ends, [speed.ideal] * 2, color="black", lw=1.2, label=name)
                 cited = paper_speedup(result.model.shape, configuration.parsed, metric)
                 if format_length(length) in cited:
