@@ -31,6 +31,10 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -
             yield f"{of}{name} ({old!r} then, {new!r} now)"
 
 
+def _without_options(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name != GIVEN}
+
+
 def check_same(
     then: Mapping[str, Any],
     now: Mapping[str, Any],
@@ -51,11 +55,10 @@ def check_same(
     Raises:
         IndexCacheError: as ``error``: the two differ.
     """
-    options = [identity.get(GIVEN) for identity in (then, now)]
-    rest = [{k: v for k, v in identity.items() if k != GIVEN} for identity in (then, now)]
-    if different := list(differences(*rest)):
-        if all(options):
-            different += differences(*options)
+    different = list(differences(_without_options(then), _without_options(now)))
+    if different:
+        if GIVEN in then and GIVEN in now:
+            different += differences(then[GIVEN], now[GIVEN])
         raise error(
             f"{path} belongs to another {kind}; different: {'; '.join(different)}. "
             "Give the same options to continue it, or another --output."

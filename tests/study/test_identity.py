@@ -19,6 +19,16 @@ def test_differences_are_named_down_to_the_value_that_differs() -> None:
     assert list(differences(then, then)) == []
 
 
+def test_the_option_that_changed_is_named_and_no_hash(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    then = {"data": "a" * 64, "given": {"--context": 128, "--seed": 0}}
+    assert not claim(path, then, "search", SearchError)
+    assert claim(path, then | {"given": {"--context": 160, "--seed": 0}}, "search", SearchError)
+    now = {"data": "b" * 64, "given": {"--context": 160, "--seed": 0}}
+    with pytest.raises(SearchError, match=r"different: data; --context \(128 then, 160 now\)\. "):
+        claim(path, now, "search", SearchError)
+
+
 def test_a_folder_is_claimed_once_and_continued_with_the_same_options_alone(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "options.json"
     options = {"steps": 3, "rates": (1e-3, 1e-4)}  # tuples become lists in JSON, and stay the same
