@@ -176,17 +176,12 @@ def _way(step: Step) -> str:
 def _show(event: Step, search: Search, console: Console, before: str) -> str:
     """Print a flip, and first the walk if it begins; the walk before was ``before``."""
     way = _way(event)
+    kind = "F" if way == "way up" else "S"
     if way != before:
-        most = len(search.constraints.start.full_layers)
-        told = {
-            "way down": f"way down, from {most} F layers: each flip makes one more layer S",
-            "way up": f"way up, from {search.constraints.fewest} F: each flip makes one more F",
-        }
-        console.print(told[way], highlight=False)
+        console.print(f"{way}: each flip makes one more layer {kind}", highlight=False)
     added = 100 * (event.loss / search.start_loss - 1)
     sure = "" if event.decided else "  (undecided: no budget left to tell the best apart)"
     full = len(event.pattern.full_layers)
-    kind = "F" if way == "way up" else "S"
     console.print(
         f"{full:>4} F  layer {event.layer:>3} -> {kind}  loss {event.loss:.5f} "
         f"({added:+.3f} %, {event.batches} batches, {event.candidates} candidates){sure}",

@@ -84,8 +84,8 @@ def test_the_path_holds_both_ways_and_the_budget_both_needs() -> None:
 
 def test_the_log_says_which_way_it_walks(tmp_path: Path) -> None:
     _, told = searched(tmp_path, SyntheticEvaluator(12, 16), "1/4", method="both", share=0.6)
-    down, up = told.split("way up, from 1 F: each flip makes one more F")
-    assert "way down, from 12 F layers" in down
+    down, up = told.split("way up: each flip makes one more layer F")
+    assert "way down: each flip makes one more layer S" in down
     assert "-> F" in up.split("loss")[0]
     assert "-> F" not in down
     assert "-> S" not in up
