@@ -101,6 +101,8 @@ class Told:
         return ", ".join([*self.patterns, *([MORE] if self.has_more else [])])
 
 
+REFUSALS = 400, 429
+"""HTTP statuses of a request that is refused for its pattern, and where too many are in hand."""
 on_refusal: list[Callable[[int], object]] = []
 """Told the HTTP status of each refusal; where metrics are on, ``metrics.py`` adds itself."""
 

@@ -96,6 +96,8 @@ class TokenizerCollector(TokenizerMetricsCollector):
 
         about, more = REFUSED
         refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
+        for status in front.REFUSALS:  # a series that begins at 1 shows no increase
+            refused.labels(**labels, status=status)
         front.on_refusal.append(lambda status: refused.labels(**labels, status=status).inc())
 
 
@@ -128,8 +130,7 @@ class Exporter:
         _, sums, leasts = active.shadow.read()
         for name, values in (_counted(active) | _overlaps(active, sums)).items():
             for key, value in values.items():
-                if risen := value - self._told[name].get(key, 0):
-                    self._child(name, key).inc(risen)
+                self._child(name, key).inc(value - self._told[name].get(key, 0))
             self._told[name] = values
         for name, values in (_standing(active) | _leasts(sums, leasts)).items():
             now: Values = {}
@@ -168,7 +169,7 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
             for position in traffic.here
         },
         "switches": {(): active.switches},
-        "rejections": {(by,): count for by, count in traffic.rejections.items()},
+        "rejections": {(by,): traffic.rejections[by] for by in ("request", "switch")},
     }
 
 

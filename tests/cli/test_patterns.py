@@ -199,6 +199,6 @@ def test_show_says_what_is_known_of_a_patterns_quality(tmp_path: Path) -> None:
     )  # fmt: skip
     add_evaluated(path, row)
     shown = run(*show, "--model", str(model))
-    assert "measured here: a loss of 1.9 points to 512" in shown
+    assert "measured here: it loses 1.9 points of right answers" in shown
     assert checkpoint_digest(model)[:12] in shown
     assert "evaluated" in run(*show)

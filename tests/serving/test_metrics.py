@@ -100,6 +100,10 @@ def test_a_switch_moves_what_is_in_effect(
 ) -> None:
     exporter = Exporter(LABELS)
     exporter.export(served)
+    every = {name: str(value) for name, value in LABELS.items()}
+    for by in ("request", "switch"):  # else the first would be no increase
+        found = registry.get_sample_value("sglang_indexcache_rejections_total", every | {"by": by})
+        assert found == 0
     served.replace(Policy.of(Pattern("FFFF")), "a test")
     served.traffic.rejections["switch"] += 1
     monkeypatch.setattr(requests, "in_hand", lambda: {"FFFF": 1})
@@ -109,7 +113,6 @@ def test_a_switch_moves_what_is_in_effect(
     assert info == {"FSSS": 0, "FFFF": 1}
     waiting = {s.labels["pattern"]: s.value for s in samples if s.name.endswith("_requests")}
     assert waiting == {"FSSS": 0, "FFFF": 1}
-    every = {name: str(value) for name, value in LABELS.items()}
     for name, more in (("switches", {}), ("rejections", {"by": "switch"})):
         assert registry.get_sample_value(f"sglang_indexcache_{name}_total", every | more) == 1
 
@@ -248,6 +251,8 @@ def test_refused_requests_are_counted_where_they_come_in(
     asyncio.run(ask())
     every = {"model_name": "m", "status": "400"}
     assert registry.get_sample_value("sglang_indexcache_refused_total", every) == 2
+    every["status"] = "429"
+    assert registry.get_sample_value("sglang_indexcache_refused_total", every) == 0
 
 
 # -- the dashboard and the rules ---------------------------------------------------------------
