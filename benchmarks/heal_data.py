@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.crossed import crossed_half_width
 from benchmarks.heal_study import HEAL_LR
 from benchmarks.records import RESULTS, RUNS, read_arguments
 from benchmarks.training.scores import Scorer
@@ -40,7 +41,6 @@ from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions, heal
-from sglang_indexcache.stats.student import crossed_half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
