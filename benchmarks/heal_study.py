@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.crossed import crossed_half_width
 from benchmarks.records import RUNS, read_arguments
 from benchmarks.training.batches import TEXT, Mixture
 from benchmarks.training.recipe import Recipe, load_recipe
@@ -42,7 +43,6 @@ from sglang_indexcache.data.retrieval import TaskWords, chance
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal.heal import HealOptions, heal
 from sglang_indexcache.library import Library
-from sglang_indexcache.stats.student import crossed_half_width
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
