@@ -88,7 +88,7 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
     [
         (
             {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6},
-            "LlamaForCausalLM without a lightning indexer",
+            "LlamaForCausalLM without a lightning indexer.* Give the folder of such a model",
         ),
         (config("DeepseekV4ForCausalLM"), "blocks of a compressed context"),
         ({"num_hidden_layers": 3}, "names no architecture"),

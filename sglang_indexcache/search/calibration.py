@@ -350,7 +350,7 @@ class _Reading:
             )
         length = "longer" if self.too_long else "shorter"
         advice = f"Give more text, or ask for fewer batches or a {length} context."
-        if self.windowed and any(got.values()) and not all(got[p] or not wanted[p] for p in got):
+        if self.windowed and any(wanted[part] and not got[part] for part in got):
             advice = (
                 "All windows of one text are on one side, so that nothing is searched on that "
                 "checks the search. Give several files or documents."

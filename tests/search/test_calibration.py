@@ -137,6 +137,9 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
     assert not sides[0] & sides[1]
     with pytest.raises(SearchError, match=r"All windows of one text .* Give several files or doc"):
         made(write(tmp_path / "one.jsonl", [{"text": "a long text" * 99}]))
+    other = next(n for n in range(99) if is_held_out(tuple(map(ord, f"{n:02}" * 99))))
+    with pytest.raises(SearchError, match=r"Give several files or documents\.$"):
+        made(write(tmp_path / "held.jsonl", [{"text": f"{other:02}" * 99}]), held_out=0)
 
 
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
