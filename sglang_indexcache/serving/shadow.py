@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 ROWS = 16
 """Sampled of a forward, at most."""
 SUMS = ("rows", "overlap", "recall", *(f"recent_{window}" for window in RECENT))
-"""What is added up for each layer and bin of lengths: rows, and of each row a share from 0 to 1."""
+"""What is added up for each layer and bin of lengths: the rows that the sampled ones stand for, and
+over them shares from 0 to 1. Without weights a decode's row, which sees most and is never left out,
+would count more than a long prefill's."""
 LEASTS = ("least_overlap", "least_recall")
 _KEY_BLOCK = 8192
 """Keys scored at a time: with 64 heads and all rows that is 32 MB."""
@@ -55,6 +57,7 @@ class Part:
         sees: how many tokens each of them may attend to, more than index_topk.
         pattern: the request's.
         bin: of its length, a place in ``LENGTHS``.
+        weight: how many rows of the forward each stands for.
     """
 
     request: int
@@ -62,6 +65,7 @@ class Part:
     sees: tuple[int, ...]
     pattern: Pattern
     bin: int
+    weight: float
 
 
 class Shadow:
@@ -153,7 +157,7 @@ class Shadow:
                     chosen = holds(own[rows[mine]], named, sees)
                 held = holds(lists[rows[mine]], named, sees)
                 window = part.pattern.window_at(layer)
-                self._add(layer, part.bin, compare(held, chosen, sees, scores, window))
+                self._add(layer, part, compare(held, chosen, sees, scores, window))
         except Exception:  # inside a forward: it would end the server
             logger.exception("IndexCache: --indexcache-shadow stops here")
             self.one_in, self.parts = 0, ()
@@ -172,7 +176,7 @@ class Shadow:
         whole = self._sums + self._before
         return self._sums.tolist(), whole.tolist(), self._leasts.tolist()
 
-    def _add(self, layer: int, place: int, found: torch.Tensor) -> None:
+    def _add(self, layer: int, part: Part, found: torch.Tensor) -> None:
         """``found``: ``[R, SUMS]``."""
         if self._sums is None:
             shape = (self._layers, len(LENGTHS))
@@ -180,8 +184,8 @@ class Shadow:
             self._before, self._leasts = self._sums.clone(), found.new_ones(*shape, len(LEASTS))
         self.forwards += self._is_new
         self._is_new = False
-        self._sums[layer, place] += found.sum(0)
-        least = self._leasts[layer, place]
+        self._sums[layer, part.bin] += part.weight * found.sum(0)
+        least = self._leasts[layer, part.bin]
         least.copy_(torch.minimum(least, found[:, 1:3].amin(0)))
 
     def _set_apart(self) -> None:
@@ -214,7 +218,7 @@ def draw(
             pattern, _, length = served[request]
             rows_of, sees_of = (tuple(start + n for n in mine) for start in (first, sees))
             place = LENGTHS.index(length_bin(length))
-            yield Part(request, rows_of, sees_of, pattern, place)
+            yield Part(request, rows_of, sees_of, pattern, place, total / len(chosen))
 
 
 def score(queries: torch.Tensor, weights: torch.Tensor, part: Part, keys: Keys) -> torch.Tensor:

@@ -92,8 +92,9 @@ def test_overlap_is_that_of_transformers_and_answers_keep_their_bits(
         assert rows > 1000
         share = expected[layer]
         assert share is not None
-        # What follows from chance at most: as if each row's share were 0 or 1.
-        error = 4 * np.sqrt(share * (1 - share) / rows)
+        # What follows from chance at most: as if each row's share were 0 or 1, and four of the
+        # rows were one, as 16 of 64 are looked at.
+        error = 2 * np.sqrt(share * (1 - share) / (rows / 4))
         print(f"layer {layer}: {overlap / rows:.4f} against {share:.4f} +- {error:.4f}")
         assert overlap / rows == pytest.approx(share, abs=error)
         assert least < share
@@ -103,5 +104,5 @@ def test_overlap_is_that_of_transformers_and_answers_keep_their_bits(
         source = PATTERN.source_of(layer if mode == "live" else layer - 1)
         for place in range(len(RECENT)):
             told = held[place] / rows
-            error = 4 * np.sqrt(recent[place, source] * (1 - recent[place, source]) / rows)
+            error = 2 * np.sqrt(recent[place, source] * (1 - recent[place, source]) / (rows / 4))
             assert told == pytest.approx(recent[place, source], abs=error + 1e-6)

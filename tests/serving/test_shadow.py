@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def test_rows_that_select_are_drawn_each_once(
     ]
     assert len(drawn) == len(dict(drawn)) == min(ROWS, len(may))
     assert dict(drawn).items() <= may.items()
+    assert sum(part.weight * len(part.rows) for part in parts) == pytest.approx(len(may))
     assert all(part.pattern == A and LENGTHS[part.bin] == "2Ki" for part in parts)
 
 
@@ -162,7 +164,9 @@ class Scene:
         rows = [self.expected(row, own, window) for row in self.rows]
         sums, whole, leasts = self.shadow.read()
         assert sums == whole
-        assert sums[layer][0] == pytest.approx([sum(each) for each in zip(*rows, strict=True)])
+        stands_for = sum(sees > TOPK for sees in self.sees) / len(rows)
+        total = [stands_for * sum(each) for each in zip(*rows, strict=True)]
+        assert sums[layer][0] == pytest.approx(total)
         assert leasts[layer][0] == pytest.approx(
             [min(row[place] for row in rows) for place in (1, 2)]
         )
@@ -203,10 +207,7 @@ def test_the_comparison_would_see(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     if wrong == "row":
         scene.lists = scene.lists.roll(1, 0)
     elif wrong == "length":
-        moved = tuple(
-            Part(p.request, p.rows, tuple(n - 1 for n in p.sees), p.pattern, p.bin)
-            for p in scene.shadow.parts
-        )
+        moved = tuple(replace(p, sees=tuple(n - 1 for n in p.sees)) for p in scene.shadow.parts)
         scene.shadow.parts = moved
     else:
         real = shadow.compare
