@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -249,8 +249,7 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
         LibraryError: the file is no pattern file, or is written in a way that has no place for it.
     """
     before = load_entry(path)
-    data = row.model_dump(mode="json", exclude_defaults=True)
-    flow = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    flow = _in_one_line(row.model_dump(mode="json", exclude_defaults=True))
     text = path.read_text(encoding="utf-8")
     listed = re.search(r"^quality:[^\n\[]*\n(?:[ ]*#[^\n]*\n)*([ ]*)- ", text, re.MULTILINE)
     if listed:
@@ -272,11 +271,14 @@ def set_overlap(path: Path, found: FoundOverlap) -> None:
         LibraryError: the file is no pattern file, or is written in a way that has no place for it.
     """
     before = load_entry(path)
-    data = found.model_dump(mode="json")
-    flow = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    flow = _in_one_line(found.model_dump(mode="json"))
     rest = re.sub(r"^overlap:.*\n(?:[ ].*\n)*", "", path.read_text("utf-8"), flags=re.MULTILINE)
     text = f"{rest.rstrip()}\noverlap: {flow}\n"
     _rewrite(path, text, before.model_copy(update={"overlap": found}), "an overlap")
+
+
+def _in_one_line(data: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
 
 
 def _rewrite(path: Path, text: str, expected: Entry, what: str) -> None:

@@ -58,7 +58,7 @@ ENGINE_FACTS = (
 
 
 RECENT = (8, 64, 256)
-"""Last tokens, a row's own included, of which a shadow counts how many an inherited list holds."""
+"""Last tokens, a row's own included, of which it is counted how many a list holds."""
 
 
 class Overlaps(BaseModel):

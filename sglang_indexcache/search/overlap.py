@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import states_of
+from sglang_indexcache.ask.protocol import RECENT, states_of
 from sglang_indexcache.ask.score import Prompt, ask
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError, ServerError
@@ -27,9 +27,6 @@ from sglang_indexcache.study.plots import make_figure, save_figure
 
 Select = Callable[[tuple[int, ...]], NDArray[np.integer]]
 """``[N, length, k]``, what layers select for a sequence while all indexers run; -1 is nothing."""
-
-RECENT = (8, 64, 256)
-"""Last tokens, a query's own included, of which it is counted how many a selection holds."""
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import named
+from sglang_indexcache.ask.protocol import RECENT, named
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.overlap import RECENT
 from tests.cli.test_search import TINY, call, said
 from tests.e2e.conftest import Serve, prompt
 from tests.oracle import _recorded_margins

@@ -75,7 +75,7 @@ def test_an_index_key_is_stored_and_read_again() -> None:
     indexer.store(pages, slots, key)
     for row, slot in zip(key, slots.tolist(), strict=True):
         page, place = divmod(slot, PAGE)
-        stored = pages[page, place * WIDTH : (place + 1) * WIDTH].view(indexer.E4M3).double()
+        stored = pages[page, place * WIDTH : (place + 1) * WIDTH].view(quantized.E4M3).double()
         at = PAGE * WIDTH + 4 * place
         scale = pages[page, at : at + 4].view(torch.float32).double()
         # e4m3 has three bits behind the leading one.
@@ -92,7 +92,7 @@ def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Te
         key = torch.randn(length, WIDTH)
         at = torch.arange(length)
         indexer.store(pages, row[at // PAGE].long() * PAGE + at % PAGE, key)
-        values, scales = indexer.quantize(key)
+        values, scales = quantized.quantize(key, indexer.LEAST)
         keys.append(values.double() * scales.double()[:, None])
     return pages, table, keys
 
@@ -100,7 +100,7 @@ def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Te
 def test_paged_logits_are_a_loop_over_heads_and_poison_what_is_behind_the_end() -> None:
     lengths = [70, 5]
     pages, table, keys = paged(lengths)
-    q = torch.randn(2, 1, 3, WIDTH).to(indexer.E4M3)
+    q = torch.randn(2, 1, 3, WIDTH).to(quantized.E4M3)
     weights = torch.randn(2, 3)
     got = indexer.fp8_paged_mqa_logits(
         q, pages.view(len(pages), PAGE, 1, WIDTH + 4), weights,
@@ -115,8 +115,8 @@ def test_paged_logits_are_a_loop_over_heads_and_poison_what_is_behind_the_end() 
 
 
 def test_contiguous_logits_are_undefined_outside_a_request() -> None:
-    q = torch.randn(2, 3, WIDTH).to(indexer.E4M3)
-    values, scales = indexer.quantize(torch.randn(6, WIDTH))
+    q = torch.randn(2, 3, WIDTH).to(quantized.E4M3)
+    values, scales = quantized.quantize(torch.randn(6, WIDTH), indexer.LEAST)
     start, end = (torch.tensor(v, dtype=torch.int32) for v in ([0, 2], [2, 6]))
     got = indexer.fp8_mqa_logits(q, (values, scales), torch.rand(2, 3), start, end)
     assert got.isnan().tolist() == [[False] * 2 + [True] * 4, [True] * 2 + [False] * 4]

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.ask.protocol import STATE
+from sglang_indexcache.ask.protocol import RECENT, STATE
 from sglang_indexcache.errors import LibraryError, SearchError, ServerError
 from sglang_indexcache.library import FoundOverlap, load_entry, set_overlap
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
 from sglang_indexcache.search.overlap import (
-    RECENT,
     OverlapCounter,
     by_layer,
     read,

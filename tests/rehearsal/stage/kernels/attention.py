@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.rehearsal.stage.kernels.quantized import E4M3, from_groups
 from tests.rehearsal.stage.registry import poison, reference
 
 _FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
@@ -94,10 +95,8 @@ def flash_mla_with_kvcache(  # type: ignore[no-untyped-def]
 
 def _from_fp8(rows: torch.Tensor) -> torch.Tensor:
     """``[n, 656]`` bytes as latents ``[n, 576]``."""
-    values = rows[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
-    scales = rows[:, 512:528].view(torch.float32).double()
-    rotary = rows[:, 528:].view(torch.bfloat16).double()
-    return torch.cat(((values * scales[..., None]).flatten(1), rotary), 1)
+    latents = from_groups(rows[:, :512].view(E4M3), rows[:, 512:528].view(torch.float32))
+    return torch.cat((latents, rows[:, 528:].view(torch.bfloat16).double()), 1)
 
 
 def _heads_in_use(q: torch.Tensor) -> int:

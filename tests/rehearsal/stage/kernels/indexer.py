@@ -12,25 +12,18 @@ from typing import Any
 
 import torch
 
+from tests.rehearsal.stage.kernels.quantized import E4M3, quantize
 from tests.rehearsal.stage.kernels.rotary import rotate
 from tests.rehearsal.stage.registry import poison, reference
 
 PAGE = 64
 WIDTH = 128
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest finite value of e4m3."""
+LEAST = 1e-4
+"""What the largest value of a key or query is taken for where it is smaller."""
 
 reference("deep_gemm.set_pdl", "deep_gemm.set_num_sms")(lambda *_: None)
 reference("deep_gemm.get_num_sms")(lambda *_: 132)
 reference("jit:occupancy_cluster_probe.get_max_active_clusters")(lambda size, _: 132 // size)
-
-
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(values, scales)``: e4m3 of the shape of ``x`` and float32 without its last dimension."""
-    scales = (x.double().abs().amax(-1).clamp_min(1e-4) / LARGEST).float()
-    values = (x.double() / scales[..., None].double()).clamp(-LARGEST, LARGEST)
-    return values.float().to(E4M3), scales
 
 
 def store(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor) -> None:
@@ -38,7 +31,7 @@ def store(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor) -> None:
     assert pages.dtype == torch.uint8
     assert pages.shape[1] == PAGE * (WIDTH + 4)
     assert pages.is_contiguous()
-    values, scales = quantize(key)
+    values, scales = quantize(key, LEAST)
     page, offset = slots.long() // PAGE, slots.long() % PAGE
     pages[:, : PAGE * WIDTH].unflatten(1, (PAGE, WIDTH))[page, offset] = values.view(torch.uint8)
     pages[:, PAGE * WIDTH :].view(torch.float32)[page, offset] = scales
@@ -80,7 +73,7 @@ def k_norm_rope_store(k, pages, slots, weight, bias, cos_sin, positions, eps):  
 @reference("jit:dpsk_v4_main_q_indexer_rope_first_quant.forward")
 def q_rope_quant(q, q_fp8, weight, weights_out, weight_scale, cos_sin, positions):  # type: ignore[no-untyped-def]
     """Index queries in e4m3, their scales folded into the heads' weights."""
-    values, scales = quantize(rotate(q, cos_sin, positions, neox=False))
+    values, scales = quantize(rotate(q, cos_sin, positions, neox=False), LEAST)
     q_fp8.copy_(values)
     weights_out.copy_((weight.double() * weight_scale * scales.double())[..., None])
 

@@ -14,12 +14,21 @@ LARGEST = 448.0
 """The largest finite value of e4m3."""
 
 
+def quantize(x: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., K]`` as e4m3, and a float32 scale for each row ``[...]``.
+
+    Args:
+        least: what the largest value of a row is taken for where it is smaller.
+    """
+    scales = (x.double().abs().amax(-1).clamp_min(least) / LARGEST).float()
+    values = (x.double() / scales[..., None].double()).clamp(-LARGEST, LARGEST)
+    return values.float().to(E4M3), scales
+
+
 def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., K]`` as e4m3, and a float32 scale for each 128 values ``[..., K / 128]``."""
-    groups = x.double().unflatten(-1, (-1, GROUP))
-    scales = (groups.abs().amax(-1).clamp_min(1e-10) / LARGEST).float()
-    values = (groups / scales[..., None].double()).clamp(-LARGEST, LARGEST)
-    return values.float().to(E4M3).flatten(-2), scales
+    values, scales = quantize(x.unflatten(-1, (-1, GROUP)), 1e-10)
+    return values.flatten(-2), scales
 
 
 def from_groups(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
