@@ -248,7 +248,7 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
         ({"data": ("nowhere",)}, IndexCacheError, "there is no data at nowhere"),
         ({"data": ("short.txt",)}, TrainingError, "0 to hold out .*split a long text"),
         ({"data": ("small.jsonl",)}, TrainingError, "more tokens than index_topk"),
-        ({"checkpoint": Path("nowhere")}, CheckpointError, "is not a checkpoint"),
+        ({"checkpoint": Path("nowhere")}, CheckpointError, "is no folder of this machine"),
         ({"checkpoint": Path("dense")}, CheckpointError, "without a lightning indexer"),
         ({"checkpoint": Path("shared")}, PatternError, "indexer"),
         ({"output": Path("full")}, TrainingError, "holds something else"),
