@@ -48,6 +48,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RATES = (5e-3, 1e-3, 2e-4)
 """Learning rates that are tried: that of the study in docs/heal.md, and lower ones, as a larger
 indexer that was trained for longer may bear less."""
+WARMUP, FINAL_LR, WEIGHT_DECAY = 0.1, 0.1, 0.01
+"""Share of a stage's steps in which the learning rate rises, share of the peak that a cosine then
+falls to, and AdamW's decay of matrices."""
 TRIAL_STEPS = 12
 """Of each of them."""
 SHOWN_EVERY = 10
@@ -79,9 +82,6 @@ class HealOptions:
         dense_steps: steps of the dense warm-up.
         sparse_steps: steps of the sparse stage after it.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
-        warmup: share of a stage's steps in which the learning rate rises.
-        final_lr: share of the peak that a cosine falls to.
-        weight_decay: of AdamW, matrices only.
         clip: largest gradient norm.
         held_out: rows that are judged by and not trained on.
         evaluate_every: steps between evaluations; one comes before and after each stage.
@@ -108,9 +108,6 @@ class HealOptions:
     dense_steps: int = STEPS
     sparse_steps: int = 0
     lr: float | None = None
-    warmup: float = 0.1
-    final_lr: float = 0.1
-    weight_decay: float = 0.01
     clip: float = 1.0
     held_out: int = 8
     evaluate_every: int = 40
@@ -135,11 +132,7 @@ class HealOptions:
     def stages(self) -> tuple[HealStage, ...]:
         """Those that have steps, in their order."""
         kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
-        return tuple(
-            HealStage(kind, steps, round(steps * self.warmup), self.final_lr)
-            for kind, steps in kinds.items()
-            if steps
-        )
+        return tuple(HealStage(kind, steps) for kind, steps in kinds.items() if steps)
 
     @property
     def steps(self) -> int:
@@ -149,19 +142,19 @@ class HealOptions:
 
 @dataclass(frozen=True)
 class HealStage:
-    """One stage, and the schedule of its learning rate.
+    """One stage.
 
     Attributes:
         kind: ``WARMUP`` or ``SPARSE``.
         steps: optimiser steps.
-        warmup_steps: linear rise of the learning rate.
-        final_lr: share of the peak that a cosine falls to.
     """
 
     kind: Stage
     steps: int
-    warmup_steps: int
-    final_lr: float
+
+    def lr_factor(self, step: int) -> float:
+        """Share of the peak learning rate at a step."""
+        return lr_factor(step, self.steps, round(self.steps * WARMUP), FINAL_LR)
 
     @property
     def attention(self) -> str:
@@ -375,9 +368,7 @@ class _Healing:
     def _best_rate(self) -> float:
         """The learning rate with which a short run ends at the lowest held-out loss."""
         first, found = self.options.stages[0], {}
-        stage = replace(
-            first, steps=TRIAL_STEPS, warmup_steps=round(TRIAL_STEPS * self.options.warmup)
-        )
+        stage = replace(first, steps=TRIAL_STEPS)
         begin = self._masters()
         for rate in RATES:
             try:
@@ -398,7 +389,7 @@ class _Healing:
         optimizer = self._optimizer(rate)
         optimizer.zero_grad()  # a rate before may have ended in the middle of a step
         for step in range(stage.steps):
-            set_lr([optimizer], lr_factor(step, stage))
+            set_lr([optimizer], stage.lr_factor(step))
             self._step(0, step, stage, optimizer)
         return sum(self._measure(stage.kind)[0])
 
@@ -416,7 +407,7 @@ class _Healing:
                     f"stage {number} ends after step {step}: its held-out loss stopped falling"
                 )
                 break
-            set_lr([optimizer], lr_factor(step, stage))
+            set_lr([optimizer], stage.lr_factor(step))
             line = self._step(number, step, stage, optimizer)
             done = step + 1
             seconds = time.perf_counter() - began
@@ -446,7 +437,7 @@ class _Healing:
 
     def _optimizer(self, lr: float) -> torch.optim.Optimizer:
         parameters: list[nn.Parameter] = list(self.trained.values())
-        groups = adamw_groups(parameters, lr, self.options.weight_decay)
+        groups = adamw_groups(parameters, lr, WEIGHT_DECAY)
         optimizer = torch.optim.AdamW(groups, betas=BETAS)
         remember_peaks([optimizer])
         return optimizer
