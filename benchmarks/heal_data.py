@@ -9,7 +9,7 @@ answered by their docstrings), none of which has the recall that is asked for, a
 the asked task, as ``benchmarks.heal_study`` does. No text that is asked about is healed on. A seed
 decides which documents are seen. A step is a row of 512 tokens, or as many tokens in rows of
 another length. Some runs on sources end with a quarter of their tokens in sparse steps, of short
-or of long rows.
+or of long rows; and the searched pattern is healed on sources too.
 
 A run is a folder below ``--work`` with a report for every length that was asked; an interrupted
 study goes on, and ``--redraw`` collects the reports that there are. Writes heal_data.json and
@@ -27,7 +27,7 @@ import pydoc_data.topics
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,7 @@ def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
         for sparse_length in (2048, LENGTH)
     ]
     mixtures += healings([SOURCE], 2048, STEPS)
+    mixtures += [replace(run, pattern=SEARCHED) for run in healings([SOURCE], LENGTH, STEPS)]
     return [
         *((run, asked) for run in first for asked in (LENGTH, 256)),
         *((run, asked) for run in fewer[len(KINDS) :] for asked in (LENGTH, 256)),
