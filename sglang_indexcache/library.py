@@ -135,12 +135,33 @@ class FoundOverlap(Strict):
 
     ``layers`` has for each layer the mean share of its selection that the layer whose list stands
     there had too: for an S layer the F layer that serves it, for an F layer the F layer before it.
-    None where there is no such layer.
+    None where there is no such layer. ``chance`` is the mean share of lists drawn blindly.
     """
 
     layers: tuple[float | None, ...]
+    chance: float = Field(gt=0, lt=1)
     queries: int = Field(gt=0)
     data: str = ""
+
+    @property
+    def beyond_chance(self) -> tuple[float | None, ...]:
+        """By layer; see :func:`beyond_chance`."""
+        return tuple(None if s is None else beyond_chance(s, self.chance) for s in self.layers)
+
+
+def beyond_chance(overlap: float, chance: float) -> float:
+    """An overlap from 0, for lists drawn blindly, to 1, for equal ones (Cohen's kappa).
+
+    Of 100 tokens two blind lists of 50 have half in common, of 1,000 a twentieth: only so are
+    overlaps at several lengths comparable.
+    """
+    return (overlap - chance) / (1 - chance)
+
+
+def mean_known(shares: Iterable[float | None]) -> float | None:
+    """The mean over the layers of which something is known; None if nothing is."""
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None
 
 
 class Latency(Strict):

@@ -69,10 +69,11 @@ class Overlaps(BaseModel):
         forwards: sampled since the server's start.
         cells: by layer and length of the request, as "3 8Ki": the rows that the compared ones stand
             for; the sums over them of the share of the layer's own selection that it was given, of
-            that share by score mass, and of the shares of the last 8, 64 and 256 tokens that the
-            list holds; the least of the first two shares. In static mode an F layer is compared
-            with the F layer before it, and there is no score mass.
-        reference: by layer, the overlap that the pattern's file says; nothing where it says none.
+            what a list drawn blindly would have of it, of the first by score mass, and of the
+            shares of the last 8, 64 and 256 tokens that the list holds; the least of the share and
+            of that by score mass. In static mode an F layer is compared with the F layer before it,
+            and there is no score mass.
+        reference: by layer, the overlap beyond chance that the pattern's file says, or nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
