@@ -148,7 +148,7 @@ def check_metrics(client: Client) -> None:
     SGLang's schedulers export when they become idle, and every 30 seconds from then on.
     """
     states = client.states()
-    counted = {
+    counted: dict[str, float] = {
         "tokens": sum(sum(state.tokens.values()) for state in states),
         "pairs": sum(sum(state.pairs.values()) for state in states),
         "forwards": sum(state.forwards for state in states),
