@@ -348,3 +348,24 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             alert("IndexCacheOverlapDrifts", 230, warning | {"instance": "drifts"}),
         ],
     )
+
+
+@needs_promtool
+def test_the_rule_on_what_a_server_exported(tmp_path: Path) -> None:
+    """A minute apart, of a server whose file has the overlap of tables of numbers (docs/drift.md).
+
+    It got tables for two minutes, then prose. For comparison its first minute, again and again.
+    """
+    told = json.loads((Path(__file__).parent / "drift_recorded.json").read_text())
+    found, series = told.pop("overlap_found"), {}
+    for kind in ("prose", "tables"):
+        of = f'{{model_name="m", instance="{kind}"}}'
+        series[f"sglang_indexcache_overlap_found{of}"] = f"{found}x90"
+        for name, values in told.items():
+            first, step = values[0], values[1] - values[0]
+            recorded = " ".join(map(str, values)) + f" {values[-1]}x50"
+            again = f"{first}+{step}x90"
+            series[f"sglang_indexcache_{name}{of}"] = recorded if kind == "prose" else again
+    fires = {"model_name": "m", "instance": "prose", "severity": "warning"}
+    alerts = [alert("IndexCacheOverlapDrifts", minute) for minute in (5, 20, 30)]
+    check_rules(tmp_path, series, [*alerts, alert("IndexCacheOverlapDrifts", 55, fires)])
