@@ -100,24 +100,23 @@ class TestDpAttention:
 
     def test_ranks_look_at_their_own_rows(self, dp_attention: Client) -> None:
         """In each S layer, at all rows that see more than 64 tokens, whoever forwards them."""
-        dp_attention.switch_pattern("FFFFFF")
-        before = dp_attention.switch_pattern(str(PATTERN))
+        pattern = Pattern("FFFSSS")  # of no other test here, so nothing was looked at before
+        dp_attention.switch_pattern(str(pattern))
         told, prompts = scraped(dp_attention), [prompt(length, 40) for length in (70, 90, 131, 250)]
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda ids: greedy(dp_attention, ids, 8), prompts))
         check_metrics(dp_attention)
         after = dp_attention.states()
         assert all(state.overlap.one_in == 1 for state in after)
-        rows = sum(state.rows.get(str(PATTERN), 0) for state in after)
-        selecting = rows - sum(state.rows.get(str(PATTERN), 0) for state in before) - 4 * 64
+        selecting = sum(state.rows[str(pattern)] for state in after) - 4 * 64
         assert selecting >= sum(map(len, prompts)) - 4 * 64
         cells = [state.overlap.cells for state in after]
-        for layer in PATTERN.shared_layers:
+        for layer in pattern.shared_layers:
             looked_at = [each[f"{layer} 2Ki"][0] for each in cells]
             assert min(looked_at) > 0
             assert sum(looked_at) == pytest.approx(selecting)
         risen = scraped(dp_attention)["overlap_rows"] - told["overlap_rows"]
-        assert risen == pytest.approx(len(PATTERN.shared_layers) * selecting)
+        assert risen == pytest.approx(len(pattern.shared_layers) * selecting)
 
     def test_scrapes_while_patterns_switch(self, dp_attention: Client) -> None:
         """None fails, no counter falls, and in the end one pattern is in effect."""
@@ -145,13 +144,13 @@ class TestDpAttention:
 
     def test_more_patterns_than_are_counted_apart(self, dp_attention: Client) -> None:
         """The sums stay right, and the series so many."""
-        count = 2 * MOST_APART + 20
-        sampling = [
-            {"max_new_tokens": 1, "custom_params": {"indexcache_pattern": f"FFSSFS+w{number}"}}
-            for number in range(1, count + 1)
-        ]
-        ids = [prompt(4, number) for number in range(count)]
-        dp_attention.generate(input_ids=ids, sampling_params=sampling)
+        for first in range(1, 2 * MOST_APART + 64, 32):  # a request may name 32, half go to a rank
+            sampling = [
+                {"max_new_tokens": 1, "custom_params": {"indexcache_pattern": f"FFSSFS+w{window}"}}
+                for window in range(first, first + 32)
+            ]
+            ids = [prompt(4, window) for window in range(first, first + 32)]
+            dp_attention.generate(input_ids=ids, sampling_params=sampling)
         check_metrics(dp_attention)
         for state in dp_attention.states():
             patterns = {name.partition(" ")[2] for name in state.tokens}
