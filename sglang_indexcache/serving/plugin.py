@@ -32,7 +32,6 @@ from sglang_indexcache.serving import (
     adapter,
     agreement,
     engine_version,
-    foreign_kv,
     front,
     graph_memory,
     hooks,
@@ -146,7 +145,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     active.traffic.look_at(plan, runner)
     live.install()
     requests.install(plan)
-    foreign_kv.install()
+    agreement.install_handshake()
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 

@@ -8,7 +8,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.demo.findings import MIN_ROUNDS, UNSHOWN, times_faster
+from sglang_indexcache.demo.run import ROUNDS as LEAST
+from sglang_indexcache.demo.run import UNSHOWN, times_faster
 
 SECONDS = st.floats(1e-3, 1e3)
 ROUNDS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=12)
@@ -28,7 +29,7 @@ def test_a_difference_is_shown_only_if_every_round_shows_it(
 ) -> None:
     ratios = [base / other for base, other in rounds]
     one_side = max(ratios) < 1 or min(ratios) > 1
-    assert (UNSHOWN in speedup(rounds)) == (len(rounds) < MIN_ROUNDS or not one_side)
+    assert (UNSHOWN in speedup(rounds)) == (len(rounds) < LEAST or not one_side)
 
 
 @given(ROUNDS)
@@ -48,7 +49,7 @@ def test_nobody_is_favoured(rounds: list[tuple[float, float]]) -> None:
 
 def test_servers_of_equal_speed_are_told_apart_as_rarely_as_stated() -> None:
     """Each round of equal servers is a coin: of all that six coins can show, 2 in 64 mislead."""
-    tosses = [of_ratios(*ratios) for ratios in product((0.9, 1.1), repeat=MIN_ROUNDS)]
+    tosses = [of_ratios(*ratios) for ratios in product((0.9, 1.1), repeat=LEAST)]
     assert sum(UNSHOWN not in toss for toss in tosses) / len(tosses) == 1 / 32
 
 

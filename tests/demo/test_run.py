@@ -13,8 +13,8 @@ from rich.console import Console
 
 from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.demo import run as demo
-from sglang_indexcache.demo.findings import Contender, DemoFindings
 from sglang_indexcache.demo.material import DemoQuestion
+from sglang_indexcache.demo.run import Contender, DemoFindings
 from sglang_indexcache.errors import ServerError
 from tests.fakes import state
 

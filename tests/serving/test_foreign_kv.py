@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_indexcache.serving import active, foreign_kv, hooks
+from sglang_indexcache.serving import active, agreement, hooks
 from tests.serving.plans import plan
 
 MANAGER = conn.CommonKVManager
@@ -37,7 +37,7 @@ def serve(
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
     made = plan(text, mode=mode)
     active.activate(made)
-    foreign_kv.install()
+    agreement.install_handshake()
 
 
 def decode_node() -> Any:
