@@ -37,7 +37,7 @@ from benchmarks.heal_study import HEAL_LR
 from benchmarks.records import RESULTS, RUNS, read_arguments
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.adapter import Adapter
-from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS
+from sglang_indexcache.data.retrieval import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions, heal

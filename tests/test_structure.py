@@ -166,7 +166,7 @@ RULES = {
     "ask.pool": ("FIRST_PAUSE", "LONGEST_PAUSE"),
     "data.marking": ("is_held_out",),
     "data.rows": ("read_rows",),
-    "stats.student": ("half_width", "student_quantile"),
+    "stats.bounds": ("half_width", "student_quantile"),
     "study.cost": ("confirm", "print_plan"),
     "study.identity": ("check_same", "claim", "differences"),
     "study.provenance": ("busy_cores", "checkpoint_digest", "machine", "versions"),
@@ -188,7 +188,7 @@ def test_a_shared_rule_is_defined_once() -> None:
     assert {name: places[name] for name in wanted} == wanted
 
 
-MOST_LINES, MOST_MODULES = 34_050, 194
+MOST_LINES, MOST_MODULES = 33_831, 189
 """Of the package's Python. They were reached: lower one that is beaten, and raise one only for what
 users have asked for."""
 

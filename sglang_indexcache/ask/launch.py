@@ -89,7 +89,6 @@ class Server:
         """Wait until the server answers.
 
         Args:
-            timeout: seconds.
             tick: called about twice a second with the seconds waited, for a progress display.
 
         Raises:

@@ -192,10 +192,6 @@ class RankState(BaseModel):
     def from_json(cls, data: Mapping[str, Any], server: str) -> RankState:
         """What a rank said under :data:`STATE`.
 
-        Args:
-            data: as it arrived.
-            server: whose report it is, for the message.
-
         Raises:
             ServerError: the rank could not report, or runs another version of this package.
         """
@@ -221,10 +217,6 @@ class RankState(BaseModel):
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
     """The report of every data-parallel rank that runs IndexCache, by their numbers.
-
-    Args:
-        info: SGLang's ``/server_info``.
-        server: whose, for the message.
 
     Raises:
         ServerError: see :meth:`RankState.from_json`.
@@ -328,10 +320,6 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
     """What a server says of itself that may not differ between servers that are compared.
 
-    Args:
-        info: its ``/server_info``.
-        server: whose, for messages.
-
     Raises:
         ServerError: see :meth:`RankState.from_json`.
     """
@@ -346,9 +334,6 @@ def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """In what servers differ that should be alike; empty if they are.
-
-    Args:
-        servers: by name, what each says of itself.
 
     Returns:
         For each fact that is not the same everywhere, the names of the servers by what they say.

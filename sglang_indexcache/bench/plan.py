@@ -176,7 +176,6 @@ class Forwards:
     """The time of whole forwards.
 
     Args:
-        deployment: of what.
         data: the wheel's data folder; where pip put it, if left out.
 
     Raises:
@@ -440,13 +439,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
 
 
 def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
-    """Gains over every indexer on, laid out as the paper's Table 1.
-
-    Args:
-        forwards: of the deployment.
-        patterns: by name.
-        contexts: tokens.
-    """
+    """Gains over every indexer on, laid out as the paper's Table 1."""
     rows: list[tuple[str, ...]] = []
     for metric, title in TITLES.items():
         rows.append((title,))
@@ -478,7 +471,6 @@ def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = 
     Args:
         model: see :func:`find_model`.
         gpu: a name of :data:`~sglang_indexcache.bench.shapes.GPUS`.
-        gpus: how many.
         dp: ranks of data-parallel attention.
         kv: the cache's format, or "" for the engine's default.
         data: the wheel's data folder; where pip put it, if left out.

@@ -53,7 +53,6 @@ def run(folder: Path, console: Console) -> None:
 
     Args:
         folder: for the servers' logs and ``demo.json``; made if missing.
-        console: where to print.
 
     Raises:
         ServerError: a server did not start or went away, or an answer from which no time can be

@@ -79,7 +79,6 @@ def write_report(evaluation: Evaluation, folder: Path) -> str:
     """Write every file.
 
     Args:
-        evaluation: as it was recorded.
         folder: made if missing; what is there under the same names is replaced.
 
     Returns:

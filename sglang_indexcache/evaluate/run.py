@@ -31,8 +31,8 @@ from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import spread_over_cells
 from sglang_indexcache.study.cost import Cost, Rate, confirm
+from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
 from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
-from sglang_indexcache.study.running import progress_at_most, resumable, resuming
 from sglang_indexcache.support.lengths import format_length
 
 PAUSES = (1.0, 5.0, 25.0)
@@ -50,10 +50,8 @@ def run_evaluation(
     """Ask, or go on where the same evaluation was stopped.
 
     Args:
-        request: what to evaluate.
         servers: one under the name "", or one for each arm's name.
         output: folder of the journal.
-        console: where to tell what happens.
         agree: is given a question before an evaluation of more than an hour, and raises if the
             answer is no.
 
@@ -104,11 +102,6 @@ class Pace:
 
     The longest contexts are asked first. At their rate, the slowest, everything else takes no
     longer than is said then, and nothing is asked of the user again.
-
-    Args:
-        request: what is evaluated.
-        console: where to tell it.
-        agree: see :func:`run_evaluation`.
     """
 
     def __init__(
@@ -142,8 +135,6 @@ class Run:
     """One evaluation under way.
 
     Args:
-        servers: of the arms.
-        corpus: what contexts are made of.
         record: of this evaluation, with its journal open.
         console: where a line is written when something happens that a user should know.
 

@@ -351,8 +351,6 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     """The verdict on one pattern.
 
     Args:
-        look: all that counts.
-        pattern: the arm that is judged.
         permitted: whether every pattern with more full layers was shown to be safe (the fixed
             sequence).
 
@@ -383,8 +381,6 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     """What the cells that see show of a pattern.
 
     Args:
-        look: all that counts.
-        pattern: the arm that is judged.
         forbidden: why it may not be called safe now; empty if it may.
     """
     cells = look.cells - look.blind.keys()

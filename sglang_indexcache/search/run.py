@@ -18,7 +18,7 @@ from sglang_indexcache.search.methods.fast import least_subset
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.race import race
 from sglang_indexcache.search.rules import Constraints, Mark, Targets, baselines
-from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.stats.bounds import half_width
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,6 @@ def refine(
     found nothing is repeated on twice as many batches; one that may not fit is not begun.
 
     Args:
-        ledger: measures and remembers.
-        constraints: which layers may change.
-        pattern: what to improve.
         budget: tokens that may be asked for.
 
     Returns:

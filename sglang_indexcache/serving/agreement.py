@@ -69,11 +69,7 @@ def _asked_for(server_args: Any) -> str:
 
 
 def unresolved(asked: str) -> SettingsError:
-    """The error for a launch path that resolved its arguments without this plugin.
-
-    Args:
-        asked: what asks for IndexCache.
-    """
+    """The error for a launch path that resolved its arguments without this plugin."""
     return SettingsError(
         f"{asked} was not acted on, because the server's arguments were resolved before SGLang "
         "loaded its plugins. Call sglang.srt.plugins.load_plugins() before you make ServerArgs; "
@@ -86,8 +82,6 @@ def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
 
     Args:
         plan: this rank's; None if it does not run IndexCache. It then says so and does not wait.
-        rank: its number.
-        ranks: how many there are.
         store: in which all of them have met.
 
     Raises:

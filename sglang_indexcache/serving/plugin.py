@@ -129,7 +129,6 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     """Create the attention backend of one model runner.
 
     Args:
-        runner: SGLang's ModelRunner.
         original: SGLang's own factory for "dsa". It serves draft models, whose single layer has
             an indexer and a sharing of its own, and servers that did not ask for IndexCache.
     """
@@ -298,7 +297,6 @@ def _steps_beyond(plan: Plan, context: Any) -> str:
     """A warning where a policy has patterns for prompts that no request can have, or "".
 
     Args:
-        plan: with the policy.
         context: the longest, in tokens, or the model's config that says it.
     """
     if not isinstance(context, int):
