@@ -161,7 +161,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 RULES = {
-    "ask.protocol": ("alike", "check_answered_under", "check_obeyed"),
+    "ask.protocol": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
     "ask.score": ("time_allowed", "_LEAST_SECONDS", "_LEAST_RATE"),
     "ask.pool": ("FIRST_PAUSE", "LONGEST_PAUSE"),
     "data.marking": ("is_held_out",),

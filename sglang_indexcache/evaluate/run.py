@@ -26,14 +26,14 @@ from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, Record, reco
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE, Planned
 from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.tasks.context import Context
-from sglang_indexcache.evaluate.verdict import DECIDED, Kind, Look, points, verdicts_of
+from sglang_indexcache.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import spread_over_cells
 from sglang_indexcache.study.cost import Cost, Rate, confirm
 from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
 from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.lengths import format_length, points
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""
