@@ -135,7 +135,8 @@ class Trainer:
         began = time.perf_counter()
         tally = Tally(len(self.pattern))
         for step in range(start, stage.steps):
-            set_lr(optimizers, lr_factor(step, stage))
+            factor = lr_factor(step, stage.steps, stage.warmup_steps, stage.final_lr)
+            set_lr(optimizers, factor)
             self._step(optimizers, mixture, number, step, stage, tally)
             done = step + 1
             last = done == stage.steps
