@@ -22,7 +22,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.pattern import Pattern, split_window
 from sglang_indexcache.support.files import shipped, write_whole
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.lengths import format_length, points
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
@@ -111,8 +111,7 @@ class Evaluated(Strict):
         if self.blind:
             reach += f", without {', '.join(self.blind)}"
         if self.verdict == "no loss":
-            number = f"{100 * self.margin:g}"
-            return f"no loss beyond {number} point{'' if number == '1' else 's'} {reach}"
+            return f"no loss beyond {points(self.margin)} {reach}"
         if self.verdict == "small loss" and self.difference is not None:
             loss, margin = -100 * self.difference, 100 * self.margin
             return (

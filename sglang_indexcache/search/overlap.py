@@ -204,9 +204,6 @@ def found_overlap(
 
     Args:
         select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
-        pattern: the file's.
-        sequences: to run.
-        topk: k.
         data: what the sequences are, in words.
 
     Raises:

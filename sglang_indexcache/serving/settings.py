@@ -257,7 +257,6 @@ class Plan:
         requests of all patterns meet: none may reach another's KV by an ``extra_key`` of its own.
 
         Args:
-            pattern: the request's.
             adapted: whether the adapter's indexers are in effect.
         """
         indexers = f"-{self.adapter_digest[:12]}" if adapted else ""
@@ -331,7 +330,6 @@ def make_plan(
     """Decide the pattern and the mode.
 
     Args:
-        request: flags, keywords, environment.
         checkpoint: what the model's own config says, without any override.
         overrides: the user's ``--json-model-override-args``.
         library: where names and ratios are looked up.
