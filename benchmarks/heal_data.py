@@ -39,7 +39,7 @@ from benchmarks.heal_study import heal_data as task_documents
 from benchmarks.records import RUNS, read_arguments
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.adapter import Adapter
-from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS
+from sglang_indexcache.data.retrieval import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions, heal

@@ -19,8 +19,7 @@ from benchmarks.training.batches import IGNORED, LabelledBatch, Mixture
 from benchmarks.training.model import DistilledModel, Losses, next_tokens
 from benchmarks.training.recipe import Recipe, StageRecipe
 from benchmarks.training.scores import evaluate
-from sglang_indexcache.data.machine import MachineText
-from sglang_indexcache.data.retrieval import TaskWords
+from sglang_indexcache.data.retrieval import MachineText, TaskWords
 from sglang_indexcache.demo.model import random_model, save_checkpoint
 from sglang_indexcache.heal.optimizer import (
     BETAS,

@@ -134,7 +134,7 @@ def run(
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
     from sglang_indexcache.heal.heal import HealOptions, heal
-    from sglang_indexcache.study.running import resumable
+    from sglang_indexcache.study.journal import resumable
     from sglang_indexcache.support.lengths import parse_length
 
     options = HealOptions(
