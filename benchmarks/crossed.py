@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from sglang_indexcache.stats.student import student_quantile
+from sglang_indexcache.stats.bounds import student_quantile
 
 
 def crossed_half_width(table: Sequence[Sequence[float]], confidence: float = 0.95) -> float | None:

@@ -19,8 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import read_arguments
-from sglang_indexcache.bench.forward import Deployment, Forwards
-from sglang_indexcache.bench.plan import choose_patterns
+from sglang_indexcache.bench.plan import Deployment, Forwards, choose_patterns
 from sglang_indexcache.bench.results import METRICS, paper_speedup
 from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
 from sglang_indexcache.bench.shapes import checkpoint_of, find_gpu

@@ -5,10 +5,11 @@
 
 Heals uniform 1/4 of the shipped small checkpoint on sources of the Python library, on prose
 (Python's language reference) and on conversations (questions about functions of the library,
-answered by their docstrings), and asks for recall, which none of them has. No text that is asked
-about is healed on. Beside them stands healing on documents of the asked task, which
-``benchmarks.heal_study`` measured on the same held-out documents. A seed decides which documents
-are seen. A step is a row of 512 tokens, or as many tokens in rows of another length.
+answered by their docstrings), none of which has the recall that is asked for, and on documents of
+the asked task, as ``benchmarks.heal_study`` does. No text that is asked about is healed on. A seed
+decides which documents are seen. A step is a row of 512 tokens, or as many tokens in rows of
+another length. Some runs on sources end with a quarter of their tokens in sparse steps, of short
+or of long rows.
 
 A run is a folder below ``--work`` with a report for every length that was asked; an interrupted
 study goes on, and ``--redraw`` collects the reports that there are. Writes heal_data.json and
@@ -34,10 +35,11 @@ import torch
 
 from benchmarks.crossed import crossed_half_width
 from benchmarks.heal_study import HEAL_LR
-from benchmarks.records import RESULTS, RUNS, read_arguments
+from benchmarks.heal_study import heal_data as task_documents
+from benchmarks.records import RUNS, read_arguments
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.adapter import Adapter
-from sglang_indexcache.data.machine import HELD_OUT_EVERY, TEXT_CHARACTERS
+from sglang_indexcache.data.retrieval import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions, heal
@@ -47,10 +49,8 @@ from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.text import machine_text
 
 QUICK = {"seeds": [0]}
-STUDY = RESULTS / "heal.json"
 PATTERN, SEARCHED, ALL_F = "uniform:1/4", "tiny-dsa-1of4", "full"
-SOURCE, PROSE, CONVERSATIONS = KINDS = ("source", "prose", "conversations")
-TASK = "the task"
+SOURCE, PROSE, CONVERSATIONS, TASK = KINDS = ("source", "prose", "conversations", "the task")
 FEW = 80
 """Steps of healing that show what its data does; :data:`STEPS` is what healing does by itself."""
 LENGTH = 512
@@ -74,6 +74,8 @@ class Run:
         length: tokens of a row of healing.
         steps: of healing, of :data:`LENGTH` tokens each.
         seed: of its documents.
+        sparse_length: tokens of a row in the last quarter of the steps, which are sparse then; 0
+            where all steps are dense.
     """
 
     pattern: str
@@ -81,6 +83,7 @@ class Run:
     length: int = 0
     steps: int = 0
     seed: int = 0
+    sparse_length: int = 0
 
     @property
     def folder(self) -> str:
@@ -89,7 +92,8 @@ class Run:
         if self.healed_on is None:
             return pattern
         data = self.healed_on.replace(" ", "-")
-        return f"{pattern}-{data}-{self.length}-{self.steps}-seed{self.seed}"
+        last = f"-sparse{self.sparse_length}" * bool(self.sparse_length)
+        return f"{pattern}-{data}-{self.length}-{self.steps}{last}-seed{self.seed}"
 
     @property
     def told(self) -> dict[str, Any]:
@@ -108,12 +112,19 @@ def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
     fewer = healings(KINDS, LENGTH, FEW)
     lengths = [run for length in (256, 1024) for run in healings([SOURCE], length, FEW)]
     first = [*free, *fewer[: len(KINDS)], *kinds]
+    mixtures = [
+        Run(PATTERN, SOURCE, LENGTH, STEPS, seed, sparse_length)
+        for seed in seeds
+        for sparse_length in (2048, LENGTH)
+    ]
+    mixtures += healings([SOURCE], 2048, STEPS)
     return [
         *((run, asked) for run in first for asked in (LENGTH, 256)),
         *((run, asked) for run in fewer[len(KINDS) :] for asked in (LENGTH, 256)),
         *((run, 1024) for run in first),
         *((run, asked) for run in lengths for asked in (LENGTH, 256, 1024)),
         *((run, 2048) for run in (*first, *lengths)),
+        *((run, asked) for run in mixtures for asked in ASKED),
     ]
 
 
@@ -146,15 +157,25 @@ def _conversations(source: str) -> Iterator[dict[str, Any]]:
         yield {"messages": messages}
 
 
+def data_of(kind: str, seed: int, work: Path) -> Path:
+    """The file of its documents, made if it is not there."""
+    if kind == TASK:
+        made = argparse.Namespace(work=work, text_characters=TEXT_CHARACTERS)
+        return task_documents(seed, STEPS, made)
+    path = work / f"{kind}-{seed}.jsonl"
+    if not path.exists():
+        write_whole(path, "".join(f"{json.dumps(row)}\n" for row in texts_of(kind, seed)))
+    return path
+
+
 def healed(run: Run, work: Path) -> Adapter:
     """The run's adapter, made if it is not there."""
     assert run.healed_on is not None
-    data = work / f"{run.healed_on.replace(' ', '-')}-{run.seed}.jsonl"
-    if not data.exists():
-        lines = [json.dumps(row) for row in texts_of(run.healed_on, run.seed)]
-        write_whole(data, "\n".join(lines) + "\n")
+    data = data_of(run.healed_on, run.seed, work)
     rows = max(1, LENGTH // run.length)
-    steps = run.steps * LENGTH // (run.length * rows)
+    tokens = run.steps * LENGTH
+    sparse = tokens // 4 // run.sparse_length if run.sparse_length else 0
+    steps = (tokens - sparse * run.sparse_length) // (run.length * rows)
     options = HealOptions(
         checkpoint=shipped_checkpoint(),
         pattern=run.pattern,
@@ -163,6 +184,8 @@ def healed(run: Run, work: Path) -> Adapter:
         length=run.length,
         rows=rows,
         dense_steps=steps,
+        sparse_steps=sparse,
+        sparse_length=run.sparse_length or None,
         lr=HEAL_LR,
         held_out=4,
         evaluate_every=steps,
@@ -221,8 +244,6 @@ def collect(seeds: Sequence[int], work: Path) -> tuple[list[dict[str, Any]], lis
             missing.append(f"{run.folder} asked at {asked}")
         else:
             groups.setdefault(json.dumps([run.told, asked]), []).append(found)
-    for run, row in _on_the_task():
-        groups.setdefault(json.dumps([run.told, LENGTH]), []).append(row)
     lines = []
     for key, rows in groups.items():
         told, asked = json.loads(key)
@@ -232,21 +253,15 @@ def collect(seeds: Sequence[int], work: Path) -> tuple[list[dict[str, Any]], lis
     return lines, missing
 
 
-def _on_the_task() -> Iterator[tuple[Run, list[float]]]:
-    """What ``heal_study`` found of the same documents of :data:`LENGTH` tokens."""
-    for one in json.loads(STUDY.read_text())["reports"]:
-        told = one["run"]
-        if told["name"] == "1/4 uniform" and told["way"] == "healed" and told["steps"] >= FEW:
-            run = Run(PATTERN, TASK, LENGTH, told["steps"], told["seed"])
-            yield run, one["documents"]["recall"]
-
-
 def name_of(row: dict[str, Any]) -> str:
     """A line of the table in words."""
     plain = {ALL_F: "all F", PATTERN: "uniform 1/4", SEARCHED: "searched 1/4"}[row["pattern"]]
     if row["healed_on"] is None:
         return f"{plain}, as it is"
-    return f"{plain}, {row['steps']} steps on {row['healed_on']} at {row['length']}"
+    told = f"{plain}, {row['steps']} steps on {row['healed_on']} at {row['length']}"
+    return told + f", the last quarter sparse at {row['sparse_length']}" * bool(
+        row["sparse_length"]
+    )
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

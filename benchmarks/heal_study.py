@@ -38,8 +38,7 @@ from benchmarks.training.scores import Scorer
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.machine import TEXT_CHARACTERS, MachineText
-from sglang_indexcache.data.retrieval import TaskWords, chance
+from sglang_indexcache.data.retrieval import TEXT_CHARACTERS, MachineText, TaskWords, chance
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal.heal import HealOptions, heal
 from sglang_indexcache.library import Library

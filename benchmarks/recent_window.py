@@ -113,6 +113,12 @@ def with_lists(folder: Path, topk: int) -> Path:
     return folder
 
 
+def indexcache(*arguments: str | Path | int) -> None:
+    """Run one of our commands."""
+    line = [sys.executable, "-m", "sglang_indexcache.cli", *map(str, arguments)]
+    subprocess.run(line, check=True)
+
+
 def run(setting: Setting, work: Path) -> None:
     """Serve the checkpoint in live mode and evaluate every arm on it, unless that is done."""
     if result(setting, work):
@@ -122,15 +128,11 @@ def run(setting: Setting, work: Path) -> None:
     command = ["--model-path", str(model), "--attention-backend", "indexcache", *flags]
     with Server(command, work / f"{setting.name}.log") as server:
         server.wait_until_ready()
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "sglang_indexcache.cli", "eval", "run", *setting.arms),
-                *("--model", str(model), "--url", f"http://127.0.0.1:{server.port}"),
-                *("--task", "notes", "--length", str(setting.length)),
-                *("--contexts", str(setting.contexts)),
-                *("--looks", "3", "--margin", "5", "--yes", "--output", str(work / setting.name)),
-            ],
-            check=True,
+        indexcache(
+            *("eval", "run", *setting.arms, "--task", "notes", "--length", setting.length),
+            *("--model", model, "--url", f"http://127.0.0.1:{server.port}"),
+            *("--contexts", setting.contexts, "--looks", 3, "--margin", 5, "--yes"),
+            *("--output", work / setting.name),
         )
 
 
@@ -154,14 +156,8 @@ def compare(topk: int, length: int, work: Path) -> None:
     output = work / f"loss-top{topk}-{length}"
     if (output / "compare.json").exists():
         return
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "sglang_indexcache.cli", "search", "compare", *COMPARED),
-            *("--model", str(model), "--context", str(length), "--held-out", "8"),
-            *("--output", str(output)),
-        ],
-        check=True,
-    )
+    options = ("--model", model, "--context", length, "--held-out", 8, "--output", output)
+    indexcache("search", "compare", *COMPARED, *options)
 
 
 def losses(work: Path) -> list[Cell]:

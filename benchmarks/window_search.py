@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file, save_file
 
-from benchmarks.recent_window import TINY, with_lists
+from benchmarks.recent_window import TINY, indexcache, with_lists
 from benchmarks.records import read_arguments
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
@@ -37,12 +35,6 @@ HEALED = (20, 80, 320)
 HEALING = ("--context", "512", "--lr", "5e-3", "--held-out", "4", "--dtype", "float32")
 COLORS = {0: "#c44e52", WINDOW: "#4c72b0"}
 """By the window that a pattern was searched or is served with."""
-
-
-def indexcache(*arguments: str | Path | int) -> None:
-    """Run one of our commands."""
-    line = [sys.executable, "-m", "sglang_indexcache.cli", *map(str, arguments)]
-    subprocess.run(line, check=True)
 
 
 def with_window(pattern: str, window: int) -> str:

@@ -22,7 +22,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.pattern import Pattern, split_window
 from sglang_indexcache.support.files import shipped, write_whole
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.lengths import format_length, points
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
@@ -111,8 +111,7 @@ class Evaluated(Strict):
         if self.blind:
             reach += f", without {', '.join(self.blind)}"
         if self.verdict == "no loss":
-            number = f"{100 * self.margin:g}"
-            return f"no loss beyond {number} point{'' if number == '1' else 's'} {reach}"
+            return f"no loss beyond {points(self.margin)} {reach}"
         if self.verdict == "small loss" and self.difference is not None:
             loss, margin = -100 * self.difference, 100 * self.margin
             return (
@@ -135,12 +134,33 @@ class FoundOverlap(Strict):
 
     ``layers`` has for each layer the mean share of its selection that the layer whose list stands
     there had too: for an S layer the F layer that serves it, for an F layer the F layer before it.
-    None where there is no such layer.
+    None where there is no such layer. ``chance`` is the mean share of lists drawn blindly.
     """
 
     layers: tuple[float | None, ...]
+    chance: float = Field(gt=0, lt=1)
     queries: int = Field(gt=0)
     data: str = ""
+
+    @property
+    def beyond_chance(self) -> tuple[float | None, ...]:
+        """By layer; see :func:`beyond_chance`."""
+        return tuple(None if s is None else beyond_chance(s, self.chance) for s in self.layers)
+
+
+def beyond_chance(overlap: float, chance: float) -> float:
+    """An overlap from 0, for lists drawn blindly, to 1, for equal ones (Cohen's kappa).
+
+    Of 100 tokens two blind lists of 50 have half in common, of 1,000 a twentieth: only so are
+    overlaps at several lengths comparable.
+    """
+    return (overlap - chance) / (1 - chance)
+
+
+def mean_known(shares: Iterable[float | None]) -> float | None:
+    """The mean over the layers of which something is known; None if nothing is."""
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None
 
 
 class Latency(Strict):

@@ -32,7 +32,7 @@ NEEDS = {
         "serving/test_adapter.py",
         "serving/test_config_check.py",
         "serving/test_agreement.py",
-        "serving/test_foreign_kv.py",
+        "serving/test_handshake.py",
         "serving/test_hooks.py",
         "serving/test_live.py",
         "serving/test_plugin.py",

@@ -10,6 +10,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, LibraryError, PatternError
 from sglang_indexcache.library import LIBRARY_VARIABLE, Library, load_entry, names_a_file
 from sglang_indexcache.pattern import Pattern
+from tests.fakes.glm5 import CONFIG as GLM5
 
 PAPER = {  # name: (layers, F layers) as the paper's appendix states them
     "glm-4.7-flash-dsa-1of2": (47, 24),
@@ -23,17 +24,7 @@ TINY = Checkpoint.read(Path("sglang_indexcache/demo/tiny-dsa"))
 
 
 def glm5(**fields: Any) -> Checkpoint:
-    return Checkpoint.from_config(
-        {
-            "architectures": ["GlmMoeDsaForCausalLM"],
-            "num_hidden_layers": 78,
-            "hidden_size": 6144,
-            "num_attention_heads": 64,
-            "n_routed_experts": 256,
-            "index_topk": 2048,
-            **fields,
-        }
-    )
+    return Checkpoint.from_config({**GLM5, **fields})
 
 
 @pytest.fixture

@@ -161,12 +161,12 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 RULES = {
-    "ask.protocol": ("alike", "check_answered_under", "check_obeyed"),
+    "ask.protocol": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
     "ask.score": ("time_allowed", "_LEAST_SECONDS", "_LEAST_RATE"),
     "ask.pool": ("FIRST_PAUSE", "LONGEST_PAUSE"),
     "data.marking": ("is_held_out",),
     "data.rows": ("read_rows",),
-    "stats.student": ("half_width", "student_quantile"),
+    "stats.bounds": ("half_width", "student_quantile"),
     "study.cost": ("confirm", "print_plan"),
     "study.identity": ("check_same", "claim", "differences"),
     "study.provenance": ("busy_cores", "checkpoint_digest", "machine", "versions"),
@@ -188,7 +188,7 @@ def test_a_shared_rule_is_defined_once() -> None:
     assert {name: places[name] for name in wanted} == wanted
 
 
-MOST_LINES, MOST_MODULES = 34_120, 201
+MOST_LINES, MOST_MODULES = 33_900, 189
 """Of the package's Python. They were reached: lower one that is beaten, and raise one only for what
 users have asked for."""
 

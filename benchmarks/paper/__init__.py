@@ -1,4 +1,4 @@
-"""One script for each table and figure of the paper, thin over the ``indexcache`` command.
+"""Scripts for those tables and figures of the paper that one ``indexcache`` command does not make.
 
 Each has a small form for a laptop (``--quick``) and, where the paper used a node, takes a model and
 servers of your own. ``docs/reproducing.md`` is the map.

@@ -19,9 +19,8 @@ from benchmarks.paper import SMALL
 from benchmarks.records import read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.scores import Scorer
-from sglang_indexcache.data.machine import TEXT_CHARACTERS
-from sglang_indexcache.data.retrieval import chance
-from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.data.retrieval import TEXT_CHARACTERS, chance
+from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sglang_indexcache.data.machine import MachineText, window
-from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords
+from sglang_indexcache.data.retrieval import TASKS, MachineText, TaskDocument, TaskWords, window
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.packing import PackedBatch
 

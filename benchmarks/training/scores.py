@@ -16,11 +16,18 @@ from benchmarks.training.batches import TEXT, LabelledBatch, Mixture
 from benchmarks.training.model import DistilledModel, Losses
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.machine import TEXT_CHARACTERS, MachineText, Tokens
-from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords, chance
+from sglang_indexcache.data.retrieval import (
+    TASKS,
+    TEXT_CHARACTERS,
+    MachineText,
+    TaskDocument,
+    TaskWords,
+    Tokens,
+    chance,
+)
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
-from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.stats.bounds import half_width
 
 EVERY_TASK = (TEXT, *TASKS)
 BATCH_ROWS = 4

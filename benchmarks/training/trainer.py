@@ -19,8 +19,7 @@ from benchmarks.training.batches import IGNORED, LabelledBatch, Mixture
 from benchmarks.training.model import DistilledModel, Losses, next_tokens
 from benchmarks.training.recipe import Recipe, StageRecipe
 from benchmarks.training.scores import evaluate
-from sglang_indexcache.data.machine import MachineText
-from sglang_indexcache.data.retrieval import TaskWords
+from sglang_indexcache.data.retrieval import MachineText, TaskWords
 from sglang_indexcache.demo.model import random_model, save_checkpoint
 from sglang_indexcache.heal.optimizer import (
     BETAS,
@@ -136,7 +135,8 @@ class Trainer:
         began = time.perf_counter()
         tally = Tally(len(self.pattern))
         for step in range(start, stage.steps):
-            set_lr(optimizers, lr_factor(step, stage))
+            factor = lr_factor(step, stage.steps, stage.warmup_steps, stage.final_lr)
+            set_lr(optimizers, factor)
             self._step(optimizers, mixture, number, step, stage, tally)
             done = step + 1
             last = done == stage.steps

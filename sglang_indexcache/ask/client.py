@@ -31,7 +31,6 @@ class Client:
     """The HTTP side of a running server.
 
     Args:
-        url: of the server.
         timeout: seconds that an answer may take.
         api_key: the server's ``--api-key``, if it was started with one.
         admin_api_key: its ``--admin-api-key``, for switching patterns and flushing the cache.

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,20 +83,14 @@ class Server:
                 preexec_fn=_die_with_parent,
             )
 
-    def wait_until_ready(
-        self, timeout: float = 600.0, tick: Callable[[float], None] | None = None
-    ) -> Client:
+    def wait_until_ready(self, timeout: float = 600.0) -> Client:
         """Wait until the server answers.
-
-        Args:
-            timeout: seconds.
-            tick: called about twice a second with the seconds waited, for a progress display.
 
         Raises:
             ServerError: it died or took too long; the end of its log is in the message.
         """
         started = time.monotonic()
-        while (waited := time.monotonic() - started) < timeout:
+        while time.monotonic() - started < timeout:
             if self._process is None or self._process.poll() is not None:
                 code = None if self._process is None else self._process.returncode
                 raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
@@ -106,8 +100,6 @@ class Server:
                 raise ServerError(f"port {self.port} is in use; give the server another one")
             if self.client.is_ready():
                 return self.client
-            if tick is not None:
-                tick(waited)
             time.sleep(0.5)
         self.stop()
         raise ServerError(f"the server was not ready after {timeout:.0f} s:\n{self.log_tail()}")

@@ -8,7 +8,7 @@ and whether an answer was made under the pattern that was asked for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
@@ -69,10 +69,11 @@ class Overlaps(BaseModel):
         forwards: sampled since the server's start.
         cells: by layer and length of the request, as "3 8Ki": the rows that the compared ones stand
             for; the sums over them of the share of the layer's own selection that it was given, of
-            that share by score mass, and of the shares of the last 8, 64 and 256 tokens that the
-            list holds; the least of the first two shares. In static mode an F layer is compared
-            with the F layer before it, and there is no score mass.
-        reference: by layer, the overlap that the pattern's file says; nothing where it says none.
+            what a list drawn blindly would have of it, of the first by score mass, and of the
+            shares of the last 8, 64 and 256 tokens that the list holds; the least of the share and
+            of that by score mass. In static mode an F layer is compared with the F layer before it,
+            and there is no score mass.
+        reference: by layer, the overlap beyond chance that the pattern's file says, or nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -192,10 +193,6 @@ class RankState(BaseModel):
     def from_json(cls, data: Mapping[str, Any], server: str) -> RankState:
         """What a rank said under :data:`STATE`.
 
-        Args:
-            data: as it arrived.
-            server: whose report it is, for the message.
-
         Raises:
             ServerError: the rank could not report, or runs another version of this package.
         """
@@ -221,10 +218,6 @@ class RankState(BaseModel):
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
     """The report of every data-parallel rank that runs IndexCache, by their numbers.
-
-    Args:
-        info: SGLang's ``/server_info``.
-        server: whose, for the message.
 
     Raises:
         ServerError: see :meth:`RankState.from_json`.
@@ -288,7 +281,7 @@ def check_obeyed(
         ServerError: naming the layers.
     """
     asked = sorted(set(patterns))
-    kinds = [set(kinds) for kinds in zip(*(Pattern(one).layers for one in asked), strict=True)]
+    full = {layer for one in asked for layer in Pattern(one).full_layers}
     then = {state.rank: state for state in before}
     if then.keys() != {state.rank for state in after} or any(
         state.forwards < then[state.rank].forwards for state in after
@@ -300,14 +293,7 @@ def check_obeyed(
     if not alone:  # a rank may have had requests of one of the patterns only
         ran, reused = [_total(ran)], [_total(reused)]
     for runs, reuses in zip(ran, reused, strict=True):
-        wrong = [
-            layer
-            for layer, kind in enumerate(kinds)
-            if layer in after[0].counted_layers
-            if ("F" in kind and not runs[layer])
-            or (kind == {"S"} and (not reuses[layer] or (alone and runs[layer])))
-        ]
-        if wrong:
+        if wrong := disobedient(full, runs, reuses, after[0].counted_layers, alone=alone):
             others = ", or others use the server" if alone else ""
             raise ServerError(
                 f"{server} ignores the pattern: asked for {' and '.join(asked)}, its layers "
@@ -315,6 +301,30 @@ def check_obeyed(
                 f"{runs}; reuses: {reuses}){others}. Ask `indexcache server doctor --url` what is "
                 "wrong with its plugin."
             )
+
+
+def disobedient(
+    full: Set[int],
+    runs: Sequence[int],
+    reuses: Sequence[int],
+    layers: Iterable[int],
+    *,
+    alone: bool = True,
+) -> list[int]:
+    """Which of ``layers`` did not do what the patterns of the requests say.
+
+    Args:
+        full: layers that are F for some request; the others are S for all.
+        runs: by layer, how often its indexer ran.
+        reuses: by layer, how often it took another layer's indices.
+        layers: those that were counted.
+        alone: that nobody else was served, so an indexer that ran in an S layer is wrong, too.
+    """
+    return [
+        layer
+        for layer in layers
+        if (not runs[layer] if layer in full else not reuses[layer] or (alone and runs[layer]))
+    ]
 
 
 def _risen(before: Sequence[int], after: Sequence[int]) -> list[int]:
@@ -327,10 +337,6 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
     """What a server says of itself that may not differ between servers that are compared.
-
-    Args:
-        info: its ``/server_info``.
-        server: whose, for messages.
 
     Raises:
         ServerError: see :meth:`RankState.from_json`.
@@ -346,9 +352,6 @@ def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """In what servers differ that should be alike; empty if they are.
-
-    Args:
-        servers: by name, what each says of itself.
 
     Returns:
         For each fact that is not the same everywhere, the names of the servers by what they say.

@@ -106,7 +106,6 @@ def score(
     them.
 
     Args:
-        engine: which to ask.
         prompts: at least one token of each is scored.
         top: how many of the likeliest tokens to report at each place.
 
@@ -136,8 +135,6 @@ def ask(
     """Each prompt's reply, once it is found to be an answer to that prompt under its pattern.
 
     Args:
-        engine: which to ask.
-        prompts: what to ask.
         new_tokens: to generate at most, greedily; one number for all, or one for each.
         body: besides, as SGLang wants it.
 

@@ -70,7 +70,6 @@ def stream(
     """Send ``prompts`` at once and generate exactly ``new_tokens`` for each.
 
     Args:
-        client: of the server.
         prompts: token ids.
         new_tokens: at least 1.
         clock: read at every arrival.

@@ -160,10 +160,7 @@ def run(
     """Measure everything; nothing is returned unless every server did what was asked.
 
     Args:
-        target: the model.
-        servers: where it is served.
         served: the first is the baseline.
-        settings: how to measure.
         arguments: the servers' flags, for the record.
         report: told what is going on.
 

@@ -132,12 +132,7 @@ def open_servers(
     """The servers of ``clients``, or those that are started with ``flags`` where there are none.
 
     Args:
-        model: checkpoint folder.
-        served: what to serve.
         clients: one for each of ``served``, or one in live mode for all.
-        flags: of the servers that are started.
-        logs: folder for their logs.
-        side_by_side: keep all of them up.
 
     Raises:
         BenchError: another number of clients, or flags for servers that run already.

@@ -186,14 +186,13 @@ class Questions:
         from transformers import AutoTokenizer
 
         from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
-        from sglang_indexcache.evaluate.corpus import Corpus
+        from sglang_indexcache.evaluate.corpus import Corpus, select_rows
         from sglang_indexcache.evaluate.plan import (
             EvaluationPlan,
             default_lengths,
             enough_contexts,
         )
         from sglang_indexcache.evaluate.request import EvaluationRequest
-        from sglang_indexcache.evaluate.selection import select_rows
         from sglang_indexcache.evaluate.tasks import DEFAULT
         from sglang_indexcache.evaluate.tasks.context import QUESTIONS
         from sglang_indexcache.study.cost import Rate

@@ -74,6 +74,14 @@ def run(
             metavar="N", min=0, help="Steps after those, in which layers attend as served."
         ),
     ] = 0,
+    sparse_context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTH",
+            help="Length of a row in those, where a few long ones shall follow many short ones; "
+            "as --context if not given.",
+        ),
+    ] = None,
     lr: Annotated[
         float | None,
         typer.Option(
@@ -126,7 +134,7 @@ def run(
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
     from sglang_indexcache.heal.heal import HealOptions, heal
-    from sglang_indexcache.study.running import resumable
+    from sglang_indexcache.study.journal import resumable
     from sglang_indexcache.support.lengths import parse_length
 
     options = HealOptions(
@@ -135,6 +143,7 @@ def run(
         data=tuple(data),
         output=output,
         length=None if context is None else parse_length(context),
+        sparse_length=None if sparse_context is None else parse_length(sparse_context),
         rows=rows,
         micro_rows=micro_rows,
         dense_steps=dense_steps,

@@ -344,6 +344,11 @@ def overlap_command(
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.support.files import write_json
 
+    if url and names_a_file(pattern):
+        raise SearchError(
+            f"a server does not tell what S layers would select, so nothing can be written into "
+            f"{pattern}. Leave --url out, or give --pattern as an F/S string, which is only drawn."
+        )
     setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
     drawn = setup.resolve(pattern) if pattern else None
     if url:
@@ -362,7 +367,7 @@ def overlap_command(
     facts = {"identity": identity, "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)
-    if drawn is not None and names_a_file(pattern) and not url:
+    if drawn is not None and names_a_file(pattern):
         texts = setup.calibration.sequences
         found = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)
         set_overlap(Path(pattern), found)

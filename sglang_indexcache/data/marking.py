@@ -57,7 +57,6 @@ class Marker:
     writes its own.
 
     Args:
-        tokenizer: of transformers.
         name: of the checkpoint, for error messages.
     """
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from sglang_indexcache.data.machine import MachineText
-from sglang_indexcache.data.retrieval import TaskWords, needles
+from sglang_indexcache.data.retrieval import MachineText, TaskWords, needles
 
 QUESTION_TOKENS = 256
 """Of each question's document: four times what a layer selects."""
@@ -44,11 +43,7 @@ class DemoQuestion:
 
 
 class Material:
-    """The Python standard library's source code, in the tokens of a model.
-
-    Args:
-        model: folder of the checkpoint.
-    """
+    """The Python standard library's source code, in the tokens of a model."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)

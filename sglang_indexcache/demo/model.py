@@ -50,7 +50,6 @@ def make_model(spec: ModelSpec, folder: Path) -> int:
     """Write the checkpoint and its tokenizer.
 
     Args:
-        spec: what to make.
         folder: created if missing; files of the same name are replaced.
 
     Returns:
@@ -77,9 +76,7 @@ def random_model(family: Family, config: Mapping[str, Any], tokenizer: Any, seed
 
     Args:
         family: a trainable one.
-        config: its HF config fields.
         tokenizer: gives the ids of the end and padding tokens.
-        seed: of the weights.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -98,8 +95,6 @@ def save_checkpoint(model: Any, tokenizer: Any, dtype: str, folder: Path) -> Non
     """Save weights, config and tokenizer so that transformers and SGLang load them unchanged.
 
     Args:
-        model: a transformers DSA model.
-        tokenizer: saved beside it.
         dtype: of the stored weights, a torch dtype's name; what transformers keeps in float32
             stays so.
         folder: created if missing; a checkpoint in it is replaced.

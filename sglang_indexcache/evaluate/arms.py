@@ -61,7 +61,6 @@ class Servers:
     """The servers that answer for the arms.
 
     Args:
-        arms: all that will be asked.
         urls: one server under the name "" for all arms, or one for each arm's name.
 
     Raises:

@@ -1,17 +1,24 @@
-"""What the contexts of a plan are made of, and each context made of it, the same on every call."""
+"""What the contexts of a plan are made of, and each context made of it, the same on every call.
+
+Of a user's files those rows are asked that fit the lengths and could show anything.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, Planned, SelectedRows
 from sglang_indexcache.evaluate.tasks import TASKS
-from sglang_indexcache.evaluate.tasks.chat import Tokenizer
+from sglang_indexcache.evaluate.tasks.chat import Tokenizer, has_template
 from sglang_indexcache.evaluate.tasks.context import Context, Question, make_context
-from sglang_indexcache.evaluate.tasks.files import Item, pieces
+from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
+from sglang_indexcache.support.lengths import counted
 
 SKIP, MOST_SKIPPED = 1_000_000, 4
 """A seed from which no context can be made is raised by so much, so many times."""
@@ -52,10 +59,6 @@ class Corpus:
 
     def check(self, planned: Iterable[Planned], on_context: Callable[[], None]) -> list[str]:
         """Make every context once, before anything is asked.
-
-        Args:
-            planned: what will be asked.
-            on_context: is called after each.
 
         Returns:
             A sentence for each context that had to be made from another seed.
@@ -114,3 +117,164 @@ class Corpus:
             questions=questions,
         )
         return replace(made, name=planned.context)
+
+
+_CHARACTERS = 16
+"""Of a token on average, at most: what has more characters is too long without being counted."""
+_FEWEST = 2
+"""Items of a cell, whose spread is not known with fewer."""
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def select_rows(
+    plan: EvaluationPlan,
+    files: Mapping[str, Path],
+    tokenizer: Tokenizer,
+    longest: int,
+    on_row: Callable[[str, int], None] = _nothing,
+) -> tuple[EvaluationPlan, dict[str, dict[int, Item]], tuple[str, ...]]:
+    """Read files and choose from them.
+
+    Args:
+        plan: what is asked besides; an item belongs to the shortest of its lengths that holds it.
+        files: by their task in :data:`~sglang_indexcache.evaluate.tasks.FILES`.
+        longest: tokens that the model takes.
+        on_row: is called with a file's task and the number of its rows so far, before each is
+            counted: long ones take a while.
+
+    Returns:
+        The plan with the rows, by task and number what they ask, and a sentence for each file on
+        what was left out and why.
+
+    Raises:
+        QualityError: a file that cannot be read, or nothing in one that could be asked.
+    """
+    taken: list[SelectedRows] = []
+    items: dict[str, dict[int, Item]] = {}
+    told = []
+    for name, path in files.items():
+        cells, items[name], said = _choose(name, path, tokenizer, plan, longest, on_row)
+        taken += cells
+        told.append(said)
+    if files and not has_template(tokenizer):
+        told.append(
+            "The tokenizer has no chat template: conversations are sent as plain turns, User: and "
+            "Assistant:."
+        )
+    return replace(plan, taken=tuple(taken)), items, tuple(told)
+
+
+def _choose(
+    name: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    plan: EvaluationPlan,
+    longest: int,
+    on_row: Callable[[str, int], None],
+) -> tuple[list[SelectedRows], dict[int, Item], str]:
+    cells: dict[int, dict[int, int]] = defaultdict(dict)
+    items: dict[int, Item] = {}
+    left: dict[str, int] = defaultdict(int)
+    most, rows = min(longest, plan.lengths[-1]), 0
+    for row, item in read_items(FILES[name], path):
+        rows += 1
+        on_row(name, rows)
+        try:
+            why, size = _why_not(item, tokenizer, plan, most)
+        except QualityError as error:
+            raise QualityError(f"{row.where}: {error}") from error
+        if why:
+            left[why] += 1
+        else:
+            cells[next(one for one in plan.lengths if size <= one)][row.number] = size
+            items[row.number] = item
+    for number in _repeated(items, plan.seed):
+        left[
+            "that begin as another row does for half their text (one document, one observation)"
+        ] += 1
+        for sizes in cells.values():
+            sizes.pop(number, None)
+    taken = []
+    for length, sizes in sorted(cells.items()):
+        if len(sizes) < max(plan.looks, _FEWEST):
+            left[
+                f"at {length:,} tokens, too few for {counted(plan.looks, 'look')} (take fewer "
+                "--length, or fewer --looks)"
+            ] += len(sizes)
+            continue
+        order = random.Random(f"{name} {length} {plan.seed}").sample(list(sizes), len(sizes))
+        chosen = tuple(order[: plan.contexts])
+        known = tuple(sizes[row] for row in chosen)
+        taken.append(SelectedRows(name, length, chosen, known, len(sizes)))
+    said = _told(name, rows, taken, left, plan)
+    if not taken:
+        raise QualityError(f"{path} has nothing that can be asked. {said}")
+    return taken, {row: items[row] for cell in taken for row in cell.rows}, said
+
+
+def _repeated(items: Mapping[int, Item], seed: int) -> list[int]:
+    """All rows but one of those that begin with the same text for half of the shorter one.
+
+    Questions about one document, or turns of one conversation, fail together, and would count as
+    independent. Which one is asked follows from the seed.
+    """
+    documents: list[list[int]] = []
+    before = ""
+    for text, row in sorted((item.text, row) for row, item in items.items()):
+        shared = (min(len(before), len(text)) + 1) // 2
+        if documents and before[:shared] == text[:shared]:
+            documents[-1].append(row)
+        else:
+            documents.append([row])
+        before = text
+    kept = {random.Random(f"{min(rows)} {seed}").choice(sorted(rows)) for rows in documents}
+    return sorted(items.keys() - kept)
+
+
+def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, int]:
+    """Why an item is not asked, empty if it is; and its tokens with those of its answer."""
+    if not item.one_form:
+        return (
+            "with an answer that has no one order (run them with another harness, and give its "
+            "logs to `indexcache eval compare`)"
+        ), 0
+    size = most + 1
+    if len(item.text) <= _CHARACTERS * most:
+        size = sum(map(len, pieces(item, tokenizer)))
+    if size > most:
+        return f"longer than {most:,} tokens (the longest --length, or the model's context)", size
+    if size <= plan.selects_all:
+        return (
+            f"of at most {plan.selects_all:,} tokens (index_topk), where no pattern matters",
+            size,
+        )
+    return "", size
+
+
+def _told(
+    name: str,
+    rows: int,
+    taken: Sequence[SelectedRows],
+    left: Mapping[str, int],
+    plan: EvaluationPlan,
+) -> str:
+    parts = [
+        f"{len(cell.rows):,} at {cell.length:,} tokens"
+        + (
+            f" (all that it has, of {plan.contexts:,} asked for)"
+            if cell.available < plan.contexts
+            else ""
+        )
+        for cell in taken
+    ]
+    asked = sum(len(cell.rows) for cell in taken)
+    said = f"{name}: {asked:,} of {rows:,} rows are asked"
+    said += f": {', '.join(parts)}." if parts else "."
+    unasked = sum(cell.available - len(cell.rows) for cell in taken)
+    reasons = [f"{count:,} {why}" for why, count in left.items()]
+    if unasked:
+        reasons.append(f"{unasked:,} more than --contexts {plan.contexts:,}")
+    return said + (f" Left out: {'; '.join(reasons)}." if reasons else "")

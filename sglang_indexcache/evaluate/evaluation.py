@@ -346,12 +346,8 @@ def recorded(
     """What was answered in a folder, open for more and locked.
 
     Args:
-        folder: of the journal.
-        plan: what is asked.
-        arms: of what.
         checkpoint: its digest.
         material: digest of what contexts are made of.
-        server: SGLang's facts.
 
     Raises:
         QualityError: the journal is another evaluation's, damaged before its last line, or in use.

@@ -22,14 +22,14 @@ import numpy as np
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
-from sglang_indexcache.evaluate.verdict import Look, Verdict, Verdicts, points, verdicts_of
+from sglang_indexcache.evaluate.verdict import Look, Verdict, Verdicts, verdicts_of
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Flips, paired
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.lengths import format_length, points
 
 TEMPLATE = Path(__file__).parent / "report.html"
 SAMPLE = (
@@ -79,7 +79,6 @@ def write_report(evaluation: Evaluation, folder: Path) -> str:
     """Write every file.
 
     Args:
-        evaluation: as it was recorded.
         folder: made if missing; what is there under the same names is replaced.
 
     Returns:

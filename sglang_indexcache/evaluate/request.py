@@ -25,12 +25,11 @@ from sglang_indexcache.evaluate.plan import (
     SelectedRows,
     context_name,
 )
-from sglang_indexcache.evaluate.verdict import points
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
-from sglang_indexcache.study.running import progress_at_most
-from sglang_indexcache.support.lengths import counted, format_length
+from sglang_indexcache.study.journal import progress_at_most
+from sglang_indexcache.support.lengths import counted, format_length, points
 
 CONTROLS = ("uniform:1/4", "uniform:1/8")
 """Positive controls, if the user gives none: the first that is no candidate. They lose a little.

@@ -2,11 +2,16 @@
 
 What is asked next follows from the plan and from the contexts that are done, never from how far
 this process came: so an evaluation that was killed goes on to be the one that was not.
+
+It must not go on when what it would say could not be believed. Each refusal (the ``check_``
+functions) names what was seen and how to fix it; what was asked until then is kept.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,19 +20,20 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
-from sglang_indexcache.evaluate import refusals
 from sglang_indexcache.evaluate.arms import Answered, ArmServer, Asking, Servers, facts
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, Record, recorded
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE, Planned
 from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.tasks.context import Context
 from sglang_indexcache.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
+from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.pairs import Cell
+from sglang_indexcache.stats.power import spread_over_cells
 from sglang_indexcache.study.cost import Cost, Rate, confirm
+from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
 from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
-from sglang_indexcache.study.running import progress_at_most, resumable, resuming
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.lengths import format_length, points
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""
@@ -44,10 +50,8 @@ def run_evaluation(
     """Ask, or go on where the same evaluation was stopped.
 
     Args:
-        request: what to evaluate.
         servers: one under the name "", or one for each arm's name.
         output: folder of the journal.
-        console: where to tell what happens.
         agree: is given a question before an evaluation of more than an hour, and raises if the
             answer is no.
 
@@ -98,11 +102,6 @@ class Pace:
 
     The longest contexts are asked first. At their rate, the slowest, everything else takes no
     longer than is said then, and nothing is asked of the user again.
-
-    Args:
-        request: what is evaluated.
-        console: where to tell it.
-        agree: see :func:`run_evaluation`.
     """
 
     def __init__(
@@ -136,8 +135,6 @@ class Run:
     """One evaluation under way.
 
     Args:
-        servers: of the arms.
-        corpus: what contexts are made of.
         record: of this evaluation, with its journal open.
         console: where a line is written when something happens that a user should know.
 
@@ -157,7 +154,7 @@ class Run:
         """Everything that is left to ask.
 
         Raises:
-            QualityError: see :mod:`~sglang_indexcache.evaluate.refusals`, and what servers do that
+            QualityError: see :mod:`~sglang_indexcache.evaluate.run`, and what servers do that
                 they must not. What was asked is kept.
         """
         done = self._record.done
@@ -190,7 +187,7 @@ class Run:
             if left and planned.context not in self._record.missing:
                 self._ask(context, left)
         self._record.add({"done": [planned.context]})
-        refusals.check_context(self._record.evaluation())
+        check_context(self._record.evaluation())
 
     def _askings(self, planned: Planned) -> list[Asking]:
         """What is not decided, and the bad pattern until it was seen to lose."""
@@ -245,10 +242,10 @@ class Run:
         """Whether every pattern is decided, after all contexts of a look."""
         evaluation = self._record.evaluation()
         if look == CONTROL_LOOK:
-            refusals.check_control(evaluation)
+            check_control(evaluation)
             return False
-        refusals.check_floor(evaluation)
-        refusals.check_noise(evaluation)
+        check_floor(evaluation)
+        check_noise(evaluation)
         verdicts = verdicts_of(evaluation)
         for name, (at, verdict) in verdicts.items():
             if verdict.kind is Kind.INVALID:
@@ -259,3 +256,111 @@ class Run:
                 )
         self._decided = {name for name, (_, found) in verdicts.items() if found.kind in DECIDED}
         return len(self._decided) == len(verdicts)
+
+
+MOST_MISSING = 0.01
+"""Share of the planned contexts that may fail."""
+ENOUGH_ALIKE = 3
+"""Contexts in a row whose every log-probability agrees when two arms are taken for the same one."""
+
+
+def check_control(evaluation: Evaluation) -> None:
+    """The arms may differ in nothing where every pattern selects everything.
+
+    Raises:
+        QualityError: they do.
+    """
+    look = Look.at(evaluation, CONTROL_LOOK)
+    asked = {row.arm for row in look.control}
+    for name in (arm.name for arm in evaluation.others if arm.name in asked):
+        if differs := look.control_differs(name):
+            shortest = min(row.length for row in look.control)
+            raise QualityError(f"the control failed at {shortest} tokens: {differs}")
+
+
+def check_context(evaluation: Evaluation) -> None:
+    """Whether what came of the last contexts may count.
+
+    An arm that computes exactly what the reference does is not the arm that was asked for. The last
+    contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
+    well. And contexts that fail are not a sample of all contexts.
+
+    Raises:
+        QualityError: every log-probability of an arm is the reference's; or more than one context,
+            and more than :data:`MOST_MISSING` of them, failed.
+    """
+    failed = evaluation.missing
+    if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
+        raise QualityError(
+            f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
+            f"{MOST_MISSING:.0%}: what is left would be a choice of the easy ones. The last one, "
+            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Fix that, and start "
+            "again with another --output."
+        )
+    traces: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+    long = {planned.context for planned in evaluation.long}
+    for row in evaluation.answers:
+        if row.context in long and not row.repeat:
+            traces[row.arm][row.context].append(row.trace)
+    reference = traces[evaluation.reference.name]
+    for arm in evaluation.others:
+        last = list(traces[arm.name].items())[-ENOUGH_ALIKE:]
+        if len(last) == ENOUGH_ALIKE and all(reference.get(name) == own for name, own in last):
+            raise QualityError(
+                f"the server ignores the pattern, or answers from another arm's cache: behind the "
+                f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
+                f"{arm.name} has every log-probability of {evaluation.reference.name}, to the last "
+                "digit. Ask `indexcache server doctor --url` what it runs, and start it with "
+                "--disable-radix-cache to rule the cache out."
+            )
+
+
+def check_floor(evaluation: Evaluation) -> None:
+    """A model that cannot do the tasks cannot lose anything at them.
+
+    Raises:
+        QualityError: the reference is at the floor in every cell.
+    """
+    look = Look.at(evaluation)
+    low = look.at_floor()
+    if low and low.keys() == look.cells:
+        said = ", ".join(
+            f"{share:.0%} of {task} at {length:,}" for (task, length), share in low.items()
+        )
+        raise QualityError(
+            f"the reference answers {said} right, hardly more than guessing, so "
+            "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task), or "
+            "look whether the checkpoint and its tokenizer belong together."
+        )
+
+
+def check_noise(evaluation: Evaluation) -> None:
+    """An engine that differs from itself too much cannot resolve the margin.
+
+    Only where the plan could resolve it otherwise: a plan that is too small was told so before. And
+    only once several contexts of every cell were asked twice, so that their spread is known.
+
+    Raises:
+        QualityError: it would need more contexts than are planned.
+    """
+    design, noise = evaluation.design, Look.at(evaluation).noise
+    if noise is None:
+        return
+    estimate = Estimate(noise)
+    planned = Counter((one.task, one.length) for one in evaluation.planned)
+    asked = [
+        (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
+        for number, cell in enumerate(noise.names)
+    ]
+    assumed = design.needed(*spread_over_cells(asked, DISCORDANCE, CORRELATION))
+    if not estimate.error or not math.isfinite(estimate.error) or design.contexts < assumed:
+        return
+    needed = design.needed(*estimate.spread)
+    if needed > design.contexts:
+        raise QualityError(
+            f"the reference differs from itself so often (A/A: {noise.flips}) that a margin of "
+            f"{points(design.margin)} needs {needed:,} contexts, and {design.contexts:,} "
+            "are planned. Start the server with deterministic kernels "
+            "(--enable-deterministic-inference) if it has them, plan more (--contexts), or take a "
+            "wider --margin."
+        )

@@ -34,7 +34,7 @@ from sglang_indexcache.stats.bounds import Estimate, capital
 from sglang_indexcache.stats.interim import boundaries
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.stats.power import Design
-from sglang_indexcache.support.lengths import counted, format_length
+from sglang_indexcache.support.lengths import counted, format_length, points
 
 LEAST_ABOVE_CHANCE = 0.10
 """Right answers of the reference above what guessing gives, below which a cell shows nothing."""
@@ -351,8 +351,6 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     """The verdict on one pattern.
 
     Args:
-        look: all that counts.
-        pattern: the arm that is judged.
         permitted: whether every pattern with more full layers was shown to be safe (the fixed
             sequence).
 
@@ -383,8 +381,6 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     """What the cells that see show of a pattern.
 
     Args:
-        look: all that counts.
-        pattern: the arm that is judged.
         forbidden: why it may not be called safe now; empty if it may.
     """
     cells = look.cells - look.blind.keys()
@@ -510,9 +506,3 @@ def place(cell: Cell) -> str:
 
 def _points(value: float) -> str:
     return f"{100 * value:+.1f}"
-
-
-def points(value: float) -> str:
-    """``0.01`` as "1 point"."""
-    number = f"{100 * value:g}"
-    return f"{number} point{'' if number == '1' else 's'}"

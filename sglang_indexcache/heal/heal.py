@@ -48,6 +48,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RATES = (5e-3, 1e-3, 2e-4)
 """Learning rates that are tried: that of the study in docs/heal.md, and lower ones, as a larger
 indexer that was trained for longer may bear less."""
+WARMUP, FINAL_LR, WEIGHT_DECAY = 0.1, 0.1, 0.01
+"""Share of a stage's steps in which the learning rate rises, share of the peak that a cosine then
+falls to, and AdamW's decay of matrices."""
 TRIAL_STEPS = 12
 """Of each of them."""
 SHOWN_EVERY = 10
@@ -73,14 +76,12 @@ class HealOptions:
         data: files, as for :func:`~sglang_indexcache.data.documents.read_documents`.
         output: folder of the adapter; beside it ``<output>.run`` holds state, log and figure.
         length: tokens of a row; eight times the model's index_topk if None.
+        sparse_length: the same of the sparse stage; as in the dense warm-up if None.
         rows: rows of a step over all processes.
         micro_rows: rows that run through a layer at a time.
         dense_steps: steps of the dense warm-up.
         sparse_steps: steps of the sparse stage after it.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
-        warmup: share of a stage's steps in which the learning rate rises.
-        final_lr: share of the peak that a cosine falls to.
-        weight_decay: of AdamW, matrices only.
         clip: largest gradient norm.
         held_out: rows that are judged by and not trained on.
         evaluate_every: steps between evaluations; one comes before and after each stage.
@@ -101,14 +102,12 @@ class HealOptions:
     data: tuple[str, ...]
     output: Path
     length: int | None = None
+    sparse_length: int | None = None
     rows: int = 1
     micro_rows: int = 1
     dense_steps: int = STEPS
     sparse_steps: int = 0
     lr: float | None = None
-    warmup: float = 0.1
-    final_lr: float = 0.1
-    weight_decay: float = 0.01
     clip: float = 1.0
     held_out: int = 8
     evaluate_every: int = 40
@@ -133,11 +132,7 @@ class HealOptions:
     def stages(self) -> tuple[HealStage, ...]:
         """Those that have steps, in their order."""
         kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
-        return tuple(
-            HealStage(kind, steps, round(steps * self.warmup), self.final_lr)
-            for kind, steps in kinds.items()
-            if steps
-        )
+        return tuple(HealStage(kind, steps) for kind, steps in kinds.items() if steps)
 
     @property
     def steps(self) -> int:
@@ -147,19 +142,24 @@ class HealOptions:
 
 @dataclass(frozen=True)
 class HealStage:
-    """One stage, and the schedule of its learning rate.
+    """One stage.
 
     Attributes:
         kind: ``WARMUP`` or ``SPARSE``.
         steps: optimiser steps.
-        warmup_steps: linear rise of the learning rate.
-        final_lr: share of the peak that a cosine falls to.
     """
 
     kind: Stage
     steps: int
-    warmup_steps: int
-    final_lr: float
+
+    def lr_factor(self, step: int) -> float:
+        """Share of the peak learning rate at a step."""
+        return lr_factor(step, self.steps, round(self.steps * WARMUP), FINAL_LR)
+
+    @property
+    def attention(self) -> str:
+        """What layers do in it, for people."""
+        return "dense" if self.kind is Stage.WARMUP else "sparse"
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,12 @@ class Target:
     Attributes:
         pattern: resolved.
         topk: keys that a query selects.
-        length: tokens of a row.
+        lengths: tokens of a row of each stage.
     """
 
     pattern: Pattern
     topk: int
-    length: int
+    lengths: dict[Stage, int]
 
     @classmethod
     def of(cls, options: HealOptions) -> Target:
@@ -220,10 +220,13 @@ class Target:
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
         pattern.check_checkpoint(checkpoint.own)
         topk = int(checkpoint.shape["index_topk"])
-        target = cls(pattern, topk, options.length or 8 * topk)
-        if target.length <= target.seen:
+        length = options.length or 8 * topk
+        lengths = {Stage.WARMUP: length, Stage.SPARSE: options.sparse_length or length}
+        target = cls(pattern, topk, {stage.kind: lengths[stage.kind] for stage in options.stages})
+        shortest = min(target.lengths.values())
+        if shortest <= target.seen:
             raise TrainingError(
-                f"rows of {target.length} tokens are no longer than {target.seen_in_words}: every "
+                f"rows of {shortest} tokens are no longer than {target.seen_in_words}: every "
                 f"query attends to all that it sees, so nothing can be learned of selecting. Give "
                 f"longer rows, for instance {8 * topk} tokens."
             )
@@ -269,7 +272,7 @@ class _Healing:
 
         self.options, self.on_step = options, on_step
         self.target = target = Target.of(options)
-        self.pattern, self.topk, self.length = target.pattern, target.topk, target.length
+        self.pattern, self.topk = target.pattern, target.topk
         self.accelerator = Accelerator()
         if options.rows < self.accelerator.num_processes:
             raise TrainingError(
@@ -279,7 +282,7 @@ class _Healing:
         self.base = checkpoint_digest(options.checkpoint)
         self.files = HealRun(options.output, console, self.accelerator.is_main_process)
         self.files.claim(self._told() | {"digest of the checkpoint's files": self.base})
-        self.data = self._read()
+        self.data = {length: self._read(length) for length in set(target.lengths.values())}
 
     def run(self) -> HealResult:
         """To the end of the last stage."""
@@ -303,16 +306,15 @@ class _Healing:
         told = {k: v for k, v in vars(self.options).items() if k not in no_difference}
         return told | {"pattern": str(self.pattern), "data": list(self.options.data)}
 
-    def _read(self) -> FileRows:
+    def _read(self, length: int) -> FileRows:
+        """Rows of this length, for the stages that want such."""
         options = self.options
         tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
         end = tokenizer.eos_token_id
         self.padding = next(i for i in (tokenizer.pad_token_id, end, 0) if i is not None)
         marker = Marker(tokenizer, options.checkpoint.name)
-        wanted = options.steps * options.rows
-        data = FileRows.read(
-            options.data, marker, self.length, wanted, options.held_out, options.seed
-        )
+        wanted = self._steps_of(length) * options.rows
+        data = FileRows.read(options.data, marker, length, wanted, options.held_out, options.seed)
         for part, rows in (("train", data.train), ("judge", data.held_out)):
             if max(len(piece) for row in rows for piece in row) <= self.target.seen:
                 raise TrainingError(
@@ -320,6 +322,12 @@ class _Healing:
                     "so no query has to choose. Give longer documents."
                 )
         return data
+
+    def _steps_of(self, length: int, stages: int | None = None) -> int:
+        """Steps of the first ``stages`` stages (all if None) whose rows have this length."""
+        lengths = self.target.lengths
+        first = self.options.stages[:stages]
+        return sum(stage.steps for stage in first if lengths[stage.kind] == length)
 
     def _load(self) -> None:
         options = self.options
@@ -348,20 +356,19 @@ class _Healing:
         say(f"pattern {self.pattern}: {self.pattern.summary()}")
         count = sum(p.numel() for p in self.trained.values())
         say(f"training {count:,} parameters of {len(self.body.indexers)} indexers")
-        seen = options.steps * options.rows / len(self.data.train)
-        say(
-            f"{len(self.data.train)} rows of up to {self.length} tokens, each drawn about "
-            f"{seen:.1f} times, and {len(self.data.held_out)} held out"
-        )
+        for length, data in self.data.items():
+            seen = self._steps_of(length) * options.rows / len(data.train)
+            say(
+                f"{len(data.train)} rows of up to {length} tokens, each drawn about "
+                f"{seen:.1f} times, and {len(data.held_out)} held out"
+            )
         if state is not None:
             say(f"resumed after step {state.position.step} of stage {state.position.stage}")
 
     def _best_rate(self) -> float:
         """The learning rate with which a short run ends at the lowest held-out loss."""
         first, found = self.options.stages[0], {}
-        stage = replace(
-            first, steps=TRIAL_STEPS, warmup_steps=round(TRIAL_STEPS * self.options.warmup)
-        )
+        stage = replace(first, steps=TRIAL_STEPS)
         begin = self._masters()
         for rate in RATES:
             try:
@@ -382,7 +389,7 @@ class _Healing:
         optimizer = self._optimizer(rate)
         optimizer.zero_grad()  # a rate before may have ended in the middle of a step
         for step in range(stage.steps):
-            set_lr([optimizer], lr_factor(step, stage))
+            set_lr([optimizer], stage.lr_factor(step))
             self._step(0, step, stage, optimizer)
         return sum(self._measure(stage.kind)[0])
 
@@ -400,7 +407,7 @@ class _Healing:
                     f"stage {number} ends after step {step}: its held-out loss stopped falling"
                 )
                 break
-            set_lr([optimizer], lr_factor(step, stage))
+            set_lr([optimizer], stage.lr_factor(step))
             line = self._step(number, step, stage, optimizer)
             done = step + 1
             seconds = time.perf_counter() - began
@@ -421,17 +428,16 @@ class _Healing:
         return sum(stage.steps for stage in self.options.stages[:number])
 
     def _where(self, number: int, done: int, stage: HealStage) -> dict[str, Any]:
-        kind = "dense" if stage.kind is Stage.WARMUP else "sparse"
         return {
             "stage": number,
             "step": done,
-            "kind": kind,
+            "kind": stage.attention,
             "total_step": self._before(number) + done,
         }
 
     def _optimizer(self, lr: float) -> torch.optim.Optimizer:
         parameters: list[nn.Parameter] = list(self.trained.values())
-        groups = adamw_groups(parameters, lr, self.options.weight_decay)
+        groups = adamw_groups(parameters, lr, WEIGHT_DECAY)
         optimizer = torch.optim.AdamW(groups, betas=BETAS)
         remember_peaks([optimizer])
         return optimizer
@@ -439,8 +445,9 @@ class _Healing:
     def _step(
         self, number: int, step: int, stage: HealStage, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        first = (self._before(number) + step) * self.options.rows
-        rows = [self.data.drawn(first + row) for row in range(self.options.rows)]
+        length = self.target.lengths[stage.kind]
+        first = (self._steps_of(length, number) + step) * self.options.rows
+        rows = [self.data[length].drawn(first + row) for row in range(self.options.rows)]
         sums, queries = self._forward(rows, stage.kind)
         self._add_gradients()
         norm = nn.utils.clip_grad_norm_(list(self.trained.values()), self.options.clip)
@@ -468,7 +475,9 @@ class _Healing:
                     self.sharing.begin(kind, Layout(batch.documents), queries),
                     *self.body.start(batch.ids, batch.positions),
                 )
-                for batch in self._batches(rows[first : first + self.options.rows])
+                for batch in self._batches(
+                    rows[first : first + self.options.rows], self.target.lengths[kind]
+                )
             ]
             pass_through(self.body, self.sharing, passing)
             for one in passing:
@@ -483,11 +492,11 @@ class _Healing:
             )
         return sums, queries
 
-    def _batches(self, rows: list[PackedRow]) -> list[PackedBatch]:
+    def _batches(self, rows: list[PackedRow], length: int) -> list[PackedBatch]:
         mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
         size = self.options.micro_rows
         return [
-            PackedBatch.of(mine[i : i + size], self.length, self.padding)
+            PackedBatch.of(mine[i : i + size], length, self.padding)
             for i in range(0, len(mine), size)
         ]
 
@@ -507,7 +516,7 @@ class _Healing:
     @torch.no_grad()
     def _measure(self, kind: Stage) -> tuple[list[float], list[float]]:
         """Loss and recall of every layer on the held-out rows."""
-        sums, queries = self._forward(list(self.data.held_out), kind)
+        sums, queries = self._forward(list(self.data[self.target.lengths[kind]].held_out), kind)
         return (sums.loss / queries).tolist(), (sums.mass / sums.choosing).tolist()
 
     def _judge(self, number: int, done: int, stage: HealStage, state: State) -> None:
@@ -574,10 +583,12 @@ class _Healing:
         return HealResult(Adapter.read(self.options.output), evaluations)
 
     def _record(self, evaluations: tuple[HeldOutEvaluation, ...]) -> dict[str, Any]:
+        lengths = self.target.lengths
         return {
             "made_by": "indexcache heal run",
-            "options": {**self._told(), "length": self.length, "lr": self.lr},
-            "data_digest": self.data.digest,
+            "options": {**self._told(), "lr": self.lr},
+            "lengths": {one.attention: lengths[one.kind] for one in self.options.stages},
+            "data_digests": {length: data.digest for length, data in self.data.items()},
             "evaluations": [
                 {k: v for k, v in vars(e).items() if not isinstance(v, list)} for e in evaluations
             ],

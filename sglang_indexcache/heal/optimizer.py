@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,28 +31,12 @@ def adamw_groups(
     return [group for group in groups if group["params"]]
 
 
-class Schedule(Protocol):
-    """What a learning rate follows."""
-
-    @property
-    def steps(self) -> int:
-        """Of all."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """Of the linear rise."""
-
-    @property
-    def final_lr(self) -> float:
-        """Share of the peak that the cosine falls to."""
-
-
-def lr_factor(step: int, stage: Schedule) -> float:
-    """Share of the peak learning rate at ``step``, counted from 0: a rise, then a cosine."""
-    if step < stage.warmup_steps:
-        return (step + 1) / stage.warmup_steps
-    progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
-    return stage.final_lr + (1 - stage.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+def lr_factor(step: int, steps: int, warmup_steps: int, final_lr: float) -> float:
+    """Share of the peak learning rate at ``step``, from 0 on: a rise, then a cosine to the last."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return final_lr + (1 - final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def set_lr(optimizers: list[Any], factor: float) -> None:

@@ -58,14 +58,14 @@ class Job:
     """What is healed, as far as it costs.
 
     Attributes:
-        length: tokens of a row.
+        lengths: tokens of a row of each stage.
         rows: of a step.
         micro_rows: that run through a layer at a time.
         steps: of each stage.
         judged_rows: rows of all evaluations together.
     """
 
-    length: int
+    lengths: dict[Stage, int]
     rows: int
     micro_rows: int
     steps: dict[Stage, int]
@@ -174,7 +174,7 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
         steps[options.stages[0].kind] += len(RATES) * TRIAL_STEPS
         judged += len(RATES)
     micro_rows = min(options.micro_rows, options.rows)
-    job = Job(target.length, options.rows, micro_rows, steps, judged * options.held_out)
+    job = Job(target.lengths, options.rows, micro_rows, steps, judged * options.held_out)
     return plan(body, sharing, job, machine)
 
 
@@ -262,7 +262,7 @@ def _group_costs(
     job: Job,
     machine: GpuMachine,
 ) -> Iterator[LayerCost]:
-    shape = (job.micro_rows, job.length)
+    shape = (job.micro_rows, job.lengths[stage])
     for number in group:
         body.layer(number)  # what stays in memory is counted as held
     with Meter() as meter:

@@ -205,7 +205,6 @@ def prepare(
         batches: calibration batches.
         per_batch: sequences in a batch.
         held_out: batches of the held-out part.
-        seed: of the shuffle.
         topk: tokens that a query selects.
         score: which predictions count; None for the answers if one of the first
             :data:`FIRST_LOOK` documents has some, else the later half.

@@ -16,7 +16,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.crew import Call, Cell, Crew
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
-from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 
 CONFIDENCE = 0.95
@@ -125,9 +125,7 @@ def compare(
     """Measure ``others`` against ``reference`` on every batch of ``evaluator``.
 
     Args:
-        evaluator: measures.
         reference: what the others are compared with.
-        others: what is compared.
         counted: for each batch the masks of its sequences
             (:attr:`~sglang_indexcache.search.calibration.Calibration.batch_counted`).
         buckets: points of the curve, at most.

@@ -116,7 +116,6 @@ class Ledger:
     same after a restart.
 
     Args:
-        evaluator: measures.
         journal: makes finished evaluations durable; None keeps them in memory only.
         held_out: batches at the evaluator's end that are not for searching.
         on_measured: called after each evaluation, from whichever thread, for a progress display.

@@ -126,8 +126,6 @@ class Options:
         """What the search may ask for: never less than it needs, nor more than was said.
 
         Args:
-            constraints: of the search.
-            targets: of the search.
             batch_tokens: tokens of each batch that is searched on.
 
         Raises:

@@ -32,9 +32,6 @@ class OutputFolder:
     """``<name>-<retention>.yaml``, ``search.json``, ``losses.png``, kept up to date.
 
     Args:
-        folder: where.
-        search: the one that is reported.
-        setup: what it measures.
         identity: hashes and kind of evaluator: what its journal belongs to.
     """
 
@@ -215,7 +212,6 @@ def draw_losses(told: Mapping[str, Any], path: Path) -> None:
 
     Args:
         told: what search.json holds.
-        path: a .png file.
     """
     figure, [axis] = make_figure(8.6, 4.6)
     pattern, base = told["start"]["pattern"], told["start"]["loss"] or 0.0

@@ -46,6 +46,7 @@ class OverlapCounter:
         self._total = np.zeros((num_layers, num_layers))
         self._held = np.zeros((len(RECENT), num_layers))
         self._topk = topk
+        self._blind = 0.0
         self._longest = 0
         self.queries = 0
 
@@ -58,6 +59,7 @@ class OverlapCounter:
         """
         layers, length, _ = selected.shape
         self._longest = max(self._longest, length)
+        self._blind += float((self._topk / np.arange(self._topk + 1, length + 1)).sum())
         step = max(1, _MASK_BYTES // (4 * layers * length))
         for start in range(self._topk, length, step):
             some = selected[:, start : start + step]
@@ -102,6 +104,11 @@ class OverlapCounter:
         """
         self._check_queries()
         return self._total / self.queries
+
+    def chance(self) -> float:
+        """The mean share that lists drawn blindly would have in common; see :meth:`matrix`."""
+        self._check_queries()
+        return self._blind / self.queries
 
     def _check_queries(self) -> None:
         if not self.queries:
@@ -197,9 +204,6 @@ def found_overlap(
 
     Args:
         select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
-        pattern: the file's.
-        sequences: to run.
-        topk: k.
         data: what the sequences are, in words.
 
     Raises:
@@ -210,7 +214,8 @@ def found_overlap(
         counter.add(select(ids, pattern))
     shares = by_layer(counter.matrix(), pattern)
     rounded = tuple(None if share is None else round(share, 4) for share in shares)
-    return FoundOverlap(layers=rounded, queries=counter.queries, data=data)
+    chance = round(counter.chance(), 4)
+    return FoundOverlap(layers=rounded, chance=chance, queries=counter.queries, data=data)
 
 
 def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
@@ -300,6 +305,7 @@ def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
     reading = read(matrix)
     data: dict[str, Any] = {
         "queries": counter.queries,
+        "chance": round(counter.chance(), 6),
         "summary": reading.in_words(),
         "clusters": [[c[0], c[-1]] for c in reading.clusters],
         "worst_boundary": list(reading.worst_boundary),

@@ -14,7 +14,7 @@ import numpy as np
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.stats.student import student_quantile
+from sglang_indexcache.stats.bounds import student_quantile
 
 CONFIDENCE = 0.95
 """One-sided confidence with which a contender must be worse than the leader to be dropped.
@@ -53,8 +53,6 @@ def race(ledger: Ledger, contenders: Sequence[Pattern], first: int, allowance: i
     of the others further, the best ones that it can take go on.
 
     Args:
-        ledger: measures and remembers.
-        contenders: at least one.
         first: batches of the first subset. It is measured whatever the allowance says.
         allowance: tokens that may be asked for beyond the first subset.
     """

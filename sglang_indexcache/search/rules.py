@@ -149,7 +149,6 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     Args:
         values: each a ratio (``1/4``: a quarter of the layers, rounded up) or a count of F layers
             (``12``), with or without a window behind it. None is 1/2, 1/4 and 1/8.
-        constraints: the rules of the search.
 
     Raises:
         SearchError: a value that cannot be read or reached.

@@ -23,7 +23,7 @@ from sglang_indexcache.search.rules import Constraints, Targets
 from sglang_indexcache.search.run import Search, check_tokens
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
-from sglang_indexcache.study.running import progress_at_most, resumable, resuming
+from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
 
 JOURNAL = "journal.jsonl"
 OVERLAP_TEXTS = 4
@@ -43,13 +43,8 @@ def run_search(
     """Search, or go on where an interrupted search of the same folder was.
 
     Args:
-        setup: what to measure.
-        evaluator: measures it.
         constraints: which layers may be flipped.
         targets: where to leave patterns, and where to end.
-        options: how to search.
-        output: folder for everything.
-        console: where to tell what happens; standard output by default.
         rate: how fast tokens are computed, if it is known.
 
     Raises:
@@ -146,7 +141,6 @@ def measured_rate(output: Path, batch_tokens: Sequence[int], calls: int) -> Rate
     """The rate of the evaluations that a search has left in its folder; None where it left none.
 
     Args:
-        output: the search's folder.
         batch_tokens: tokens of each batch.
         calls: that were made at the same time, on all servers together.
     """

@@ -17,14 +17,7 @@ from sglang_indexcache.ask.protocol import OTHERS, Overlaps, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import Plan
-from sglang_indexcache.serving.traffic import (
-    LENGTHS,
-    Served,
-    Traffic,
-    is_apart,
-    phase_of,
-    served_in,
-)
+from sglang_indexcache.serving.traffic import LENGTHS, Served, Traffic, apart, phase_of, served_in
 
 _MOST_APART = 200
 """Different sets of patterns that are counted each by itself. Requests may name any
@@ -98,7 +91,7 @@ class ActivePattern:
 
     @property
     def reference(self) -> tuple[float | None, ...]:
-        """By layer, the overlap that the pattern in effect was found with; () if nobody knows.
+        """By layer, the overlap beyond chance that the pattern in effect was found with, or ().
 
         Only of the layers that a shadow compares in this mode.
         """
@@ -136,8 +129,8 @@ class ActivePattern:
         counters.forwards += 1
         if names:
             counters.mixed_forwards += len(names) > 1
-            together, apart = "+".join(names), counters.forwards_under
-            apart[together if is_apart(together, apart, _MOST_APART) else OTHERS] += 1
+            under = counters.forwards_under
+            under[apart("+".join(names), under, _MOST_APART, OTHERS)] += 1
         self.traffic.count(phase, served)
 
     def count_selection(self, layer: int) -> None:

@@ -92,10 +92,6 @@ def _bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
 def check_in_effect(runner: Any, plan: Plan) -> None:
     """Make sure that the adapter is in the model, and that live mode can take it out again.
 
-    Args:
-        runner: SGLang's ModelRunner, its model loaded.
-        plan: this server's.
-
     Raises:
         SettingsError: the weights came another way than the one that was hooked, or SGLang
             changed them in a way that it cannot undo.
@@ -124,7 +120,6 @@ def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
     """The weights of the adapter's layers by name, as the checkpoint stores such weights.
 
     Args:
-        plan: this server's.
         adapted: the adapter's weights, or else the checkpoint's own. Where the checkpoint's are
             dequantised while they load (on a CPU), so are these.
 
@@ -154,7 +149,6 @@ def put(model: Module, weights: Mapping[str, torch.Tensor]) -> None:
 
     Args:
         model: SGLang's, between two batches.
-        weights: from :func:`indexers`.
     """
     import torch
     from sglang.srt.model_loader.loader import DefaultModelLoader

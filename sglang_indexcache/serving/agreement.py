@@ -1,25 +1,29 @@
-"""Before a worker loads weights: it has the plan that was asked for, and all ranks have the same.
+"""Who works together runs the same plan: the ranks of a server, and prefill and decode nodes.
 
 Every node resolves its own settings, so a variable that is set on one node only makes ranks
-disagree. They tell each other through the store in which they met and not by a collective: a rank
-without the plugin would never take part in one, and the others would wait for it.
+disagree. Before they load weights they tell each other through the store in which they met and not
+by a collective: a rank without the plugin would never take part in one, and the others would wait.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.serving import adapter, hooks
-from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.active import current, published_plan
 from sglang_indexcache.serving.settings import BACKEND_NAME, Plan, Request
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=2)
 """How long a rank waits for what the others have to say. All have just met in the store."""
@@ -65,11 +69,7 @@ def _asked_for(server_args: Any) -> str:
 
 
 def unresolved(asked: str) -> SettingsError:
-    """The error for a launch path that resolved its arguments without this plugin.
-
-    Args:
-        asked: what asks for IndexCache.
-    """
+    """The error for a launch path that resolved its arguments without this plugin."""
     return SettingsError(
         f"{asked} was not acted on, because the server's arguments were resolved before SGLang "
         "loaded its plugins. Call sglang.srt.plugins.load_plugins() before you make ServerArgs; "
@@ -82,8 +82,6 @@ def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
 
     Args:
         plan: this rank's; None if it does not run IndexCache. It then says so and does not wait.
-        rank: its number.
-        ranks: how many there are.
         store: in which all of them have met.
 
     Raises:
@@ -120,3 +118,56 @@ def _wait(ranks: int, store: Store) -> None:
 
 def _key(rank: int) -> str:
     return f"indexcache/plan/{rank}"
+
+
+# KV that another pattern computed is never taken for this server's own: behind the first S layer
+# every latent depends on the pattern, and an S layer has no index keys. SGLang keeps cached
+# prefixes apart by a request's ``extra_key``, which enters the radix cache's key, the hashes of
+# stored pages and LMCache's salt, so requests.py puts the pattern's namespace there. That leaves
+# one way in, which is closed here: a prefill node that runs another pattern.
+
+_KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
+_TAG = "with IndexCache"
+_SGLANGS_ADVICE = "the same --kv-cache-dtype value"
+
+
+def install_handshake() -> None:
+    """Hook this process if it is one of two nodes; safe to call again."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_mode != "null":
+        hooks.around(f"{_KV_MANAGER}.__init__", _tell_pattern)
+        hooks.around(f"{_KV_MANAGER}.try_ensure_parallel_info", _turn_away)
+
+
+def _tell_pattern(
+    original: Callable[..., None], manager: Any, args: Any, *rest: Any, **named: Any
+) -> None:
+    """Prefill and decode nodes compare the dtype of their KV at the handshake: add the pattern."""
+    args.kv_cache_dtype_str += _tag()
+    original(manager, args, *rest, **named)
+
+
+def _tag() -> str:
+    """What a node adds to its KV dtype; nothing where stock SGLang computes the same KV."""
+    active = current()
+    if active is None:
+        return ""
+    plan = active.plan
+    adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""
+    if plan.mode == "live":
+        return f" {_TAG} in live mode{adapter}"
+    apart = plan.kv_namespace(plan.pattern, adapted=bool(plan.adapter))
+    return f" {_TAG} pattern {plan.pattern}{adapter}" if apart else ""
+
+
+def _turn_away(original: Callable[..., bool], manager: Any, address: str) -> bool:
+    """Fail the requests of a prefill node that does not fit; SGLang would end this server."""
+    try:
+        return original(manager, address)
+    except RuntimeError as error:
+        if _TAG not in str(error):
+            raise
+        reason = str(error).replace(_SGLANGS_ADVICE, f"{_SGLANGS_ADVICE} and the same pattern")
+        logger.error("IndexCache: nothing is taken from the prefill node %s: %s", address, reason)
+        return False

@@ -63,7 +63,6 @@ def examine(arguments: Sequence[str], console: Console, device: str | None = Non
 
     Args:
         arguments: flags of ``sglang serve``.
-        console: where to print.
         device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
             without one :data:`USUAL_CARD`.
 
@@ -226,11 +225,7 @@ def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[In
 
 @contextmanager
 def _said_by_sglang(printed: io.StringIO) -> Iterator[None]:
-    """Turn what SGLang ends with into a problem; our own mistakes stay what they are.
-
-    Args:
-        printed: what argparse printed.
-    """
+    """Turn what SGLang ends with into a problem; our own mistakes stay what they are."""
     try:
         yield
     except SystemExit:

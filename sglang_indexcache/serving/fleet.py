@@ -68,10 +68,6 @@ class Rank:
 def examine_servers(clients: Sequence[Client], console: Console) -> bool:
     """Print what servers do, and where they differ.
 
-    Args:
-        clients: one for each server.
-        console: where to print.
-
     Returns:
         Whether every rank runs IndexCache, with the same plan.
     """

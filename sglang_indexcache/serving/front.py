@@ -338,10 +338,6 @@ def misplaced(route: str, body: bytes) -> str:
     """What is wrong with the place or the spelling of a pattern in a body, or "".
 
     A server would answer it under its default, and nobody would see.
-
-    Args:
-        route: such as ``/generate``.
-        body: JSON, or anything.
     """
     if b"indexcache" not in body.lower().translate(None, b"-_ "):
         return ""  # without parsing a long prompt

@@ -20,7 +20,6 @@ def around(target: str, function: Callable[..., Any], *, at_start: bool = False)
     """Call ``function(original, ...)`` in place of ``target``; safe to call again.
 
     Args:
-        target: dotted name.
         function: receives the original first.
         at_start: leave it to SGLang, which wraps once all plugins are loaded.
 

@@ -190,7 +190,6 @@ class IndexBuffer:
         """Take over what the whole batch selected of which this is a part, if ``layer`` needs it.
 
         Args:
-            layer: the layer that is about to ask.
             whole: the whole batch's buffer.
             rows: this part's in the whole batch, from and to below.
             count: of this part's rows, those that pad it too.
@@ -209,7 +208,6 @@ class IndexBuffer:
         """That each pattern's rows hold what its F layer before ``layer`` wrote.
 
         Args:
-            layer: the layer that reads.
             but: not of patterns whose F layer is at this position, for it writes next.
         """
         for expected, source in zip(self._sources_of(layer), self._sources, strict=True):

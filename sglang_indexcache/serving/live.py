@@ -118,7 +118,6 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
 
     Args:
         scheduler: SGLang's scheduler of this process, between two batches.
-        active: whose policy to replace.
         value: as for ``--indexcache-pattern``, but no file: it would be read on the server; or
             ``adapter``, for the adapter's pattern and indexers. Under every other value the
             checkpoint's own indexers are in effect.

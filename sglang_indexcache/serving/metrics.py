@@ -22,28 +22,25 @@ from sglang.srt.observability.metrics_collector import (
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS, RECENT
+from sglang_indexcache.library import mean_known
 from sglang_indexcache.serving import front, requests
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.shadow import Cells
-from sglang_indexcache.serving.traffic import LENGTHS, MOST_APART, is_apart
+from sglang_indexcache.serving.traffic import LENGTHS, MOST_APART, apart
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_indexcache_"
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokens": ("Rows forwarded.", ("phase", "pattern")),
-    "pairs": (
-        "Query-key pairs that indexers scored, or skipped because a layer shared.",
-        ("phase", "length", "kind"),
-    ),
+    "pairs": ("Query-key pairs, scored or skipped by sharing.", ("phase", "length", "kind")),
     "flops_saved": ("Operations of indexers that sharing saved, on each GPU.", ()),
     "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
-    "layer_runs": (
-        "What layers did: their indexer ran, or they reused another's indices.",
-        ("layer", "did"),
-    ),
+    "layer_runs": ("Indexers that ran, and reuses of another's indices.", ("layer", "did")),
+    "overlap_forwards": ("Forwards sampled.", ()),
     "overlap_rows": ("Rows of the sampled forwards.", ("layer",)),
     "overlap": ("Sum over them: share of a layer's own selection that it was given.", ("layer",)),
+    "overlap_chance": ("The same of lists drawn blindly, over all layers.", ()),
     "recall": ("The same, by the selection's score mass; live mode.", ("layer",)),
     "overlap_rows_by_length": ("Rows of the sampled forwards, over all layers.", ("length",)),
     "overlap_by_length": ("Sum of the shares over them.", ("length",)),
@@ -59,7 +56,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Unfinished requests.", ("pattern",)),
     "index_k_bytes": ("Bytes of index keys a token.", ()),
     "overlap_least": ("The least overlap since the pattern was set.", ("length",)),
-    "overlap_found": ("The overlap that the pattern's file says; 0 for none.", ()),
+    "overlap_found": ("Overlap beyond chance that the pattern's file says; 0 for none.", ()),
 }
 
 REFUSED = "Requests refused for the pattern that they name.", ("status",)
@@ -132,16 +129,15 @@ class Exporter:
             for key, value in values.items():
                 self._child(name, key).inc(value - self._told[name].get(key, 0))
             self._told[name] = values
-        for name, values in (_standing(active) | _leasts(sums, leasts)).items():
-            now: Values = {}
-            for key, value in values.items():
-                is_own = is_apart(key, self._told[name], MOST_APART)
-                shown = key if is_own else (OTHERS,) * len(key)
-                now[shown] = now.get(shown, 0) + value
+        for name, values in _standing(active, sums, leasts).items():
             # What is no more is 0: between processes no series can be taken back.
-            for key in self._told[name].keys() | now.keys():
-                self._child(name, key).set(now.get(key, 0))
-            self._told[name] |= now
+            now: Values = dict.fromkeys(self._told[name], 0)
+            for key, value in values.items():
+                shown = apart(key, self._told[name], MOST_APART, (OTHERS,) * len(key))
+                now[shown] = now.get(shown, 0) + value
+            for key, value in now.items():
+                self._child(name, key).set(value)
+            self._told[name] = now
 
     def _child(self, name: str, key: tuple[str, ...]) -> Any:
         more = (COUNTERS | GAUGES)[name][1]
@@ -168,17 +164,19 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
             for what, times in did.items()
             for position in traffic.here
         },
+        "overlap_forwards": {(): active.shadow.forwards},
         "switches": {(): active.switches},
         "rejections": {(by,): traffic.rejections[by] for by in ("request", "switch")},
     }
 
 
-def _standing(active: ActivePattern) -> dict[str, Values]:
-    """Every gauge's value now."""
+def _standing(active: ActivePattern, sums: Cells, leasts: Cells) -> dict[str, Values]:
+    """Every gauge's value now. The least overlap of a length that was seen only before is 1."""
     plan = active.plan
-    known = [share for share in active.reference if share is not None]
+    seen = [n for n in range(len(LENGTHS)) if any(layer[n][0] for layer in sums)]
     return {
-        "overlap_found": {(): sum(known) / len(known) if known else 0},
+        "overlap_least": {(LENGTHS[n],): min(layer[n][0] for layer in leasts) for n in seen},
+        "overlap_found": {(): mean_known(active.reference) or 0},
         "info": {(str(active.policy), plan.mode, active.source, __version__): 1},
         "requests": {(pattern,): count for pattern, count in requests.in_hand().items()},
         "index_k_bytes": {(): active.traffic.index_k_bytes},
@@ -190,27 +188,19 @@ def _overlaps(active: ActivePattern, sums: Cells) -> dict[str, Values]:
     found: dict[str, Values] = defaultdict(lambda: defaultdict(float))
     for position, by_length in enumerate(sums):
         layer = str(active.plan.layer_ids[position])
-        for length, (rows, overlap, recall, *recent) in zip(LENGTHS, by_length, strict=True):
+        for length, (rows, overlap, chance, recall, *recent) in zip(
+            LENGTHS, by_length, strict=True
+        ):
             if not rows:
                 continue
             for name, value in (("overlap_rows", rows), ("overlap", overlap), ("recall", recall)):
                 found[name][layer,] += value
+            found["overlap_chance"][()] += chance
             found["overlap_rows_by_length"][length,] += rows
             found["overlap_by_length"][length,] += overlap
             for window, value in zip(RECENT, recent, strict=True):
                 found["recent"][str(window),] += value
     return dict(found)
-
-
-def _leasts(sums: Cells, leasts: Cells) -> dict[str, Values]:
-    """Since the pattern was set; 1 of a length that was seen only before."""
-    return {
-        "overlap_least": {
-            (length,): min(layer[place][0] for layer in leasts)
-            for place, length in enumerate(LENGTHS)
-            if any(layer[place][0] for layer in sums)
-        }
-    }
 
 
 def collectors(given: Mapping[str, type] | None) -> dict[str, type]:

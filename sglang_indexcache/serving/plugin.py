@@ -32,7 +32,6 @@ from sglang_indexcache.serving import (
     adapter,
     agreement,
     engine_version,
-    foreign_kv,
     front,
     graph_memory,
     hooks,
@@ -130,7 +129,6 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     """Create the attention backend of one model runner.
 
     Args:
-        runner: SGLang's ModelRunner.
         original: SGLang's own factory for "dsa". It serves draft models, whose single layer has
             an indexer and a sharing of its own, and servers that did not ask for IndexCache.
     """
@@ -146,7 +144,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     active.traffic.look_at(plan, runner)
     live.install()
     requests.install(plan)
-    foreign_kv.install()
+    agreement.install_handshake()
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
@@ -299,7 +297,6 @@ def _steps_beyond(plan: Plan, context: Any) -> str:
     """A warning where a policy has patterns for prompts that no request can have, or "".
 
     Args:
-        plan: with the policy.
         context: the longest, in tokens, or the model's config that says it.
     """
     if not isinstance(context, int):

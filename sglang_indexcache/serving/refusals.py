@@ -24,7 +24,6 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
 
     Args:
         cfg: SGLang's resolving view of the server's arguments.
-        plan: what this server is to do.
         num_layers: of the model, those without an indexer too.
 
     Raises:
@@ -217,8 +216,6 @@ def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list
 
     Args:
         layer_ids: model layer of each pattern position.
-        num_layers: of the model.
-        stages: pipeline stages.
     """
     from sglang.srt.distributed.utils import get_pp_indices
 

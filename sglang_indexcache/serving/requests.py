@@ -87,7 +87,6 @@ def resolve(plan: Plan, value: Any) -> Pattern:
     """The pattern that somebody who can only reach the server calls ``value``.
 
     Args:
-        plan: of this server.
         value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
 
     Raises:

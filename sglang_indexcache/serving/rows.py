@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -70,9 +70,10 @@ class RowPatterns:
             )
         layers = len(different[0])
         everyone = [*patterns, Pattern.full(layers)]
-        parts = [torch.tensor([lengths], device="cpu"), columns(full_layers, everyone)]
+        masks = torch.stack([full_layers(pattern) for pattern in everyone], dim=1)
+        parts = [torch.tensor([lengths], device="cpu"), masks]
         if has_windows := any(pattern.window for pattern in different):
-            parts.append(columns(windows_by_layer, everyone))
+            parts.append(torch.stack([windows_by_layer(pattern) for pattern in everyone], dim=1))
         table = to_device(torch.cat([part.long() for part in parts]), device)
         requests = torch.arange(len(lengths), device=device)
         owners = requests.repeat_interleave(table[0], output_size=count)
@@ -108,22 +109,13 @@ class RowPatterns:
 @lru_cache(maxsize=256)
 def full_layers(pattern: Pattern) -> torch.Tensor:
     """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
-    positions = range(len(pattern))
-    return torch.tensor([pattern.is_full(position) for position in positions], device="cpu")
+    return torch.tensor([pattern.is_full(n) for n in range(len(pattern))], device="cpu")
 
 
 @lru_cache(maxsize=256)
 def windows_by_layer(pattern: Pattern) -> torch.Tensor:
     """``[layers]`` int64, on the host: the window that each position of ``pattern`` sees."""
-    positions = range(len(pattern))
-    return torch.tensor([pattern.window_at(position) for position in positions], device="cpu")
-
-
-def columns(
-    of_pattern: Callable[[Pattern], torch.Tensor], patterns: Sequence[Pattern]
-) -> torch.Tensor:
-    """``[layers, n]``, on the host: a column for each of n patterns."""
-    return torch.stack([of_pattern(pattern) for pattern in patterns], dim=1)
+    return torch.tensor([pattern.window_at(n) for n in range(len(pattern))], device="cpu")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

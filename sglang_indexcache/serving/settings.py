@@ -197,7 +197,7 @@ class Plan:
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
         shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
-        overlap: what the pattern's file says of it for each layer (``FoundOverlap``), or nothing.
+        overlap: beyond chance, what the pattern's file says of each layer; () if it says nothing.
         shape: config fields by which the library knows the model.
     """
 
@@ -257,7 +257,6 @@ class Plan:
         requests of all patterns meet: none may reach another's KV by an ``extra_key`` of its own.
 
         Args:
-            pattern: the request's.
             adapted: whether the adapter's indexers are in effect.
         """
         indexers = f"-{self.adapter_digest[:12]}" if adapted else ""
@@ -331,7 +330,6 @@ def make_plan(
     """Decide the pattern and the mode.
 
     Args:
-        request: flags, keywords, environment.
         checkpoint: what the model's own config says, without any override.
         overrides: the user's ``--json-model-override-args``.
         library: where names and ratios are looked up.
@@ -368,7 +366,7 @@ def make_plan(
         entry = chosen[2] if chosen else None
         entries = [entry] if entry else [e for e in library.entries.values() if e.parsed == pattern]
         known = _known_quality(entries, model)
-        overlap = next((e.overlap.layers for e in entries if e.overlap), ())
+        overlap = next((e.overlap.beyond_chance for e in entries if e.overlap), ())
     return Plan(
         pattern=pattern,
         source=source,

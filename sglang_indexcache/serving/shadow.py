@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = 16
 """Sampled of a forward, at most."""
-SUMS = ("rows", "overlap", "recall", *(f"recent_{window}" for window in RECENT))
+SUMS = ("rows", "overlap", "chance", "recall", *(f"recent_{window}" for window in RECENT))
 """What is added up for each layer and bin of lengths: the rows that the sampled ones stand for, and
 over them shares from 0 to 1. Without weights a decode's row, which sees most and is never left out,
 would count more than a long prefill's."""
@@ -87,8 +87,7 @@ class Shadow:
         self._topk, self._rows, self._is_new = 0, 0, False
         self.patterns: tuple[Pattern, ...] = ()
         self._sums: torch.Tensor | None = None
-        self._before: torch.Tensor | None = None
-        self._leasts = torch.empty(0)
+        self._before = self._leasts = torch.empty(0)
 
     def begin(self, served: Sequence[Served], patterns: tuple[Pattern, ...], topk: int) -> None:
         """A forward of these requests has begun: draw whether it is sampled, and which rows.
@@ -169,12 +168,12 @@ class Shadow:
             Twice ``[layers][bins][SUMS]``, and ``[layers][bins][LEASTS]`` since the pattern was
             set, 1 where there was no row. Waits for the device, so read it seldom.
         """
-        if self._sums is None or self._before is None:
+        if self._sums is None:
             return [], [], []
         if self._sums.is_cuda:
             torch.cuda.synchronize()  # forwards add to them on a stream of their own
-        whole = self._sums + self._before
-        return self._sums.tolist(), whole.tolist(), self._leasts.tolist()
+        since = self._sums - self._before
+        return since.tolist(), self._sums.tolist(), self._leasts.tolist()
 
     def _add(self, layer: int, part: Part, found: torch.Tensor) -> None:
         """``found``: ``[R, SUMS]``."""
@@ -186,14 +185,12 @@ class Shadow:
         self._is_new = False
         self._sums[layer, part.bin] += part.weight * found.sum(0)
         least = self._leasts[layer, part.bin]
-        least.copy_(torch.minimum(least, found[:, 1:3].amin(0)))
+        least.copy_(torch.minimum(least, found[:, [1, 3]].amin(0)))
 
     def _set_apart(self) -> None:
         """The server's pattern is another one now, so its layers have other lists."""
-        if self._sums is not None and self._before is not None:
-            self._before = self._before + self._sums  # not in place: whose mode it is, is SGLang's
-            self._sums = torch.zeros_like(self._sums)
-            self._leasts = torch.ones_like(self._leasts)
+        if self._sums is not None:  # anew, not in place: whose mode it is, is SGLang's
+            self._before, self._leasts = self._sums.clone(), torch.ones_like(self._leasts)
 
 
 def draw(
@@ -255,9 +252,9 @@ def compare(
 ) -> torch.Tensor:
     """``[R, SUMS]`` float64: 1 for the row, and its shares.
 
-    The overlap is the share of ``chosen`` that ``held`` has; the recall the same by each token's
-    softmax of ``scores``, to which an indexer is trained to give what attention gives, and with the
-    recent window that attention reads too. Without scores it is 0.
+    The overlap is the share of ``chosen`` that ``held`` has, chance that of as many tokens drawn
+    blindly. The recall, 0 without scores, weights the overlap by the softmax of each row's scores,
+    which indexers are trained to make that of attention, and adds the window that attention reads.
 
     Args:
         held: ``[R, n]`` bool, of the list that the layer is given.
@@ -269,6 +266,7 @@ def compare(
     positions = torch.arange(held.shape[1], device=held.device)
     visible, back = positions < sees[:, None], sees[:, None] - positions
     shares = [torch.ones(len(held), device=held.device), (held & chosen).sum(1) / chosen.sum(1)]
+    shares.append(held.sum(1) / sees)
     if scores is None:
         shares.append(torch.zeros_like(shares[0]))
     else:

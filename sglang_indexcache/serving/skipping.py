@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from sglang_indexcache.ask.protocol import OTHERS, RankState
+from sglang_indexcache.ask.protocol import OTHERS, RankState, disobedient
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.pattern import Pattern
 
@@ -44,13 +44,7 @@ def judge(state: RankState) -> Skipping:
         return Skipping(None, "not known yet, for no forward was counted. Send a request.")
     if state.mode == "live" and (not state.rows or OTHERS in state.rows):
         return Skipping(None, "not known, for the rank does not name every pattern that it served")
-    full = _full_layers(state)
-    wrong = [
-        layer
-        for layer in layers
-        if (layer in full and not runs[layer])
-        or (layer not in full and (runs[layer] or not reuses[layer]))
-    ]
+    wrong = disobedient(_full_layers(state), runs, reuses, layers)
     kinds = sorted({runs[layer] for layer in layers}, reverse=True)
     shares = [
         f"{kind:,} of {counted:,} {'forwards ' if kind == kinds[0] else ''}in "

@@ -83,9 +83,7 @@ class Traffic:
         """A forward of these requests, in ``phase``."""
         known = {key[-1] for key in self.tokens}
         for pattern, rows, _ in served:
-            name = str(pattern)
-            if not is_apart(name, known, MOST_APART):
-                name = OTHERS
+            name = apart(str(pattern), known, MOST_APART, OTHERS)
             known.add(name)
             self.tokens[phase, name] += rows
         if max((length for _, _, length in served), default=0) <= self.topk:
@@ -105,9 +103,9 @@ class Traffic:
         }
 
 
-def is_apart(name: object, known: Collection[object], most: int) -> bool:
-    """Whether ``name`` is counted by itself, and not with all after the first ``most``."""
-    return name in known or len(known) < most
+def apart(name: Any, known: Collection[Any], most: int, rest: Any) -> Any:
+    """As what ``name`` is counted: by itself, or after the first ``most`` as ``rest``."""
+    return name if name in known or len(known) < most else rest
 
 
 @lru_cache(maxsize=256)

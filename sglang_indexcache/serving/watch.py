@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from math import ceil
 from statistics import fmean
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RECENT, RankState
+from sglang_indexcache.library import beyond_chance, mean_known
 
 WORST = 10
 """Layers that are shown with their numbers."""
@@ -57,29 +59,25 @@ def frame(
         seconds: between the two.
     """
     state = after[0]
-    total = {name: _sum(getattr(rank, name) for rank in after) for name in ("pairs", "rows")}
-    since = {
-        name: _risen(_sum(getattr(rank, name) for rank in before), now)
-        for name, now in total.items()
-    }
+    pairs, rows = _sum(rank.pairs for rank in after), _sum(rank.rows for rank in after)
+    new_pairs, new_rows = pairs - _sum(r.pairs for r in before), rows - _sum(r.rows for r in before)
     switches = sum(rank.switches for rank in after)
     refused = _sum(rank.rejections for rank in after)
-    lines: list[RenderableType] = [
+    return Group(
         Text(f"{state.mode} mode, {len(after)} rank{'s' * (len(after) > 1)}: {state.policy}"),
         Text(f"from {state.source}", style="dim"),
         Text(
             f"switched {switches} times, refused "
             + (", ".join(f"{n} by {who}" for who, n in sorted(refused.items())) or "nothing")
         ),
-        _work(since["pairs"], total["pairs"]),
-        _patterns(since["rows"], total["rows"], _sum(r.requests for r in after), seconds),
+        _work(new_pairs, pairs),
+        _patterns(new_rows, rows, _sum(r.requests for r in after), seconds),
         *_layers(before, after),
         *_overlaps(after),
-    ]
-    return Group(*lines)
+    )
 
 
-def _work(since: Mapping[str, int], total: Mapping[str, int]) -> Table:
+def _work(since: Counter[str], total: Counter[str]) -> Table:
     """The share of query-key pairs that were skipped, for each phase and bin of lengths."""
     table = Table("indexer work skipped", "now", "since the start", box=SIMPLE)
     bins = dict.fromkeys(name.rpartition(" ")[0] for name in total)
@@ -91,61 +89,63 @@ def _work(since: Mapping[str, int], total: Mapping[str, int]) -> Table:
     return table
 
 
-def _skipped(pairs: Mapping[str, int], names: Iterable[str]) -> str:
-    scored, skipped = (
-        sum(pairs.get(f"{name} {kind}", 0) for name in names) for kind in ("scored", "skipped")
-    )
+def _skipped(pairs: Counter[str], names: Iterable[str]) -> str:
+    scored, skipped = (sum(pairs[f"{n} {kind}"] for n in names) for kind in ("scored", "skipped"))
     return f"{skipped / (scored + skipped):.1%}" if scored + skipped else "-"
 
 
 def _patterns(
-    since: Mapping[str, int], total: Mapping[str, int], requests: Mapping[str, int], seconds: float
+    since: Counter[str], total: Counter[str], requests: Counter[str], seconds: float
 ) -> Table:
     table = Table("pattern", "tokens a second", "tokens", "unfinished requests", box=SIMPLE)
     for pattern in dict.fromkeys([*total, *requests]):
-        rate = f"{since.get(pattern, 0) / seconds:,.0f}" if seconds else "-"
-        table.add_row(pattern, rate, f"{total.get(pattern, 0):,}", str(requests.get(pattern, 0)))
+        rate = f"{since[pattern] / seconds:,.0f}" if seconds else "-"
+        table.add_row(pattern, rate, f"{total[pattern]:,}", str(requests[pattern]))
     return table
 
 
-def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> list[RenderableType]:
+def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> Iterator[Text]:
     """A block for each layer: how often its indexer ran; replayed graphs are not in it."""
-    said: list[RenderableType] = []
-    for name, earlier in (("now", before), ("since the start", [])):
+    for name, earlier in (("now", before), ("since the start", ())):
         ran, reused = (
-            _difference(earlier, after, counter)
+            _sum(dict(enumerate(getattr(rank, counter))) for rank in after)
+            - _sum(dict(enumerate(getattr(rank, counter))) for rank in earlier)
             for counter in ("indexer_selections", "index_reuses")
         )
-        blocks = "".join(
-            BLOCKS[-(-8 * runs // (runs + others))] if runs + others > 0 else "\N{MIDDLE DOT}"
-            for runs, others in zip(ran, reused, strict=True)
-        )
-        said.append(Text(f"indexer runs by layer, {name:<16}{blocks}"))
-    return said
+        shares = {layer: ran[layer] / times for layer, times in (ran + reused).items()}
+        yield Text(f"indexer runs by layer, {name:<16}{_blocks(shares, after[0])}")
 
 
-def _overlaps(ranks: Sequence[RankState]) -> list[RenderableType]:
+def _blocks(shares: Mapping[int, float], state: RankState) -> str:
+    """A block for each layer, a dot where nothing is known."""
+    layers = range(len(state.index_reuses))
+    return "".join(BLOCKS[ceil(8 * shares[n])] if n in shares else "\N{MIDDLE DOT}" for n in layers)
+
+
+def _overlaps(ranks: Sequence[RankState]) -> Iterator[RenderableType]:
     """What the ranks' shadows saw since the pattern was set: all layers, and the worst ten."""
     first = ranks[0]
     if not first.overlap.one_in:
-        return []
+        return
     found = overlaps(ranks)
-    blocks = "".join(
-        BLOCKS[ceil(8 * found[layer][0])] if layer in found else "\N{MIDDLE DOT}"
-        for layer in range(len(first.index_reuses))
-    )
-    said: list[RenderableType] = [Text(told_overlap(ranks)), Text(f"overlap by layer: {blocks}")]
-    table = Table("worst layers", "overlap", "by score mass", "least", "found with", box=SIMPLE)
+    blocks = _blocks({layer: shares[0] for layer, shares in found.items()}, first)
+    yield Text(f"{told_overlap(ranks)}\noverlap by layer: {blocks}")
+    titles = ("overlap", "beyond chance", "found with", "by score mass", "least")
+    table = Table("worst layers", *titles, box=SIMPLE)
     known = dict(enumerate(first.overlap.reference))
     for layer, shares in sorted(found.items(), key=lambda pair: pair[1][0])[:WORST]:
-        recall = shares[1] if first.mode == "live" else None
-        told = (shares[0], recall, shares[-1], known.get(layer))
+        share, beyond, recall, *_, least = shares
+        told = (share, beyond, known.get(layer), recall if first.mode == "live" else None, least)
         table.add_row(str(layer), *("-" if one is None else f"{one:.1%}" for one in told))
-    return [*said, table] if found else said
+    if found:
+        yield table
 
 
 def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
-    """By layer, over all ranks and lengths: the means of a cell's shares, and the least overlap."""
+    """By layer, over all ranks and lengths: the means of a cell's shares, and the least overlap.
+
+    In place of the share by chance, the overlap beyond it.
+    """
     cells: dict[int, list[list[float]]] = {}
     for rank in ranks:
         for name, cell in rank.overlap.cells.items():
@@ -153,7 +153,9 @@ def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
     found = {}
     for layer in sorted(cells):
         rows, *sums = (sum(column) for column in list(zip(*cells[layer], strict=True))[:-2])
-        found[layer] = [*(each / rows for each in sums), min(cell[-2] for cell in cells[layer])]
+        overlap, chance, *others = (each / rows for each in sums)
+        least = min(cell[-2] for cell in cells[layer])
+        found[layer] = [overlap, beyond_chance(overlap, chance), *others, least]
     return found
 
 
@@ -162,35 +164,23 @@ def told_overlap(ranks: Sequence[RankState]) -> str:
     found, first = overlaps(ranks), ranks[0]
     if not found:
         return "overlap: no row with more than index_topk tokens was sampled yet"
-    overlap, _, *recent, _ = (fmean(column) for column in zip(*found.values(), strict=True))
+    overlap, beyond, _, *recent, _ = (fmean(each) for each in zip(*found.values(), strict=True))
     held = ", ".join(f"{share:.0%}" for share in recent)
     who, given = "S", "the list they are given"
     if first.mode == "static":
         who, given = "F", "the list of the F layer before"
-    known = [share for share in first.overlap.reference if share is not None]
+    known = mean_known(first.overlap.reference)
     return (
-        f"overlap: {who} layers have {overlap:.0%} of their own selection in common with {given}"
-        f"{f', found with {fmean(known):.0%}' if known else ''}; it holds {held} of the last "
-        f"{', '.join(map(str, RECENT))} tokens "
+        f"overlap: {who} layers have {overlap:.0%} of their own selection in common with {given}, "
+        f"{beyond:.0%} beyond chance{'' if known is None else f' (found with {known:.0%})'}; it "
+        f"holds {held} of the last {', '.join(map(str, RECENT))} tokens "
         f"({sum(rank.overlap.forwards for rank in ranks):,} forwards sampled)"
     )
 
 
-def _difference(before: Sequence[RankState], after: Sequence[RankState], counter: str) -> list[int]:
-    """By how much a counter of layers has risen over all ranks."""
-    then, now = (
-        [sum(layer) for layer in zip(*(getattr(one, counter) for one in ranks), strict=True)]
-        for ranks in (before, after)
-    )
-    return [max(0, new - old) for new, old in zip(now, then or [0] * len(now), strict=True)]
-
-
-def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
+def _sum(counters: Iterable[Mapping[Any, int]]) -> Counter[Any]:
+    """Of two such sums, the difference leaves out what has fallen: the server was restarted."""
+    found: Counter[Any] = Counter()
     for counter in counters:
         found.update(counter)
-    return dict(found)
-
-
-def _risen(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    return {name: max(0, number - before.get(name, 0)) for name, number in after.items()}
+    return found

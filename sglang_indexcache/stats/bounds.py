@@ -30,6 +30,8 @@ things decide how it is bounded.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,7 +40,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_indexcache.stats.pairs import Differences, Floats
-from sglang_indexcache.stats.student import student_quantile
 
 FEW = 24
 """Contexts that differ below which the bet replaces t.
@@ -238,7 +239,6 @@ def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
     a probability of at most ``(1 - m / heaviest) ** contexts``, whatever cells they lie in.
 
     Args:
-        contexts: at least one.
         alpha: 0 to 1.
         heaviest: see :attr:`Estimate.heaviest`.
     """
@@ -278,3 +278,29 @@ def _bet(values: Floats, largest: float, alpha: float) -> Floats:
         won = capital(values, largest, middle) * alpha > 1
         low, high = np.where(won, middle, low), np.where(won, high, middle)
     return low
+
+
+def student_quantile(probability: float, freedom: Any) -> Any:
+    """The value that Student's t with ``freedom`` degrees of freedom stays below so often.
+
+    Args:
+        probability: 0 to 1; 0.975 bounds a two-sided interval of 95 %.
+        freedom: above 0; a number, or an array of them.
+    """
+    from scipy.special import stdtrit  # scipy.stats takes half a second to import
+
+    return stdtrit(freedom, probability)
+
+
+def half_width(values: Iterable[float], confidence: float = 0.95) -> float | None:
+    """Half the width of the two-sided interval of the mean; None for fewer than two values.
+
+    Args:
+        values: independent, roughly normal.
+        confidence: 0 to 1.
+    """
+    found = [float(value) for value in values]
+    if len(found) < 2:
+        return None
+    error: float = statistics.stdev(found) / len(found) ** 0.5
+    return float(student_quantile((1 + confidence) / 2, len(found) - 1)) * error

@@ -66,7 +66,6 @@ def confirm(cost: Cost, agree: Callable[[str], None]) -> None:
     """Ask before a run that is known to take long.
 
     Args:
-        cost: of the run.
         agree: is given the question, and raises if the answer is no.
     """
     if cost.hours is not None and cost.hours > ASKS_ABOVE_HOURS:

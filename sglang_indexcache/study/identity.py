@@ -48,7 +48,6 @@ def check_same(
     Args:
         then: what the run was begun with; under :data:`GIVEN`, if anything, by which options.
         now: what is asked for.
-        path: of the file that holds ``then``.
         kind: what a run is called in messages, such as "search".
         error: what to raise.
 
@@ -71,8 +70,6 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
     Args:
         path: of the file; made with its folder if it is not there.
         identity: what the run was begun with, JSON values.
-        kind: what a run is called in messages.
-        error: what to raise.
 
     Returns:
         Whether the run was begun before.

@@ -1,7 +1,8 @@
 """A journal: an append-only file of JSON lines, each on disk before it counts.
 
 The first line says what is being measured; a journal is only ever continued by whoever measures
-the same. A process that is killed in the middle of a line loses that line and nothing else.
+the same. A process that is killed in the middle of a line loses that line and nothing else. To its
+user a long run is a progress bar, and an end at any time that loses nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.study.identity import check_same
@@ -146,3 +152,54 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def resumable(console: Console, output: Path, what: str = "what was done") -> Iterator[None]:
+    """A block that Ctrl-C or SIGTERM may end; says that the same command continues it.
+
+    A batch system ends a job with SIGTERM: the same as Ctrl-C here.
+
+    Args:
+        what: is in that folder after an interruption.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted.
+    """
+    with sigterm_interrupts():
+        try:
+            yield
+        except KeyboardInterrupt:
+            console.print(
+                f"interrupted: {what} is in {output}; the same command continues",
+                highlight=False,
+            )
+            raise
+
+
+def resuming(console: Console, count: int, things: str, path: Path) -> None:
+    """Say how much of the run is in ``path`` already; nothing where that is none."""
+    if count:
+        console.print(f"resuming: {count:,} {things} in {path}", highlight=False)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """A block that SIGTERM ends as Ctrl-C does, by KeyboardInterrupt."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def progress_at_most(console: Console) -> Progress:
+    """A bar with the most time that may be left: the work may end earlier. It goes when done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("left at most"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True)

@@ -83,7 +83,6 @@ def to_image(patterns: Sequence[tuple[str, Pattern]], path: Path) -> None:
 
     Args:
         patterns: ``(title, pattern)`` pairs.
-        path: a .png file.
     """
     longest = max(len(pattern) for _, pattern in patterns)
     size = max(6.0, 0.24 * longest + 0.8), 1.9 * len(patterns)

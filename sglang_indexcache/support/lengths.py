@@ -37,3 +37,9 @@ def format_length(length: int) -> str:
 def counted(count: int, name: str) -> str:
     """``1 look``, ``1,200 looks``."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+def points(value: float) -> str:
+    """``0.01`` as "1 point"."""
+    number = f"{100 * value:g}"
+    return f"{number} point{'' if number == '1' else 's'}"

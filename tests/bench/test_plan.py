@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.bench.forward import MODELS, NO_RATE, Deployment, Forwards
-from sglang_indexcache.bench.plan import choose_patterns, find_model, plan, plan_grid
+from sglang_indexcache.bench.plan import (
+    MODELS,
+    NO_RATE,
+    Deployment,
+    Forwards,
+    choose_patterns,
+    find_model,
+    plan,
+    plan_grid,
+)
 from sglang_indexcache.bench.results import paper_speedup
 from sglang_indexcache.bench.shapes import checkpoint_of
 from sglang_indexcache.errors import BenchError, LibraryError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.crossed import crossed_half_width
-from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.stats.bounds import half_width
 
 
 def test_runs_and_documents_both_widen_an_interval() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import heal_data
 from benchmarks.heal_data import ALL_F, FEW, LENGTH, PATTERN, SOURCE, TASK, Run
+from sglang_indexcache.heal import STEPS
+from sglang_indexcache.heal.heal import HealOptions
 
 
 def test_every_run_has_a_folder_of_its_own() -> None:
@@ -31,21 +34,11 @@ def test_conversations_ask_for_what_is_documented() -> None:
     ]
 
 
-def test_differences_are_taken_document_by_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = tmp_path / "study.json"
-    reports = [
-        {
-            "run": {"name": "1/4 uniform", "way": "healed", "steps": FEW, "seed": seed},
-            "documents": {"recall": [1.0, 0.7]},
-        }
-        for seed in (0, 1)
-    ]
-    study.write_text(json.dumps({"reports": reports}))
-    monkeypatch.setattr(heal_data, "STUDY", study)
+def test_differences_are_taken_document_by_document(tmp_path: Path) -> None:
     healed = Run(PATTERN, SOURCE, LENGTH, FEW, 0)
-    for run, recall in ((Run(ALL_F), [1.0, 0.8]), (Run(PATTERN), [0.5, 0.3]), (healed, [0.9, 0.5])):
+    tasks = [(Run(PATTERN, TASK, LENGTH, FEW, seed), [1.0, 0.7]) for seed in (0, 1)]
+    free = [(Run(ALL_F), [1.0, 0.8]), (Run(PATTERN), [0.5, 0.3])]
+    for run, recall in (*free, (healed, [0.9, 0.5]), *tasks):
         (tmp_path / run.folder).mkdir()
         (tmp_path / run.folder / f"asked-{LENGTH}.json").write_text(json.dumps(recall))
     lines, missing = heal_data.collect([0, 1], tmp_path)
@@ -59,3 +52,22 @@ def test_differences_are_taken_document_by_document(
     text = heal_data.table(lines)
     assert "| all F, as it is | 90.0 % |  |" in text
     assert "| uniform 1/4, 80 steps on source at 512 | -20.0 ± " in text
+
+
+def test_a_mixture_reads_as_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[HealOptions] = []
+
+    def noted(options: HealOptions) -> SimpleNamespace:
+        asked.append(options)
+        return SimpleNamespace(adapter=None)
+
+    monkeypatch.setattr(heal_data, "data_of", lambda *_: tmp_path / "data")
+    monkeypatch.setattr(heal_data, "heal", noted)
+    runs = {run for run, _ in heal_data.all_cells([0]) if run.healed_on and run.steps == STEPS}
+    for run in runs:
+        heal_data.healed(run, tmp_path)
+    for one in asked:
+        assert one.length is not None
+        sparse = one.sparse_steps * (one.sparse_length or one.length)
+        assert one.rows * (one.dense_steps * one.length + sparse) == STEPS * LENGTH
+    assert {one.sparse_length for one in asked} == {None, LENGTH, 2048}

@@ -28,7 +28,7 @@ from benchmarks.heal_study import (
     train_indexers,
     trained_recipe,
 )
-from sglang_indexcache.stats.student import half_width
+from sglang_indexcache.stats.bounds import half_width
 
 
 def report(run: Run, values: Sequence[float], seconds: float | None = None) -> dict[str, Any]:

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from benchmarks.paper import heatmap, loss_curve, shares, similarity, table_1, table_2, table_4
+from benchmarks.paper import shares, similarity, table_1, table_2, table_4
 from sglang_indexcache.cli import app
 
 SCRIPTS = {
-    heatmap: ["search overlap"],
-    loss_curve: ["search run"],
     shares: ["demo model", "bench latency"],
     table_1: ["demo model", "bench latency"],
     table_4: ["eval run"],
@@ -45,7 +43,7 @@ def test_the_commands_exist_with_these_options(
     def taken(*words: object) -> None:
         said.append(parsed([str(word) for word in words]))
 
-    for module in (heatmap, loss_curve, table_1, table_4):
+    for module in (table_1, table_4):
         monkeypatch.setattr(module, "indexcache", taken)
     monkeypatch.setattr(table_4, "live_server", no_server)
     script.main([*quick, "--output", str(tmp_path)])  # type: ignore[attr-defined]

@@ -22,8 +22,7 @@ from benchmarks.training.recipe import RECIPES, Recipe, load_recipe
 from benchmarks.training.scores import unigram_loss
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.machine import MachineText
-from sglang_indexcache.data.retrieval import TaskWords
+from sglang_indexcache.data.retrieval import MachineText, TaskWords
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.run_folder import read_metrics
 from tests.heal.models import FIELDS

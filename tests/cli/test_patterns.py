@@ -16,6 +16,7 @@ from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.library import Evaluated, Library, add_evaluated
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
+from tests.fakes import glm5
 
 runner = CliRunner()
 
@@ -63,19 +64,11 @@ def test_list_fits_80_columns() -> None:
 
 
 def test_list_for_a_model(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "num_hidden_layers": 78,
-        "hidden_size": 6144,
-        "num_attention_heads": 64,
-        "n_routed_experts": 256,
-        "index_topk": 2048,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(glm5.CONFIG))
     output = run("patterns", "list", "--model", str(tmp_path))
     assert "glm-5-1of4" in output
     assert "flash" not in output
-    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({**glm5.CONFIG, "hidden_size": 1}))
     assert "no pattern in the library fits" in run("patterns", "list", "--model", str(tmp_path))
 
 

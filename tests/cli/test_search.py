@@ -201,6 +201,14 @@ def test_an_output_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         assert "cannot write to the folder" in said(result)
 
 
+def test_a_server_cannot_tell_what_a_pattern_file_wants_to_know() -> None:
+    """Its S layers do not select; refused before the data is read or a server asked."""
+    arguments = ("--model", TINY, "--data", "missing", "--url", "http://h", "--pattern", "a.yaml")
+    result = call("search", "overlap", "-o", "nowhere", *arguments)
+    assert result.exit_code == 1
+    assert "nothing can be written into a.yaml. Leave --url out" in said(result)
+
+
 def test_compare_needs_two() -> None:
     result = call("search", "compare", "full", "-o", "nowhere", "--model", "missing")
     assert result.exit_code == 1

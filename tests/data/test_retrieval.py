@@ -8,8 +8,7 @@ import statistics
 
 import pytest
 
-from sglang_indexcache.data.machine import MachineText
-from sglang_indexcache.data.retrieval import TASKS, TaskDocument, TaskWords, chance
+from sglang_indexcache.data.retrieval import TASKS, MachineText, TaskDocument, TaskWords, chance
 from sglang_indexcache.errors import DataError
 from tests.heal.tokenizers import tokenizer
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -16,10 +20,11 @@ from rich.console import Console
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.protocol import check_obeyed
+from sglang_indexcache.ask.protocol import OTHERS, check_obeyed
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.fleet import examine_servers
+from sglang_indexcache.serving.traffic import MOST_APART
 from tests.e2e.conftest import (
     Serve,
     batch_logprobs,
@@ -28,6 +33,7 @@ from tests.e2e.conftest import (
     greedy,
     logprobs,
     prompt,
+    scraped,
 )
 from tests.e2e.test_lifecycle import group_members
 from tests.oracle import Oracle
@@ -62,7 +68,7 @@ def check(client: Client, oracle: Oracle, pattern: Pattern, lengths: tuple[int, 
 @pytest.fixture(scope="class")
 def dp_attention(glm: Path, serve: Serve) -> Iterator[Client]:
     arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--indexcache-mode", "live"]
-    arguments += ["--enable-metrics"]
+    arguments += ["--enable-metrics", "--indexcache-shadow", "1"]
     with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
         yield client
 
@@ -91,6 +97,65 @@ class TestDpAttention:
         check_obeyed(before, after, [str(PATTERN)], "it", alone=True)
         rows = [[state.rows.get(str(PATTERN), 0) for state in states] for states in (before, after)]
         assert all(new > old for old, new in zip(*rows, strict=True))
+
+    def test_ranks_look_at_their_own_rows(self, dp_attention: Client) -> None:
+        """In each S layer, at all rows that see more than 64 tokens, whoever forwards them."""
+        pattern = Pattern("FFFSSS")  # of no other test here, so nothing was looked at before
+        dp_attention.switch_pattern(str(pattern))
+        told, prompts = scraped(dp_attention), [prompt(length, 40) for length in (70, 90, 131, 250)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda ids: greedy(dp_attention, ids, 8), prompts))
+        check_metrics(dp_attention)
+        after = dp_attention.states()
+        assert all(state.overlap.one_in == 1 for state in after)
+        selecting = sum(state.rows[str(pattern)] for state in after) - 4 * 64
+        assert selecting >= sum(map(len, prompts)) - 4 * 64
+        cells = [state.overlap.cells for state in after]
+        for layer in pattern.shared_layers:
+            looked_at = [each[f"{layer} 2Ki"][0] for each in cells]
+            assert min(looked_at) > 0
+            assert sum(looked_at) == pytest.approx(selecting)
+        risen = scraped(dp_attention)["overlap_rows"] - told["overlap_rows"]
+        assert risen == pytest.approx(len(pattern.shared_layers) * selecting)
+
+    def test_scrapes_while_patterns_switch(self, dp_attention: Client) -> None:
+        """None fails, no counter falls, and in the end one pattern is in effect."""
+        told, is_over = [scraped(dp_attention)], threading.Event()
+
+        def scrape() -> None:
+            while not is_over.is_set():
+                told.append(scraped(dp_attention))
+
+        with ThreadPoolExecutor(5) as pool:
+            scraping = pool.submit(scrape)
+            for number in range(6):
+                asked = [pool.submit(greedy, dp_attention, prompt(80, n), 4) for n in range(4)]
+                dp_attention.switch_pattern(("FSSSFS", "FFFFFF", "FSFSFS")[number % 3])
+                wait(asked)
+            is_over.set()
+        scraping.result()
+        assert len(told) > 6
+        for earlier, later in pairwise(told):
+            assert all(later[name] >= count for name, count in earlier.items())
+        check_metrics(dp_attention)
+        with urlopen(f"{dp_attention.url}/metrics") as answer:
+            info = re.findall(r'_info\{.*pattern="(\w+)".* 1\.0$', answer.read().decode(), re.M)
+        assert set(info) == {"FSFSFS"}
+
+    def test_more_patterns_than_are_counted_apart(self, dp_attention: Client) -> None:
+        """The sums stay right, and the series so many."""
+        for first in range(1, 2 * MOST_APART + 64, 32):  # a request may name 32, half go to a rank
+            sampling = [
+                {"max_new_tokens": 1, "custom_params": {"indexcache_pattern": f"FFSSFS+w{window}"}}
+                for window in range(first, first + 32)
+            ]
+            ids = [prompt(4, window) for window in range(first, first + 32)]
+            dp_attention.generate(input_ids=ids, sampling_params=sampling)
+        check_metrics(dp_attention)
+        for state in dp_attention.states():
+            patterns = {name.partition(" ")[2] for name in state.tokens}
+            assert OTHERS in patterns
+            assert len(patterns) == MOST_APART + 1
 
     def test_switches_all_ranks_or_none(self, dp_attention: Client) -> None:
         dp_attention.switch_pattern("FSFSFS")

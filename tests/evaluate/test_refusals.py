@@ -10,7 +10,7 @@ import pytest
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
 from sglang_indexcache.evaluate.plan import CORRELATION, DISCORDANCE
-from sglang_indexcache.evaluate.refusals import check_floor, check_noise
+from sglang_indexcache.evaluate.run import check_floor, check_noise
 from sglang_indexcache.stats.power import Design, spread
 from tests.evaluate.evaluations import LENGTHS, TASKS, evaluation
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.corpus import Corpus
+from sglang_indexcache.evaluate.corpus import Corpus, select_rows
 from sglang_indexcache.evaluate.plan import (
     CONTROL_LOOK,
     CORRELATION,
@@ -22,7 +22,6 @@ from sglang_indexcache.evaluate.plan import (
     SelectedRows,
 )
 from sglang_indexcache.evaluate.request import EvaluationRequest, shown_in_words
-from sglang_indexcache.evaluate.selection import select_rows
 from sglang_indexcache.evaluate.tasks.files import Item
 from sglang_indexcache.stats.power import spread
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words

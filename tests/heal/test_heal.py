@@ -128,17 +128,48 @@ def interrupted(wanted: HealOptions, after: int) -> HealResult:
     return heal(wanted)
 
 
-def test_interrupted_after_any_step_it_ends_the_same(base: Path) -> None:
-    whole = heal(options(base))
+@pytest.mark.parametrize("lengths", [{}, {"sparse_length": 40}])
+def test_interrupted_after_any_step_it_ends_the_same(base: Path, lengths: dict[str, int]) -> None:
+    whole = heal(options(base, **lengths))
     log = read_metrics(base / "adapter.run")
     for step in range(1, SMALL["dense_steps"] + SMALL["sparse_steps"] + 1):
         output = base / f"stopped-{step}"
-        found = interrupted(options(base, output=output, save_every=2), step)
+        found = interrupted(options(base, output=output, save_every=2, **lengths), step)
         for name in ("indexers.safetensors", "adapter.yaml"):
             assert (output / name).read_bytes() == (base / "adapter" / name).read_bytes()
         assert found.evaluations == whole.evaluations
         for ours, theirs in zip(read_metrics(base / f"stopped-{step}.run"), log, strict=True):
             assert without_time(ours) == without_time(theirs)
+
+
+def test_a_few_long_rows_follow_many_short_ones(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage takes, and is judged by, rows of its own length; the first one's are the same."""
+    seen: list[tuple[int, int, tuple[tuple[int, ...], ...]]] = []
+    packed = heal_module.PackedBatch.of
+
+    def watched(rows: Any, length: int, padding: int) -> Any:
+        longest = max(len(piece) for row in rows for piece in row)
+        seen.append((length, longest, tuple(tuple(piece) for row in rows for piece in row)))
+        return packed(rows, length, padding)
+
+    monkeypatch.setattr(heal_module.PackedBatch, "of", watched)
+    alone = heal(options(base, sparse_steps=0, output=base / "alone"))
+    first, seen[:] = list(seen), []
+    mixed = heal(options(base, sparse_length=40, output=base / "mixed"))
+    lengths = [length for length, _, _ in seen]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {24, 40}
+    assert max(longest for length, longest, _ in seen if length == 40) == 40
+    assert [one for one in seen if one[0] == 24] == first
+    assert mixed.evaluations[: len(alone.evaluations)] == alone.evaluations
+    assert mixed.adapter.record["lengths"] == {"dense": 24, "sparse": 40}
+    short = heal(options(base, sparse_length=24, output=base / "short"))
+    same = heal(options(base, output=base / "same"))
+    assert short.evaluations == same.evaluations
+    for name, tensor in short.adapter.tensors().items():
+        assert torch.equal(tensor, same.adapter.tensors()[name])
 
 
 def test_a_window_is_for_layers_that_attend_as_served(base: Path) -> None:
@@ -244,6 +275,7 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
     [
         ({"length": 6}, TrainingError, "no longer than index_topk"),
         ({"length": 9, "pattern": "FSSF+w3"}, TrainingError, "and a recent window of 3"),
+        ({"sparse_length": 6}, TrainingError, "rows of 6 tokens are no longer than index_topk"),
         ({"pattern": "FSS"}, IndexCacheError, "3"),
         ({"data": ("nowhere",)}, IndexCacheError, "there is no data at nowhere"),
         ({"data": ("short.txt",)}, TrainingError, "0 to hold out .*split a long text"),

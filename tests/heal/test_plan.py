@@ -13,7 +13,15 @@ from sglang_indexcache.heal.heal import HealOptions
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing
-from sglang_indexcache.heal.plan import GpuMachine, Job, dry_run, machine_of, plan
+from sglang_indexcache.heal.plan import (
+    GpuMachine,
+    HealPlan,
+    Job,
+    dry_run,
+    machine_of,
+    plan,
+    plan_of,
+)
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.heal.weights import META
 from sglang_indexcache.pattern import Pattern
@@ -40,7 +48,7 @@ def test_the_peak_of_each_device_is_as_planned(
         body = FrozenBody(tmp_path, Pattern(pattern), sharing, torch.bfloat16, places)
         return body, sharing
 
-    job = Job(LENGTH, rows=1, micro_rows=1, steps={stage: 1}, judged_rows=0)
+    job = Job({stage: LENGTH}, rows=1, micro_rows=1, steps={stage: 1}, judged_rows=0)
     planned = plan(*body_on([META] * devices), job, MACHINE)
 
     ids, positions = tokens(1, LENGTH), torch.arange(LENGTH)[None]
@@ -94,12 +102,29 @@ def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
     assert "GPU 1" not in alone
 
 
+def test_a_stage_is_counted_at_its_own_length(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+
+    def planned(**changes: object) -> HealPlan:
+        return plan_of(options(tmp_path, sparse_steps=2, lr=1e-3, **changes), MACHINE)
+
+    short, mixed = planned(), planned(sparse_length=4 * LENGTH)
+    long = planned(length=4 * LENGTH)
+    assert short.hours < mixed.hours < long.hours
+    assert short.peak < mixed.peak
+
+
 def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     sharing = LocalSharing(Pattern("FSFS"), TOPK)
     body = FrozenBody(tmp_path, Pattern("FSFS"), sharing, torch.bfloat16, [META] * 2)
     found = [
-        plan(body, sharing, Job(LENGTH, rows, 1, {Stage.WARMUP: 8 // rows}, 0), MACHINE)
+        plan(
+            body,
+            sharing,
+            Job({Stage.WARMUP: LENGTH}, rows, 1, {Stage.WARMUP: 8 // rows}, 0),
+            MACHINE,
+        )
         for rows in (1, 8)
     ]
     assert found[0].busy == pytest.approx(1)

@@ -124,7 +124,7 @@ def test_indexer_operands(columns: int, random: np.random.Generator) -> None:
 
 
 def test_mla_tile(random: np.random.Generator) -> None:
-    """S = Q K^T and O = P V of one step, from the offsets that attend.cuh uses."""
+    """S = Q K^T and O = P V of one step, from the offsets that products.cuh uses."""
     tile_bytes = cuda_host.constant("mla.tile_bytes")
     q, keys = small_bf16(random, 64, 576), small_bf16(random, 64, 576)
     probabilities = small_bf16(random, 64, 64)

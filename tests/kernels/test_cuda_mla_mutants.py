@@ -23,9 +23,11 @@ from tests.kernels.test_cuda_emulated import attention, emulator_command, fp8_ca
 
 pytestmark = pytest.mark.csrc
 
+PARTS = ("inputs", "load_bf16", "load_fp8", "products", "combine", "attend")
+"""The files of the attention kernel, each behind those that it includes."""
 NOTHING = ("", "", "both")
 MUTANTS: dict[str, tuple[str, str, str]] = {
-    # what is missing: (text of attend.cuh, what stands there instead, with which rows it matters)
+    # what is missing: (text of PARTS, what stands there instead, with which rows it matters)
     "nothing": NOTHING,
     "math does not wait for keys": (
         "mbarrier_wait(&shared.full[stage], (step / kStages) & 1);", "", "both",
@@ -69,7 +71,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "  __syncthreads();\n  const int m = threadIdx.x;", "  const int m = threadIdx.x;", "both",
     ),
     "weights are not complete": (
-        "  __syncthreads();\n\n  const int columns", "  const int columns", "both",
+        "  __syncthreads();\n\n  const int first", "  const int first", "both",
     ),
     "roles start before the barriers are there": (
         "  __syncthreads();\n\n  if (threadIdx.x >= kMathThreads) {",
@@ -78,20 +80,22 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 NUMBERS = {name: number for number, name in enumerate(MUTANTS)}
 TRIES = 8
-CLUSTER = 2
+CLUSTER = 3
 
 
 @cache
 def mutants() -> ctypes.CDLL:
     """Every mutant's kernels, in one library."""
-    source = (source_folder() / "sparse_mla/attend.cuh").read_text()
+    files = (source_folder() / f"sparse_mla/{part}.cuh" for part in PARTS)
+    source = "\n".join(file.read_text() for file in files)
     folder = Path(mkdtemp(prefix="indexcache-mutants-"))
-    includes = "\n".join(re.findall(r"^#include .*$", source, re.MULTILINE))
+    others = rf'^#include (?!"sparse_mla/(?:{"|".join(PARTS)}).cuh").*$'
+    includes = "\n".join(re.findall(others, source, re.MULTILINE))
     parts = ['#include "simt.h"', includes, '#include "common/block.cuh"']
     body = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     opening = "namespace indexcache::sparse_mla {"
     for name, (old, new, _) in MUTANTS.items():
-        assert not old or body.count(old) == 1, f"{name}: attend.cuh has changed"
+        assert not old or body.count(old) == 1, f"{name}: the kernel has changed"
         changed = body.replace(old, new) if old else body
         parts.append(changed.replace(opening, f"{opening[:-2]}::mutant_{NUMBERS[name]} {{"))
     calls = "\n".join(

@@ -117,6 +117,10 @@ def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None
 
     assert found.layers == (None, share(1), share(2))
     assert (found.queries, found.data) == (8, "two texts")
+    blind = np.mean([2 / sees for sees in (3, 4, 5, 6)])
+    assert found.chance == pytest.approx(blind, abs=1e-4)
+    kept = [pytest.approx((s - blind) / (1 - blind), abs=1e-3) for s in found.layers[1:] if s]
+    assert found.beyond_chance == (None, *kept)
 
     written = tmp_path / "mine.yaml"
     shipped = Path(__file__).parents[2] / "patterns" / "tiny-dsa-1of2.yaml"
@@ -124,12 +128,12 @@ def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None
     before = load_entry(written)
     layers = (None, *[0.5] * (before.model.num_layers - 1))
     for queries in (5, 7):  # the second replaces the first
-        row = FoundOverlap(layers=layers, queries=queries)
+        row = FoundOverlap(layers=layers, chance=0.25, queries=queries)
         set_overlap(written, row)
         assert load_entry(written) == before.model_copy(update={"overlap": row})
     assert "# a comment at the end" in written.read_text()
     with pytest.raises(LibraryError, match="place for an overlap"):
-        set_overlap(written, FoundOverlap(layers=(None,), queries=1))
+        set_overlap(written, FoundOverlap(layers=(None,), chance=0.25, queries=1))
 
 
 @pytest.mark.parametrize("k", [1, 5])

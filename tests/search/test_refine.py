@@ -2,8 +2,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.exchange import refine
 from sglang_indexcache.search.rules import Constraints
+from sglang_indexcache.search.run import refine
 from tests.search.helpers import free, greedy, landscape, targets
 from tests.search.oracle import every_pattern
 

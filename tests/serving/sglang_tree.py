@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from sglang_indexcache.serving.engine_source import EngineSource
+from sglang_indexcache.serving.engine_version import EngineSource
 
 MODULE = "sglang.srt.thing"
 

@@ -26,7 +26,7 @@ from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import adapter as served
 from sglang_indexcache.serving.cpu import fp8
-from sglang_indexcache.serving.settings import OPTIONS, Plan
+from sglang_indexcache.serving.settings import Plan
 from sglang_indexcache.stored import SCALES, dequantised, to_block_fp8
 from tests.serving.plans import plan
 from tests.serving.test_plugin import hf_config, resolve
@@ -40,12 +40,6 @@ def plugins() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for option in OPTIONS:
-        monkeypatch.delenv(option.variable, raising=False)
 
 
 @pytest.fixture

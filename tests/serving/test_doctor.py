@@ -27,14 +27,10 @@ from sglang_indexcache.serving import doctor
 from sglang_indexcache.serving.settings import Plan
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
+from tests.fakes import glm5
 
 CONFIG = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "num_hidden_layers": 78,
-    "hidden_size": 6144,
-    "num_attention_heads": 64,
-    "n_routed_experts": 256,
-    "index_topk": 2048,
+    **glm5.CONFIG,
     "index_n_heads": 32,
     **BY_ARCHITECTURE["GlmMoeDsaForCausalLM"].extra_config,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import UnsupportedEngineError
-from sglang_indexcache.serving.engine_source import EngineSource
+from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.seams import Seam
 from tests.serving.sglang_tree import MODULE, source, wheel, write
 

@@ -15,8 +15,14 @@ from typer.testing import CliRunner
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.serving import engine_version
-from sglang_indexcache.serving.engine_source import EngineSource
-from sglang_indexcache.serving.engine_version import check, judge, record, recorded, show
+from sglang_indexcache.serving.engine_version import (
+    EngineSource,
+    check,
+    judge,
+    record,
+    recorded,
+    show,
+)
 from sglang_indexcache.serving.seams import Seam
 from tests.serving.sglang_tree import MODULE, source, write
 

@@ -15,15 +15,7 @@ from sglang_indexcache.serving import hooks
 
 
 @pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave SGLang's registry, and what is wrapped here, as they were."""
-    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
-    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
-    monkeypatch.setattr(hooks, "_ours", set())
-
-
-@pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def engine(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> ModuleType:
     """What is wrapped: the registry also replaces a function wherever it was imported to."""
     module = ModuleType("engine")
     module.dumps, module.loads = lambda value: json.dumps(value), lambda text: json.loads(text)

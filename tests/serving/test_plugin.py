@@ -77,12 +77,6 @@ def plugins() -> None:
     load_plugins()
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for option in OPTIONS:
-        monkeypatch.delenv(option.variable, raising=False)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., Path]:
     """A folder with nothing but a config.json."""

@@ -16,7 +16,6 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 
@@ -25,20 +24,16 @@ from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, hooks, requests
+from sglang_indexcache.serving import active, requests
 from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, Request, make_plan
 from tests.serving.plans import plan
 
 
 @pytest.fixture(autouse=True)
-def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
     """Leave SGLang as it was, and no request behind."""
     from sglang.srt.managers.scheduler_components import output_streamer
 
-    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
-    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
-    monkeypatch.setattr(hooks, "_ours", set())
-    monkeypatch.setattr(active, "_active", None)
     streamer = output_streamer.SchedulerOutputStreamer
     for owner, name in (
         (Req, "__init__"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.serving import engine_version, seams
-from sglang_indexcache.serving.engine_source import EngineSource
+from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.seams import SEAMS, SUPPORTED_VERSION, Seam
 
 SERVING = Path(seams.__file__).parent

@@ -9,14 +9,9 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.settings import CONFIG_KEY, OPTIONS, Choice, Plan, Request, make_plan
+from sglang_indexcache.serving.settings import CONFIG_KEY, Choice, Plan, Request, make_plan
+from tests.fakes.glm5 import CONFIG as GLM5
 from tests.serving import plans
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for option in OPTIONS:
-        monkeypatch.delenv(option.variable, raising=False)
 
 
 def checkpoint(own: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") -> Checkpoint:
@@ -139,16 +134,7 @@ def test_default_without_sharing_warns_and_names_the_library() -> None:
     result = plan()
     assert result.pattern == Pattern.full(6)
     assert "every layer runs its indexer" in result.advice
-    glm5 = Checkpoint.from_config(
-        {
-            "architectures": ["GlmMoeDsaForCausalLM"],
-            "num_hidden_layers": 78,
-            "hidden_size": 6144,
-            "num_attention_heads": 64,
-            "n_routed_experts": 256,
-            "index_topk": 2048,
-        }
-    )
+    glm5 = Checkpoint.from_config(GLM5)
     advice = make_plan(flags(), glm5, {}, Library.default()).advice
     assert "glm-5-1of2, glm-5-1of4" in advice
 

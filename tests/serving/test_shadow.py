@@ -158,7 +158,8 @@ class Scene:
             len(held & set(range(max(0, sees - recent), sees))) / min(sees, recent)
             for recent in RECENT
         ]
-        return [1.0, len(held & chosen) / len(chosen), recall, *recents]
+        # Of tokens drawn blindly each is chosen as likely as any other that the row sees.
+        return [1.0, len(held & chosen) / len(chosen), len(held) / sees, recall, *recents]
 
     def check(self, layer: int, own: torch.Tensor | None = None, window: int = 0) -> None:
         rows = [self.expected(row, own, window) for row in self.rows]
@@ -168,7 +169,7 @@ class Scene:
         total = [stands_for * sum(each) for each in zip(*rows, strict=True)]
         assert sums[layer][0] == pytest.approx(total)
         assert leasts[layer][0] == pytest.approx(
-            [min(row[place] for row in rows) for place in (1, 2)]
+            [min(row[place] for row in rows) for place in (1, 3)]
         )
         others = [sums[n] for n in range(len(sums)) if n != layer]
         assert not any(value for other in others for cell in other for value in cell)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.logs import inspect, lm_eval, plain
-from sglang_indexcache.evaluate.logs.sample import Printed, Sample
+from sglang_indexcache.evaluate.logs import inspect, lm_eval
+from sglang_indexcache.evaluate.logs.sample import Printed, Sample, is_plain, read_plain
 from sglang_indexcache.stats.pairs import Cell
 
 
@@ -34,7 +34,7 @@ class Format(NamedTuple):
 FORMATS = {
     "lm-eval": Format(("samples_*.jsonl",), lm_eval.fits, lm_eval.read),
     "inspect": Format(("*.eval", "*.json"), inspect.fits, inspect.read),
-    "plain": Format(("*.jsonl",), plain.fits, plain.read),
+    "plain": Format(("*.jsonl",), is_plain, read_plain),
 }
 
 
@@ -60,7 +60,6 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
 
     Args:
         name: how the run is called in the report.
-        place: the path.
         metric: which score to compare; may be left out if there is only one.
 
     Raises:

@@ -47,7 +47,6 @@ def compare_logs(
         margin: the loss that still counts as none; 0.01 is one point.
         again: a second run of the reference, for the engine's own noise.
         bad: a run with a pattern that is known to be bad.
-        facts: to print beside the verdict.
 
     Raises:
         QualityError: the runs are not of the same questions, or too many have no score.

@@ -1,4 +1,9 @@
-"""What every format of log is read into, and what their readers share."""
+"""What every format of log is read into, what their readers share, and the plain format.
+
+The plain one is for any other harness: a JSON object a line with the question's ``id`` and its
+``score``, 0 to 1. ``context`` names the text that several questions share, ``task`` and ``prompt``
+are compared if they are there: runs with other prompts are refused.
+"""
 
 from __future__ import annotations
 
@@ -127,3 +132,36 @@ def as_number(value: Any, where: Path) -> float | None:
             "another metric (--metric)"
         )
     return number
+
+
+SCORE = "score"
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a file is of the plain format."""
+    return _is_plain(first_row(path))
+
+
+def _is_plain(row: Row) -> bool:
+    return "id" in row and SCORE in row
+
+
+def read_plain(path: Path, metric: str | None) -> tuple[list[Sample], Printed]:
+    """The samples of one plain file; a score of null was not given."""
+    chosen, found = pick([SCORE], metric, path), []
+    for number, row in enumerate(json_lines(path), 1):
+        if not _is_plain(row):
+            raise QualityError(f"sample {number} of {path} has no id or no score")
+        question = str(row["id"])
+        context = row.get("context")
+        found.append(
+            Sample(
+                str(row.get("task", "samples")),
+                question,
+                question if context is None else str(context),
+                digest(row.get("prompt")),
+                chosen,
+                as_number(row[SCORE], path),
+            )
+        )
+    return found, {}

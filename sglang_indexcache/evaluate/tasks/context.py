@@ -192,13 +192,10 @@ def make_context(
     It is drafted until it fits, then filled up.
 
     Args:
-        name: of the task.
         task: in :data:`~sglang_indexcache.evaluate.tasks.TASKS`.
-        tokenizer: of the model.
         length: tokens of the context with its longest question and that question's answer.
         seed: which context of the task.
         haystack: running text for the tasks that hide something in it.
-        questions: behind the context.
 
     Raises:
         QualityError: a length too small for the task, or a haystack that is too short.
@@ -235,9 +232,6 @@ def _question(number: int, asked: Asked, room: Room, behind: list[int]) -> Quest
     """A question in tokens, its depth not known yet.
 
     Args:
-        number: of it.
-        asked: as the task drafts it.
-        room: which tokenizes.
         behind: ids between a user's turn and the answer; none without a chat template.
     """
     begun, answer = "", asked.answer
@@ -257,7 +251,6 @@ def _shortened(
     """Without as many lines, drawn from those that no answer rests on, as are too much.
 
     Args:
-        draft: that is too long.
         sizes: tokens of its lines.
         over: tokens that are too many.
         draw: where chance comes from.

@@ -192,7 +192,6 @@ def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
     """Every row of a file, as it lies there and as it is asked.
 
     Args:
-        reader: of the file's form.
         path: .parquet, .jsonl, or .json (a list of rows).
 
     Raises:

@@ -49,7 +49,6 @@ class BatchLosses:
 
         Args:
             batches: for each batch the losses of its sequences.
-            layer_tokens: see the class.
             counted: for each batch the masks of its sequences.
         """
         means = [counted_mean(*pair) for pair in zip(batches, counted, strict=True)]
@@ -119,7 +118,6 @@ class ServedEvaluator:
 
     Args:
         pool: of engines. What they serve to others, and under which pattern, does not matter.
-        calibration: what to measure on.
     """
 
     kind = "sglang"

@@ -46,7 +46,6 @@ class TransformersEvaluator:
     """Teacher-forced losses by transformers.
 
     Args:
-        folder: the checkpoint.
         calibration: what to measure on.
         dtype: a torch dtype's name.
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.

@@ -41,8 +41,6 @@ class Method(Protocol):
         A method without a choice, such as exhaustive greedy, takes exactly this.
 
         Args:
-            constraints: of the search.
-            targets: of the search.
             batch_tokens: tokens of each batch that is searched on.
         """
 

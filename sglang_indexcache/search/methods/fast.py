@@ -151,8 +151,6 @@ class FastGreedy:
     """One search along a way.
 
     Args:
-        ledger: measures and remembers.
-        way: where it goes.
         budget: tokens for all of it; :meth:`Descent.least` at least.
         exact: measure every candidate on every batch in every step, whatever the budget.
     """

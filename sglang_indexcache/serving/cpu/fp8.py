@@ -23,11 +23,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def overrides(config: Any) -> dict[str, Any]:
-    """What to change in a block-FP8 checkpoint's config; nothing in another's.
-
-    Args:
-        config: of transformers.
-    """
+    """What to change in a block-FP8 checkpoint's config; nothing in another's."""
     told = getattr(config, "quantization_config", None) or {}
     if told.get("quant_method") != "fp8" or not told.get("weight_block_size"):
         return {}

@@ -88,7 +88,7 @@ def _platform_class() -> type:
         def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
             if kind != "dsa":
                 return None
-            from sglang_indexcache.serving.cpu.pool import CpuDSATokenToKVPool
+            from sglang_indexcache.serving.cpu.indexer import CpuDSATokenToKVPool
 
             return CpuDSATokenToKVPool
 

@@ -70,9 +70,6 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     Args:
         asked: "engine", "auto" (ours where ``dispatch.MEASURED`` says so) or an implementation's
             name, for every operation.
-        cfg: SGLang's resolved configuration.
-        model: SGLang's ModelConfig.
-        machine: where the server runs.
 
     Raises:
         SettingsError: an implementation asked for by name cannot take over an operation.
@@ -193,11 +190,6 @@ def _attention_obstacles(cfg: Any, model: Any, backend: str) -> Iterator[str]:
 
 def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
     """Refuse a model on which SGLang's CUDA kernels would end the server at its first long prompt.
-
-    Args:
-        routes: what runs each operation.
-        cfg: SGLang's resolved configuration.
-        model: SGLang's ModelConfig.
 
     Raises:
         SettingsError: with the flag that mends it.

@@ -36,8 +36,6 @@ def check(cfg: Any, plan: Plan, routes: tuple[Route, ...], index_kpool: int) -> 
 
     Args:
         cfg: SGLang's resolving view of the server's arguments, attention decided.
-        plan: of this server.
-        routes: which kernels are ours.
         index_kpool: the model's; over 1 its lists have a tail of their own.
 
     Raises:
@@ -87,8 +85,6 @@ def widen(
     Args:
         lists: ``[T, k]`` int32, as SGLang's indexer made them.
         windows: as of :func:`sglang_indexcache.recent.widen`.
-        width: the widest.
-        batch: the forward.
         slots: ``[R, L]`` int32, the slot of each token of every request in the pool.
         offsets: ``[>= T]`` where lists hold offsets (RAGGED): where each row's request begins.
     """

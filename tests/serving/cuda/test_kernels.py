@@ -25,13 +25,11 @@ from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
@@ -573,6 +571,15 @@ def run_attention(
     return forward(q[..., :512].contiguous(), k, k, LAYER, batch, topk_indices=slots, **parts, **kw)
 
 
+def attending_backend(monkeypatch: pytest.MonkeyPatch, **how: Any) -> IndexCacheBackend:
+    """A backend whose selection is given: what SGLang prepares for its own kernels is left out."""
+    backend = make_backend(monkeypatch, **how)
+    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
+    for name in ("_compute_flashmla_metadata", "_build_topk_v2_plan"):
+        monkeypatch.setattr(backend, name, lambda *_, **__: None)
+    return backend
+
+
 ATTENTIONS = [
     (ForwardMode.DECODE, impl, fp8)
     for impl in ("fa3", "flashmla_sparse", "flashmla_kv")
@@ -593,10 +600,7 @@ ATTENTIONS = [
 def test_attention_over_the_pool(
     monkeypatch: pytest.MonkeyPatch, mode: ForwardMode, impl: str, fp8: bool
 ) -> None:
-    backend = make_backend(monkeypatch, prefill=impl, decode=impl, fp8=fp8, draft_tokens=2)
-    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
-    monkeypatch.setattr(backend, "_compute_flashmla_metadata", lambda **_: None)
-    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    backend = attending_backend(monkeypatch, prefill=impl, decode=impl, fp8=fp8, draft_tokens=2)
     extend = [1, 1, 1, 1] if mode == ForwardMode.DECODE else [2, 2]
     batch = make_batch(backend, mode, [130] * len(extend), extend)
     q = torch.randn(4, 5, 576).bfloat16()
@@ -615,9 +619,7 @@ def test_attention_over_the_pool(
 @pytest.mark.parametrize("prefix", [True, False])
 def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
     """RAGGED: SGLang hands over bfloat16 rows of this batch only, and offsets into them."""
-    backend = make_backend(monkeypatch, fp8=True)
-    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
-    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    backend = attending_backend(monkeypatch, fp8=True)
     batch = make_batch(backend, ForwardMode.EXTEND, [130, 90], [2, 1] if prefix else [130, 90])
     tokens = sum(batch.extend_seq_lens_cpu)
     q, fresh = torch.randn(tokens, 5, 576).bfloat16(), torch.randn(tokens, 1, 576).bfloat16()
@@ -644,10 +646,7 @@ def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
     monkeypatch: pytest.MonkeyPatch, impl: str, mode: ForwardMode
 ) -> None:
     """And no other does, even where SGLang selects into the same memory, as passes of a capture."""
-    backend = make_backend(monkeypatch, prefill=impl, decode=impl, pattern="FSSFS")
-    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
-    monkeypatch.setattr(backend, "_compute_flashmla_metadata", lambda **_: None)
-    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    backend = attending_backend(monkeypatch, prefill=impl, decode=impl, pattern="FSSFS")
     seen: list[int] = []
 
     def kernel(*_args: Any, kept: dict[object, Any], **_kw: Any) -> Any:
@@ -681,9 +680,7 @@ def test_kept_lists_do_not_keep_the_selection() -> None:
 
 
 def test_attention_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make_backend(monkeypatch, decode="flashmla_sparse")
-    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
-    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    backend = attending_backend(monkeypatch, decode="flashmla_sparse")
     batch = make_batch(backend, ForwardMode.DECODE, [130] * 3, [1] * 3)
     q, slots = torch.randn(3, 5, 576).bfloat16(), random_slots(3)
     sinks = torch.randn(5).bfloat16()
@@ -697,10 +694,7 @@ def test_attention_that_is_not_routed_stays_sglangs(
     monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:
     """Each phase for itself: here prefill and verification are ours and SGLang's in turn."""
-    backend = make_backend(monkeypatch, prefill=impl, decode=impl, draft_tokens=2)
-    backend.dsa_topk_backend = DSATopKBackend.SGL_KERNEL
-    monkeypatch.setattr(backend, "_compute_flashmla_metadata", lambda **_: None)
-    monkeypatch.setattr(backend, "_build_topk_v2_plan", lambda _: None)
+    backend = attending_backend(monkeypatch, prefill=impl, decode=impl, draft_tokens=2)
     monkeypatch.setattr(DeepseekSparseAttnBackend, f"_forward_{impl}", lambda self, **_: "SGLang's")
     ours: Callable[..., Any] = lambda *_args, **_kw: ("ours", None)  # noqa: E731
     q, slots = torch.randn(4, 5, 576).bfloat16(), random_slots(4)
@@ -804,36 +798,16 @@ def test_sglang_calls_its_attention_kernels_by_keyword(name: str, needed: set[st
         assert needed <= {keyword.arg for keyword in call.keywords}
 
 
-def test_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    registered: list[str] = []
-    patched: set[str] = set()
-    monkeypatch.setattr(HookRegistry, "_patched", patched)
-    monkeypatch.setattr(hooks, "_ours", set())
-    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
-    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: patched.update(registered))
+def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
+    """Through SGLang's own registry, on SGLang's own class; another call wraps nothing again."""
+    theirs = {name: getattr(Indexer, name) for name in ("_get_topk_ragged", "_get_topk_paged")}
+    for name, method in theirs.items():
+        monkeypatch.setattr(Indexer, name, method)  # restored afterwards
     kernels_cuda.install()
+    ours = {name: getattr(Indexer, name) for name in theirs}
+    assert all(ours[name] is not method for name, method in theirs.items())
     kernels_cuda.install()
-    names = [target.rsplit(".", 1)[1] for target in registered]
-    assert names == ["_get_topk_ragged", "_get_topk_paged"]
-    patched.clear()
-    monkeypatch.setattr(hooks, "_ours", set())
-    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)  # as where it fails: it logs
-    with pytest.raises(UnsupportedEngineError, match=r"SGLang did not wrap .*_get_topk_ragged"):
-        kernels_cuda.install()
-
-
-def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through SGLang's own registry, on SGLang's own class."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    for name in ("_get_topk_ragged", "_get_topk_paged"):
-        monkeypatch.setattr(Indexer, name, getattr(Indexer, name))  # restored afterwards
-    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
-    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
-    monkeypatch.setattr(hooks, "_ours", set())
-    kernels_cuda.install()
+    assert all(getattr(Indexer, name) is method for name, method in ours.items())
     backend = make_backend(monkeypatch)
     batch = make_batch(backend, ForwardMode.DECODE, [130, 97], [1, 1])
     backend.init_forward_metadata(batch)

@@ -7,26 +7,18 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.common import conn
-from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_indexcache.serving import active, foreign_kv, hooks
+from sglang_indexcache.serving import active, agreement
 from tests.serving.plans import plan
 
 MANAGER = conn.CommonKVManager
 
 
 @pytest.fixture(autouse=True)
-def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
     """Leave SGLang as it was."""
-    monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
-    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
-    monkeypatch.setattr(hooks, "_ours", set())
-    monkeypatch.setattr(active, "_active", None)
-    for owner, name in (
-        (MANAGER, "__init__"),
-        (MANAGER, "try_ensure_parallel_info"),
-    ):
-        monkeypatch.setattr(owner, name, owner.__dict__[name])
+    for name in ("__init__", "try_ensure_parallel_info"):
+        monkeypatch.setattr(MANAGER, name, MANAGER.__dict__[name])
 
 
 def serve(
@@ -37,7 +29,7 @@ def serve(
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
     made = plan(text, mode=mode)
     active.activate(made)
-    foreign_kv.install()
+    agreement.install_handshake()
 
 
 def decode_node() -> Any:

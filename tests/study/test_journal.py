@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.study.running import resumable, resuming
+from sglang_indexcache.study.journal import resumable, resuming
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
