@@ -12,8 +12,10 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import recent_window, search_tables, window_search
+from benchmarks.kernels import unions, yardstick
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
 from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
@@ -33,6 +35,7 @@ PAGES = tuple(
         "benchmarks/results/heal.md",
         "docs/patterns.md",
         "benchmarks/results/window/README.md",
+        "benchmarks/results/kernels/README.md",
     )
 )
 RESULTS = Path("benchmarks/results")
@@ -209,6 +212,11 @@ def _window_heal(folder: Path, path: str) -> str:
     return window_search.healing_table(json.loads((folder / path).read_text())["healings"])
 
 
+def _yardstick(table: Callable[[dict[str, Any]], str]) -> Callable[[Path, str], str]:
+    """A table of our kernels beside the engine's."""
+    return lambda folder, path: table(json.loads((folder / path).read_text()))
+
+
 PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
@@ -239,6 +247,10 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "window-losses": (_window_losses, "window/result.json"),
     "window-search": (_window_search, "window_search/result.json"),
     "window-heal": (_window_heal, "window_search/result.json"),
+    "yardstick-factors": (_yardstick(yardstick.factors_table), "kernels/yardstick.json"),
+    "yardstick-prefill": (_yardstick(yardstick.prefill_table), "kernels/yardstick.json"),
+    "yardstick-decode": (_yardstick(yardstick.decode_table), "kernels/yardstick.json"),
+    "unions": (_yardstick(unions.table), "kernels/unions.json"),
 }
 """Generated parts: what makes them, and from which file below benchmarks/results."""
 

@@ -51,6 +51,7 @@ class Oracle:
         folder: the checkpoint.
         dtype: to compute in.
         fp8_indexer: quantise what the indexers multiply.
+        powers_of_two: whether the scales of queries are, and those of keys.
         first_of_ties: break exact ties as this project's contract says (scores that the ReLU
             made 0 are common), not arbitrarily as ``torch.topk`` does.
         config: replaces fields of the HF config.
@@ -62,6 +63,7 @@ class Oracle:
         dtype: torch.dtype,
         *,
         fp8_indexer: bool = False,
+        powers_of_two: tuple[bool, bool] = (True, True),
         first_of_ties: bool = True,
         **config: Any,
     ) -> None:
@@ -70,6 +72,7 @@ class Oracle:
         self.folder, self._dtype = folder, dtype
         self._glm = self.config.model_type == "glm_moe_dsa"
         self._fp8, self._first_of_ties = fp8_indexer, first_of_ties
+        self._powers_of_two = powers_of_two
         self._models: dict[str, Any] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
@@ -121,7 +124,7 @@ class Oracle:
                 _recorded_margins(self.config.index_topk, margins, self._first_of_ties)
             )
             if self._fp8:
-                stack.enter_context(_fp8_scores(rotated=not self._glm))
+                stack.enter_context(_fp8_scores(not self._glm, *self._powers_of_two))
             yield
 
     def _model(self, pattern: Pattern) -> Any:
@@ -217,8 +220,8 @@ def _recorded_margins(
 
 
 @contextmanager
-def _fp8_scores(rotated: bool) -> Iterator[None]:
-    """Quantise what the indexers multiply as a GPU does: e4m3, a power-of-two scale per vector.
+def _fp8_scores(rotated: bool, power_q: bool, power_k: bool) -> Iterator[None]:
+    """Quantise what the indexers multiply as engines do: e4m3, with one scale a vector.
 
     transformers leaves out both this and the Hadamard rotation before it.
     """
@@ -227,7 +230,7 @@ def _fp8_scores(rotated: bool) -> Iterator[None]:
     def watched(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         is_score = a.dim() == 4 and b.dim() == 4 and b.shape[1] == 1 and a.shape[-1] == 128
         if is_score:  # [B, S, H, D] @ [B, 1, D, T], in the indexers only
-            a, b = _as_e4m3(a, rotated), _as_e4m3(b.mT, rotated).mT
+            a, b = _as_e4m3(a, rotated, power_q), _as_e4m3(b.mT, rotated, power_k).mT
         return original(a, b, *args, **kwargs)
 
     torch.matmul = watched  # type: ignore[assignment]
@@ -237,7 +240,7 @@ def _fp8_scores(rotated: bool) -> Iterator[None]:
         torch.matmul = original
 
 
-def _as_e4m3(x: torch.Tensor, rotated: bool) -> torch.Tensor:
+def _as_e4m3(x: torch.Tensor, rotated: bool, power: bool) -> torch.Tensor:
     """``x`` ``[..., D]`` as it comes back from e4m3 storage, float32."""
     if rotated:
         order = torch.arange(x.shape[-1])
@@ -246,5 +249,5 @@ def _as_e4m3(x: torch.Tensor, rotated: bool) -> torch.Tensor:
         parity = sum((common >> bit) & 1 for bit in range(7)) % 2
         x = x.float() @ (1.0 - 2.0 * parity) / x.shape[-1] ** 0.5
     amax = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-4)
-    scale = 2.0 ** torch.ceil(torch.log2(amax / 448.0))
-    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    scale = 2.0 ** torch.ceil(torch.log2(amax / 448.0)) if power else amax / 448.0
+    return (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() * scale

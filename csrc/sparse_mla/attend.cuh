@@ -1,7 +1,7 @@
 // Sparse MLA: attention of a tile of query heads over a list of latent rows.
 //
 // A tile has 64 rows: the heads of one query row, or of several neighbouring ones over the union of
-// their lists (pack.h): three rows of 20 heads fill 60 of 64. A list is split over the blocks of a
+// their lists (pack.h): eight rows of 8 heads, three of 20. A list is split over the blocks of a
 // cluster, which combine their partial results through distributed shared memory, in rank order.
 //
 //   loading warpgroup   gathers 64 keys a step. bfloat16: warps 0-1 fill stage 0, warps 2-3 stage 1;

@@ -44,11 +44,11 @@ __device__ __forceinline__ void combine(Shared& shared, const Params& params, co
   }
   __syncthreads();
 
-  const int columns = kValueDim / blocks;
-  const int quads = columns / 4;
+  const int first = split_begin(kValueDim / 4, rank, blocks);
+  const int quads = split_begin(kValueDim / 4, rank + 1, blocks) - first;
   for (int i = threadIdx.x; i < tile.used() * quads; i += kThreads) {
     const int row = i / quads;
-    const int column = rank * columns + i % quads * 4;
+    const int column = 4 * (first + i % quads);
     const uint32_t own = shared_address(&shared.partial[row * kPartialStride + column]);
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int r = 0; r < blocks; ++r) {

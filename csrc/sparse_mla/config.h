@@ -35,8 +35,8 @@ constexpr int kMathRegisters = 208;
 constexpr int kLoadRegisters = 88;
 constexpr int kMaxCluster = 16;  // beyond 8 a launch has to allow it, and the card to have room
 
-constexpr int kMaxQueries = 4;              // of a tile
-constexpr int kNoQuery = 8;                 // a tile row without a head
+constexpr int kMaxQueries = 8;              // of a tile: the bits of a key's mask
+constexpr int kNoQuery = kMaxQueries;       // a tile row without a head
 constexpr int kMaskRows = kNoQuery + 1;
 constexpr int kRotaryTile = kTiles - 1;     // probabilities take its place once there are scores
 constexpr float kSlack = 8;                 // in powers of two, that a peak may be behind
@@ -87,7 +87,7 @@ struct TileRows {
 IC_HD constexpr int head_blocks(int heads) { return ceil_div(heads, kRows); }
 IC_HD constexpr int heads_per_block(int heads) { return ceil_div(heads, head_blocks(heads)); }
 
-// Steps [begin, end) of split `rank` of `splits`.
+// Steps (or columns) [begin, end) of split `rank` of `splits`.
 IC_HD int split_begin(int steps, int rank, int splits) { return int(int64_t(steps) * rank / splits); }
 
 }  // namespace indexcache::sparse_mla

@@ -1,6 +1,6 @@
 // The union of a few neighbouring rows' lists, so that their attention shares one gather.
 //
-// Neighbouring queries select mostly the same keys. A tile of `rows` queries reads every key of the
+// Neighbouring queries share many of their keys. A tile of `rows` queries reads every key of the
 // union once; a mask says which of the queries selected it.
 //
 // The order is that of the lists, first row first, each slot where it occurs first: a function of
@@ -14,13 +14,13 @@
 namespace indexcache::sparse_mla {
 
 constexpr int kMaxPackedRows = kMaxQueries;
-constexpr int kMaxPackedSlots = 8192;  // rows * k
-constexpr int kTableBits = 14;
+constexpr int kMaxPackedSlots = 16384;  // rows * k
+constexpr int kTableBits = 15;
 constexpr int kTable = 1 << kTableBits;  // at most half full
 
 struct PackScratch {
-  int keys[kTable];        // -1: free
-  uint32_t masks[kTable];  // bit g: row g selected the slot
+  int keys[kTable];            // -1: free
+  uint32_t masks[kTable / 4];  // a byte each, of which bit g: row g selected the slot
   int ranks[kMaxPackedSlots];
   uint32_t repeated;
 };
@@ -41,7 +41,8 @@ IC_HD void insert(Block& block, PackScratch& scratch, int slot, int row) {
     const int there = block.replace(&scratch.keys[at], -1, slot);
     if (there == -1 || there == slot) break;
   }
-  if (block.set_bits(&scratch.masks[at], 1u << row) >> row & 1u) {
+  const uint32_t bit = at % 4 * 8 + row;
+  if (block.set_bits(&scratch.masks[at / 4], 1u << bit) >> bit & 1u) {
     block.set_bits(&scratch.repeated, 1u);
   }
 }
@@ -53,7 +54,7 @@ IC_HD int pack_rows(Block& block, const int* slots, int rows, int k, PackScratch
                     int* packed, unsigned char* masks) {
   block.each(kTable, [&](int i) {
     scratch.keys[i] = -1;
-    scratch.masks[i] = 0;
+    if (i % 4 == 0) scratch.masks[i / 4] = 0;
     if (i == 0) scratch.repeated = 0;
   });
   block.each(rows * k, [&](int i) {
@@ -64,7 +65,8 @@ IC_HD int pack_rows(Block& block, const int* slots, int rows, int k, PackScratch
     if (slots[i] < 0) return 0;
     const uint32_t own = 1u << (i / k);
     if (repeated) return own;
-    const uint32_t mask = scratch.masks[probe(scratch, slots[i])];
+    const int at = probe(scratch, slots[i]);
+    const uint32_t mask = scratch.masks[at / 4] >> at % 4 * 8 & 0xFF;
     return (mask & (own - 1)) == 0 ? mask : 0;
   };
   block.each(rows * k, [&](int i) { scratch.ranks[i] = mask_of(i) != 0; });

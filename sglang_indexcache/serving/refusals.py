@@ -39,6 +39,8 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
                 check_live_window(pattern)
     with found:
         _check_ray(cfg)
+    with found:
+        _check_multiplexing(cfg)
     if plan.mode == "live":
         with found:
             _check_live(cfg, plan)
@@ -69,6 +71,15 @@ def _check_ray(cfg: Any) -> None:
         raise SettingsError(
             "IndexCache does not work with --use-ray: SGLang loads no plugins in Ray's scheduler "
             "actors, where layers would be built without it. Drop the flag."
+        )
+
+
+def _check_multiplexing(cfg: Any) -> None:
+    """SGLang calls ``forward_split_prefill`` of a model, and only dense and Qwen models have it."""
+    if cfg.enable_pdmux:
+        raise SettingsError(
+            "--enable-pdmux does not work with models of DeepSeek Sparse Attention: SGLang cannot "
+            "run their prefill in pieces, and the first request would end the server. Drop it."
         )
 
 
@@ -175,9 +186,6 @@ def _check_graphs(cfg: Any, plan: Plan) -> None:
             cfg.speculative_algorithm is not None
         ),
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
-        "--enable-pdmux in live mode, whose groups of streams have graphs that read other masks": (
-            cfg.enable_pdmux and plan.mode == "live"
-        ),
         f"{ADAPTER.flag} in live mode, which exchanges weights that a graph has captured": (
             bool(plan.adapter) and plan.mode == "live"
         ),

@@ -77,4 +77,8 @@ def test_every_benchmark_tells_its_options(
     assert end.value.code == 0
     told = capsys.readouterr().out
     assert "--publish" in told
-    assert "--quick" in told or module in ("benchmarks.expect", "benchmarks.redraw")
+    assert "--quick" in told or module in (
+        "benchmarks.expect",
+        "benchmarks.redraw",
+        "benchmarks.kernels.yardstick",
+    )

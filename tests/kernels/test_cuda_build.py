@@ -338,11 +338,11 @@ def test_launches_that_the_kernels_cannot_do_are_refused(
 ) -> None:
     mla = cuda.library("sparse_mla")
     slots = torch.zeros(4, 4096, dtype=torch.int32)
-    with pytest.raises(ValueError, match="cannot pack 3 rows of 4096 slots"):
-        mla.sparse_mla_pack(slots, 3, slots, slots, slots)
+    with pytest.raises(ValueError, match="cannot pack 5 rows of 4096 slots"):
+        mla.sparse_mla_pack(slots, 5, slots, slots, slots)
     q, cache = torch.zeros(4, 33, 576, dtype=torch.bfloat16), torch.zeros(1, 656)
-    with pytest.raises(ValueError, match="a cluster of 3"):
-        mla.sparse_mla_attend(q, cache, slots, None, None, 1, 1.0, None, 3, q, q)
+    with pytest.raises(ValueError, match="a cluster of 17"):
+        mla.sparse_mla_attend(q, cache, slots, None, None, 1, 1.0, None, 17, q, q)
     with pytest.raises(ValueError, match="2 rows of 33 heads in one tile"):
         mla.sparse_mla_attend(q, cache, slots, None, None, 2, 1.0, None, 1, q, q)
 

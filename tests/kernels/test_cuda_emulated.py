@@ -471,9 +471,14 @@ MLA_CASES = [
     # heads, rows per tile, cluster, fp8, sinks
     (20, 3, 1, False, False),
     (20, 3, 1, True, True),
+    (8, 8, 1, False, False),
+    (8, 8, 1, True, True),
+    (16, 4, 1, True, False),
     (20, 1, 4, False, True),
     (20, 1, 2, True, False),
     (20, 1, 16, False, False),
+    (8, 1, 7, False, True),
+    (8, 1, 3, True, False),
     (1, 4, 1, False, False),
     (64, 1, 1, False, False),
     (65, 1, 2, False, True),
@@ -490,7 +495,7 @@ def test_attend(
     with_sinks: bool,
     random: np.random.Generator,
 ) -> None:
-    rows, k, pool, scale = 4, 200, 300, 0.07
+    rows, k, pool, scale = 11 if packed_rows == 8 else 4, 200, 300, 0.07
     torch.manual_seed(int(random.integers(1 << 31)))
     q = torch.randn(rows, heads, 576).bfloat16()
     latent = torch.randn(pool, 576).bfloat16()

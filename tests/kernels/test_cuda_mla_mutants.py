@@ -71,7 +71,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "  __syncthreads();\n  const int m = threadIdx.x;", "  const int m = threadIdx.x;", "both",
     ),
     "weights are not complete": (
-        "  __syncthreads();\n\n  const int columns", "  const int columns", "both",
+        "  __syncthreads();\n\n  const int first", "  const int first", "both",
     ),
     "roles start before the barriers are there": (
         "  __syncthreads();\n\n  if (threadIdx.x >= kMathThreads) {",
@@ -80,7 +80,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 NUMBERS = {name: number for number, name in enumerate(MUTANTS)}
 TRIES = 8
-CLUSTER = 2
+CLUSTER = 3
 
 
 @cache

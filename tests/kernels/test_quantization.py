@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +11,17 @@ from sglang_indexcache.kernels.contract import page_bytes
 from sglang_indexcache.kernels.indexer import quantization as q
 
 
-def test_error_is_within_half_a_step(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_error_is_within_half_a_step(generator: torch.Generator, power_of_two: bool) -> None:
     x = torch.randn(200, 128, generator=generator) * torch.logspace(-6, 6, 200)[:, None]
-    values, scales = q.quantize_e4m3(x)
+    values, scales = q.quantize_e4m3(x, power_of_two=power_of_two)
     restored = values.double() * scales[:, None].double()
     # e4m3 has 3 mantissa bits: half a step is 2^-4 of the value, or half the smallest subnormal.
     bound = torch.maximum(x.double().abs() * 2**-4, scales[:, None].double() * 2**-10)
     assert ((restored - x.double()).abs() <= bound * 1.0001).all()
-    assert torch.equal(scales, torch.exp2(torch.log2(scales).round()))
+    rounded = torch.exp2(torch.log2(scales).round())
+    least = x.abs().amax(1).clamp_min(q.AMAX_FLOOR) / q.E4M3_MAX
+    assert torch.equal(scales, rounded if power_of_two else least)
 
 
 @given(st.floats(1e-3, 1e6))

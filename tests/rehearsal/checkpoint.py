@@ -21,6 +21,7 @@ from sglang_indexcache.support.text import make_tokenizer
 from tests.rehearsal.stage.kernels.quantized import E4M3, GROUP, LARGEST, from_blocks
 
 FP8 = "-fp8"
+MTP = "-mtp"
 IN_BFLOAT16 = "bfloat16"
 TOPK = 128
 LAYERS = 6
@@ -51,7 +52,7 @@ _HEADS: dict[str, dict[str, int]] = {
 }
 
 
-def make(folder: Path, family: str = "glm-5") -> Path:
+def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
     """Write the checkpoint: 6 layers, 8 heads, 50 MB in bfloat16.
 
     The widths that kernels insist on are a card's: latents of 512 and 64, index keys of 128.
@@ -59,11 +60,16 @@ def make(folder: Path, family: str = "glm-5") -> Path:
     Args:
         folder: created if missing.
         family: ``glm-5`` or ``deepseek-v3.2``; with ``-fp8`` its products are quantised by blocks,
-            and the folder ``bfloat16`` in it holds the same values for who reads no FP8.
+            and the folder ``bfloat16`` in it holds the same values for who reads no FP8; with
+            ``-mtp`` there is a draft layer behind the others.
+        fields: of the config, other than usual.
     """
+    if family.endswith(MTP):
+        # The kernel in front of a draft takes no 256.
+        return _add_draft(make(folder, family.removesuffix(MTP), hidden_size=512))
     if family.endswith(FP8):
         return _quantize(make(folder / IN_BFLOAT16, family.removesuffix(FP8)), folder)
-    config = small_config(BY_NAME[family], "small", VOCAB, {**_FIELDS, **_HEADS[family]})
+    config = small_config(BY_NAME[family], "small", VOCAB, {**_FIELDS, **_HEADS[family], **fields})
     tokenizer = make_tokenizer(VOCAB)
     model = random_model(BY_NAME[family], config, tokenizer, seed=0)
     _tame(model)
@@ -82,6 +88,34 @@ def _tame(model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.05)
+
+
+def _add_draft(folder: Path) -> Path:
+    """Add a layer that drafts the second next token, and is right about it now and then.
+
+    Large embeddings let the newest token decide much of the next, which is what this layer hands
+    through: it is the last layer again, with small contributions of its own.
+    """
+    path = next(folder.glob("*.safetensors"))
+    stored = load_file(path)
+    stored["model.embed_tokens.weight"] *= 4
+    width = stored["model.embed_tokens.weight"].shape[1]
+    draft = f"model.layers.{LAYERS}."
+    for name, tensor in list(stored.items()):
+        if name.startswith(last := f"model.layers.{LAYERS - 1}."):
+            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+            stored[name.replace(last, draft)] = tensor * (1 / 8 if adds else 1)
+    one = torch.ones(width, dtype=torch.bfloat16)
+    stored |= {draft + name: one.clone() for name in ("enorm.weight", "hnorm.weight")}
+    stored[draft + "shared_head.norm.weight"] = one.clone()
+    stored[draft + "eh_proj.weight"] = torch.cat(
+        (torch.eye(width), torch.zeros(width, width)), 1
+    ).bfloat16()
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def is_quantized(name: str) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from sglang_indexcache.ask.launch import Server
 from tests.rehearsal import checkpoint
 from tests.rehearsal.questions import Judge
+from tests.rehearsal.stage import mutants
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -72,7 +73,11 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
 
     @contextmanager
     def start(
-        *arguments: str, backend: str = "indexcache", cards: int = 1, family: str = "glm-5"
+        *arguments: str,
+        backend: str = "indexcache",
+        cards: int = 1,
+        family: str = "glm-5",
+        mutant: str = "",
     ) -> Iterator[Any]:
         command = [
             *("--model-path", str(models(family))),
@@ -82,12 +87,12 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
             *arguments,
         ]
         log = logs / f"{len(list(logs.iterdir()))}.log"
-        cards_there = {"INDEXCACHE_REHEARSAL_CARDS": str(cards)}
-        with Server(command, log, env={**environment, **cards_there}) as server:
+        this = {"INDEXCACHE_REHEARSAL_CARDS": str(cards), mutants.VARIABLE: mutant}
+        with Server(command, log, env={**environment, **this}) as server:
             try:
                 yield server.wait_until_ready()
-            except BaseException:
-                print(server.log_tail(60))
+            except BaseException as error:
+                error.add_note(server.log_tail(60))
                 raise
             finally:
                 server.stop(grace=0)

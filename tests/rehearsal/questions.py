@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ PATTERNS = [QUARTER, "F" * LAYERS, "FSFSFS", "FSSSSS"]
 LENGTHS = [300, 260, 205, 330]
 ANSWER = 6
 EAGER = ("--disable-cuda-graph",)
-DECODE_GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "4", "--disable-prefill-cuda-graph")
+DECODE = ("--cuda-graph-bs-decode", "1", "2", "4")
+DECODE_GRAPHS = (*DECODE, "--disable-prefill-cuda-graph")
 
 
 def prompt(length: int) -> list[int]:
@@ -47,6 +49,25 @@ def ask(
         [(logprob, token) for logprob, token, *_ in one["meta_info"]["output_token_logprobs"]]
         for one in replies
     ]
+
+
+def alone_and_together(
+    client: Client, asked: Sequence[tuple[int, str | None]]
+) -> tuple[list[Any], list[Any]]:
+    """The answers to requests one by one, and in a batch; neither finds the other's prefixes."""
+    client.flush_cache()
+    together = ask(client, *asked)
+    client.flush_cache()
+    return [ask(client, one)[0] for one in asked], together
+
+
+def behind_another_pattern_and_first(client: Client) -> tuple[list[Any], list[Any]]:
+    """What a prompt is answered under a pattern when another's prefix is cached, and when none."""
+    client.flush_cache()
+    ask(client, (LENGTHS[0], PATTERNS[0]))
+    behind = ask(client, (LENGTHS[0], PATTERNS[-1]))[0]
+    client.flush_cache()
+    return behind, ask(client, (LENGTHS[0], PATTERNS[-1]))[0]
 
 
 def prompt_logprobs(client: Client, length: int, pattern: str | None) -> torch.Tensor:
@@ -107,8 +128,14 @@ class Judge:
             if fp8_kv:
                 _quantize_inputs(made, _reads_latents)
 
-        exact = Oracle(model, torch.float32, fp8_indexer=True)
-        rounded = Oracle(model, torch.bfloat16, fp8_indexer=True)
+        # On Hopper SGLang rounds scales to powers of two where queries are quantised by themselves,
+        # and not where that is fused with their rotation (GLM-5), nor where keys are stored.
+        family = json.loads((model / "config.json").read_text())["model_type"]
+        rounds = (family == "deepseek_v32", False)
+        exact, rounded = (
+            Oracle(model, dtype, fp8_indexer=True, powers_of_two=rounds)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
         exact.prepare = rounded.prepare = prepare
         self._exact, self._rounded = (cache(partial(_read, one)) for one in (exact, rounded))
 

@@ -16,12 +16,13 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from tests.rehearsal.conftest import Judges, Rehearse
 from tests.rehearsal.questions import (
+    DECODE,
     DECODE_GRAPHS,
     EAGER,
     LENGTHS,
     PATTERNS,
     QUARTER,
-    ask,
+    alone_and_together,
     prompt,
     prompt_logprobs,
 )
@@ -29,6 +30,18 @@ from tests.rehearsal.questions import (
 LIVE = ("--indexcache-mode", "live")
 TP_2 = ("--tp", "2")
 FP8_KV = ("--kv-cache-dtype", "fp8_e4m3")
+PREFILL_GRAPHS = (
+    "--cuda-graph-backend-prefill",
+    "breakable",
+    "--cuda-graph-bs-prefill",
+    "352",
+    "1120",
+)
+MTP = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
+    *("--speculative-draft-attention-backend", "indexcache"),
+)
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 
 
@@ -92,6 +105,8 @@ CASES = [
         rehearses=("chunked prefill",),
         same_chunks=False,
     ),
+    Case("prefill graphs", (*DECODE, *PREFILL_GRAPHS), rehearses=("CUDA graphs",)),
+    Case("MTP", (*DECODE_GRAPHS, *MTP), family="glm-5-mtp", rehearses=("MTP / EAGLE",)),
     Case(
         "graphs of patterns",
         (*LIVE, *DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF"),
@@ -99,7 +114,7 @@ CASES = [
     ),
     Case(
         "pipeline parallelism",
-        ("--pp-size", "2", *EAGER),
+        ("--pp-size", "2", *DECODE_GRAPHS),
         cards=2,
         rehearses=("pipeline parallelism",),
     ),
@@ -129,40 +144,39 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def client(case: Case, rehearse: Rehearse) -> Iterator[Client]:
-    flags = ("--indexcache-pattern", QUARTER, *case.flags)
-    with rehearse(*flags, cards=case.cards, family=case.family) as client:
+    given = ("--indexcache-pattern", QUARTER, *case.flags)
+    with rehearse(*given, cards=case.cards, family=case.family) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def together(case: Case, client: Client) -> list[Any]:
-    return ask(client, *case.asked)
+def answers(case: Case, client: Client) -> tuple[list[Any], list[Any]]:
+    return alone_and_together(client, case.asked)
 
 
 def tokens(answers: list[Any]) -> list[list[int]]:
     return [[token for _, token in answer] for answer in answers]
 
 
-def test_an_answer_alone_is_the_same_bits(case: Case, client: Client, together: list[Any]) -> None:
-    client.flush_cache()
-    alone = [ask(client, one)[0] for one in case.asked]
+def test_an_answer_alone_is_the_same_bits(case: Case, answers: tuple[list[Any], list[Any]]) -> None:
+    alone, together = answers
     assert alone == together if case.same_chunks else tokens(alone) == tokens(together)
 
 
 def test_prompts_and_answers_are_those_of_transformers(
-    case: Case, client: Client, judges: Judges, together: list[Any]
+    case: Case, client: Client, judges: Judges, answers: tuple[list[Any], list[Any]]
 ) -> None:
     judge = judges(case.family, set(FP8_KV) <= set(case.flags))
     length, named = case.asked[-1]
     judge.check(prompt_logprobs(client, length, named), prompt(length), case.patterns[-1])
     if case.answers_judged:
         under = list(zip(LENGTHS, case.patterns, strict=True))
-        apart, bound = judge.answers_apart(under, together)
+        apart, bound = judge.answers_apart(under, answers[1])
         assert apart < bound
 
 
 def test_layers_that_are_shared_in_every_pattern_ran_no_indexer(
-    case: Case, client: Client, together: list[Any]
+    case: Case, client: Client, answers: tuple[list[Any], list[Any]]
 ) -> None:
     full = {layer for pattern in case.patterns for layer in Pattern(pattern).full_layers}
     ran: set[int] = set()

@@ -14,6 +14,7 @@ from tests.rehearsal.stage.kernels import (
     indexer,
     quantized,
     rotary,
+    speculative,
 )
 from tests.rehearsal.stage.registry import REFERENCES
 
@@ -303,6 +304,38 @@ def test_routing_is_that_of_transformers() -> None:
         assert ids[row].tolist() == best
         picked = scores[row, best]
         torch.testing.assert_close(weights[row], picked / picked.sum() * 2.5)
+
+
+def test_a_chain_is_accepted_as_far_as_the_target_goes_along() -> None:
+    lengths, drafts = torch.tensor([5, 3, 9]), 4
+    links = [torch.full((3, drafts), -7) for _ in range(3)]
+    mask, positions = torch.zeros(drafts * int((lengths + drafts).sum())), torch.zeros(12)
+    nothing = torch.zeros(3, 0)
+    speculative.build_tree(
+        nothing, nothing, lengths, mask, positions, *links, 1, drafts - 1, drafts, 0
+    )
+    assert positions.tolist() == [5, 6, 7, 8, 3, 4, 5, 6, 9, 10, 11, 12]
+    for row, request in enumerate(mask.split((drafts * (lengths + drafts)).tolist())):
+        seen = request.view(drafts, -1)
+        assert not seen[:, : lengths[row]].any()
+        assert seen.sum(1).tolist() == [1, 2, 3, 4]
+    # Tokens to verify, and what the target says comes behind each of them.
+    candidates = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
+    target = torch.tensor([[11, 12, 99, 14], [98, 22, 23, 24], [31, 32, 33, 34]])
+    accepted, count = torch.full((3, drafts), -1), torch.full((3,), -1)
+    predicts = torch.full((12,), -1)
+    speculative.verify_greedy(predicts, accepted, count, candidates, *links, target)
+    assert accepted.tolist() == [[0, 1, 2, -1], [4, -1, -1, -1], [8, 9, 10, 11]]
+    assert count.tolist() == [2, 0, 3]
+    assert predicts.tolist() == [11, 12, 99, -1, 98, -1, -1, -1, 31, 32, 33, 34]
+
+
+def test_a_drafts_input_is_two_norms_side_by_side() -> None:
+    embedding, hidden, out = bf16(3, 8), bf16(3, 8), torch.empty(3, 16, dtype=torch.bfloat16)
+    weights = bf16(8), bf16(8)
+    speculative.fused_eh_norm(embedding, hidden, *weights, out, 0.0)
+    for x, weight, got in zip((embedding, hidden), weights, out.chunk(2, -1), strict=True):
+        close(got, torch.nn.functional.rms_norm(x.double(), (8,), weight.double(), 0.0))
 
 
 def test_every_reference_has_a_name_that_says_how_it_is_reached() -> None:

@@ -24,6 +24,7 @@ from tests.rehearsal.questions import (
     QUARTER,
     Judge,
     ask,
+    behind_another_pattern_and_first,
     prompt,
     prompt_logprobs,
 )
@@ -60,9 +61,8 @@ class TestLive:
         client.flush_cache()
         same = [ask(client, (LENGTHS[0], PATTERNS[0]))[0] for _ in range(2)]
         assert same == [alone[0]] * 2
-        other = ask(client, (LENGTHS[0], "FSSSSS"))[0]
-        client.flush_cache()
-        assert ask(client, (LENGTHS[0], "FSSSSS"))[0] == other
+        behind, first = behind_another_pattern_and_first(client)
+        assert behind == first
 
     @pytest.mark.parametrize("case", range(4))
     def test_prompts_are_read_as_by_transformers_and_under_no_other_pattern(

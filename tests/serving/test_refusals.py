@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang
 from sglang.srt import platforms
 from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
 from sglang_indexcache.errors import PatternError, SettingsError
+from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.refusals import check, stage_starts
 from tests.serving.plans import plan
@@ -160,6 +163,23 @@ def test_a_model_that_hands_no_indices_on_starts_every_stage_on_a_full_layer() -
     check(flags(), plan("FSS", **HYBRID), 14)
 
 
+def test_prefill_in_pieces() -> None:
+    with pytest.raises(SettingsError, match="--enable-pdmux does not work with models of"):
+        check(flags(enable_pdmux=True), plan("FSS"), 3)
+
+
+def test_no_model_of_ours_has_prefill_in_pieces() -> None:
+    files = (Path(sglang.__file__).parent / "srt" / "models").glob("*.py")
+    served = {
+        name: "forward_split_prefill" in text
+        for text in map(Path.read_text, files)
+        for name in BY_ARCHITECTURE
+        if f"class {name}(" in text
+    }
+    assert {"GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM"} <= served.keys()
+    assert not any(served.values())
+
+
 def test_stage_starts_in_pattern_positions() -> None:
     assert stage_starts(range(6), 6, 2) == [3]
     assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
@@ -175,7 +195,6 @@ def test_stage_starts_in_pattern_positions() -> None:
         ({}, {"cuda_graph_backend_decode": "disabled"}, "switched off"),
         ({}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm, whose verification"),
         ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
-        (LIVE, {"enable_pdmux": True}, "--enable-pdmux in live mode"),
         ({"architecture": "Glm5NextForConditionalGeneration"}, {}, "a Glm5Next"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Index-K storage: e4m3 with one power-of-two scale per token, in pages of 64 tokens.
+"""Index-K storage: e4m3 with one scale per token, in pages of 64 tokens.
 
 A page is ``64 * 128`` bytes of e4m3 followed by 64 float32 scales, the layout that SGLang's
 ``IndexKeyCache`` and DeepGEMM's paged logits kernel share (8448 bytes for a 128-wide key).
@@ -15,19 +15,25 @@ AMAX_FLOOR = 1e-4
 """Below this a row counts as zero; SGLang's ``act_quant`` uses the same floor."""
 
 
-def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row to e4m3 with a power-of-two scale (SGLang's ``act_quant``, "ue8m0").
+def quantize_e4m3(
+    x: torch.Tensor, *, power_of_two: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row to e4m3.
 
     Args:
         x: ``[..., D]`` floating point.
+        power_of_two: round the scale up to one, as SGLang's ``act_quant`` ("ue8m0") does. Its CUDA
+            kernels that store index keys, and the one that rotates GLM-5's queries, do not.
 
     Returns:
         ``[..., D]`` float8_e4m3fn and ``[...]`` float32 scales; ``x ~= values * scale``.
     """
     x = x.float()
     amax = x.abs().amax(-1).clamp_min(AMAX_FLOOR)
-    scale = torch.exp2(torch.ceil(torch.log2(amax / E4M3_MAX)))
-    values = (x / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = amax / E4M3_MAX
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    values = (x * (1.0 / scale)[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return values, scale
 
 

@@ -1,10 +1,10 @@
 """Sparse MLA on Hopper (csrc/sparse_mla): any head count from 1 to 128, bfloat16 or FP8 cache.
 
 The tensor cores work on tiles of 64 rows. Where there are enough query rows to fill the GPU,
-neighbouring rows share a tile, and the gather of the union of their lists: three rows of 20 heads
-fill 60 of 64. Where there are few (decode), a row has a tile to itself and its list is split over
-the blocks of a cluster, which combine their results inside the launch; tile rows without a head
-then idle, and the gather is what takes time.
+neighbouring rows share a tile, and the gather of the union of their lists: eight rows of 8 heads,
+four of 16, three of 20. Where there are few (decode), a row has a tile to itself and its list is
+split over the blocks of a cluster, which combine their results inside the launch; tile rows without
+a head then idle, and the gather is what takes time.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ from sglang_indexcache.kernels.cuda import (
 TILE_ROWS = 64
 TILE_KEYS = 64
 MAX_CLUSTER = 16
-MAX_PACKED_ROWS = 4
-MAX_PACKED_SLOTS = 8192
+MAX_PACKED_ROWS = 8
+MAX_PACKED_SLOTS = 16384
 """``kRows``, ``kKeys``, ``kMaxCluster`` of csrc/sparse_mla/config.h, the rest of pack.h."""
 
 
@@ -115,19 +115,15 @@ def rows_per_tile(rows: int, heads: int, k: int, sms: int) -> int:
 
 
 def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -> int:
-    """Blocks that share a list: the largest power of two that all run at once.
+    """Blocks that share a list: so many that its longest part is as short as can be.
 
     Args:
         at_once: clusters of so many blocks that the GPU runs at once.
     """
-    size = 1
-    while (
-        size < MAX_CLUSTER
-        and 2 * size * TILE_KEYS <= k + TILE_KEYS - 1
-        and rows * head_blocks(heads) <= at_once(2 * size)
-    ):
-        size *= 2
-    return size
+    steps = -(-k // TILE_KEYS)
+    sizes = range(min(MAX_CLUSTER, steps), 1, -1)
+    most = next((size for size in sizes if rows * head_blocks(heads) <= at_once(size)), 1)
+    return -(-steps // -(-steps // most))
 
 
 def clusters_at_once(cache: torch.Tensor, size: int) -> int:

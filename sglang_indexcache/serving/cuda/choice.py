@@ -147,8 +147,6 @@ def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
         yield "--dcp-size gives every GPU some tokens of a request"
     if cfg.enable_kv_cache_sharding:
         yield "--enable-kv-cache-sharding moves pages"
-    if cfg.enable_pdmux:
-        yield "--enable-pdmux gives decode a part of the multiprocessors, and ours count on all"
 
 
 def _selection_obstacles(model: Any) -> Iterator[str]:

@@ -95,6 +95,18 @@ def _exact(product: Any) -> Callable[..., Any]:
     return run
 
 
+def takes_part(stream: Any) -> bool:
+    """Whether what ``stream`` launches now would be recorded behind something that already is."""
+    return is_capturing() and id(stream) in _thread.places
+
+
+def stand_in() -> None:
+    """Let SGLang ask here which streams a capture has; it asks CUDA's runtime past torch."""
+    import sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph as package
+
+    package.breakable_cuda_graph._is_stream_capturing = takes_part
+
+
 def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run what stands for one kernel; a recording keeps it whole, as one entry."""
     with torch._C.DisableTorchFunction(), _without_modes():

@@ -47,7 +47,6 @@ def server(**fields: Any) -> Any:
             "enable_hisparse": False,
             "enable_prefill_cp": False,
             "enable_kv_cache_sharding": False,
-            "enable_pdmux": False,
             "dcp_size": 1,
             "tp_size": 1,
             "attn_dp_size": 1,
@@ -212,7 +211,6 @@ BAD_INDEXERS = [
     ({}, {"enable_prefill_cp": True}, "--enable-prefill-cp"),
     ({}, {"dcp_size": 2}, "--dcp-size"),
     ({}, {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
-    ({}, {"enable_pdmux": True}, "--enable-pdmux"),
 ]
 
 
@@ -237,7 +235,6 @@ def test_what_our_indexer_cannot_do(fields: Any, flags: Any, says: str) -> None:
         ({}, {"kv_cache_dtype": "fp4_e2m1"}, "cannot read a fp4_e2m1 cache"),
         ({}, {"enable_hisparse": True}, "--enable-hisparse"),
         ({}, {"dcp_size": 2}, "--dcp-size"),
-        ({}, {"enable_pdmux": True}, "--enable-pdmux"),
     ],
 )
 def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> None:

@@ -7,7 +7,8 @@ import torch
 from tests.rehearsal.stage.registry import reference
 
 
-def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm of the last dimension, in float64."""
     x = x.double()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
@@ -15,7 +16,7 @@ def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @reference("flashinfer.norm:rmsnorm")
 def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):  # type: ignore[no-untyped-def]
     """Root mean square norm of the last dimension."""
-    normed = _rms(input, weight, eps).to(input.dtype)
+    normed = rms(input, weight, eps).to(input.dtype)
     return normed if out is None else out.copy_(normed)
 
 
@@ -24,7 +25,7 @@ def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):  # ty
     """``residual += input``, then ``input`` is its norm; the sum is not rounded in between."""
     total = input.double() + residual.double()
     residual.copy_(total)
-    input.copy_(_rms(total, weight, eps))
+    input.copy_(rms(total, weight, eps))
 
 
 @reference("flashinfer.norm:layernorm")
@@ -75,3 +76,9 @@ def tiny_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 def clamp_position(out: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """The newest token's position of each sequence."""
     out.copy_((seq_lens - 1).clamp_min(0))
+
+
+@reference("sgl_kernel:weak_ref_tensor")
+def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is a graph's; here it is kept by whoever has it."""
+    return tensor

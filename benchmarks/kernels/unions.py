@@ -1,0 +1,100 @@
+"""How many keys the lists of neighbouring rows have between them: what packed attention gathers.
+
+Runs the small trained checkpoint in transformers over the text that searches use and counts, for
+every layer, the union of 2 to 8 neighbouring rows' lists over the length of one list. Rows that see
+no more tokens than a list has are left out. One small model of byte-like tokens says little of a
+large one with lists of 2,048; but these are selections of a trained indexer, not made ones.
+
+python -m benchmarks.kernels.unions
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.recent_window import TINY, with_lists
+from benchmarks.records import read_arguments
+from sglang_indexcache.bench.tables import Grid
+from sglang_indexcache.search.calibration import Score
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.setup import Setup
+from sglang_indexcache.study.provenance import machine
+from sglang_indexcache.support.files import write_json
+
+ROWS = range(1, 9)
+SETTINGS = ((64, 512), (32, 512), (16, 512))
+"""Length of a list, and of the text; the model was trained for texts of 512."""
+
+
+def union_sizes(lists: NDArray[np.integer], rows: int, tokens: int) -> NDArray[np.floating]:
+    """Keys that neighbouring rows select between them, over the keys of one.
+
+    Args:
+        lists: ``[T, k]`` positions, -1 for none.
+        rows: that share a tile.
+        tokens: of the sequence, at least all positions + 1.
+
+    Returns:
+        One number a tile of rows that see more than k tokens.
+    """
+    full = lists[lists.shape[1] :]
+    chosen = np.zeros((len(full), tokens), dtype=bool)
+    np.put_along_axis(chosen, full, values=True, axis=1)
+    tiles = chosen[: len(full) // rows * rows].reshape(-1, rows, tokens)
+    sizes: NDArray[np.floating] = tiles.any(1).sum(1) / lists.shape[1]
+    return sizes
+
+
+def measure(topk: int, length: int, texts: int, work: Path) -> dict[str, Any]:
+    """Means over tiles, by rows of a tile: of each layer."""
+    model = with_lists(work / f"top{topk}", topk)
+    setup = Setup.read(model, context=length, batches=texts, score=Score.ALL)
+    evaluator = TransformersEvaluator(model, setup.calibration)
+    selected = [evaluator.selected(ids) for ids in setup.calibration.sequences]
+    unions = {
+        rows: [
+            float(np.mean(np.concatenate([union_sizes(one[n], rows, length) for one in selected])))
+            for n in range(evaluator.num_layers)
+        ]
+        for rows in ROWS
+    }
+    by_layer = {str(rows): [round(mean, 3) for mean in means] for rows, means in unions.items()}
+    return {"list": topk, "tokens": length, "texts": len(selected), "data": setup.data} | {
+        "union": by_layer
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Means over layers."""
+    header = ("list, text", *(f"{rows} rows" for rows in ROWS))
+    cells = tuple(
+        (
+            f"{one['list']} of {one['tokens']}",
+            *(f"{np.mean(by_layer):.2f}" for by_layer in one["union"].values()),
+        )
+        for one in found["rows"]
+    )
+    return Grid("", header, cells).to_markdown()
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=int, default=8)
+    options = read_arguments(parser, "kernels/unions.json", quick={"texts": 1})
+    with tempfile.TemporaryDirectory() as work:
+        rows = [measure(*setting, options.texts, Path(work)) for setting in SETTINGS]
+    record = {"command": options.command, "model": TINY.name, "machine": machine(), "rows": rows}
+    write_json(options.output, record)
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()
