@@ -102,7 +102,7 @@ class Run:
 
 
 def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
-    """Every run with a length at which it is asked, what matters most first."""
+    """Every run with a length at which it is asked."""
     free = [Run(ALL_F), Run(PATTERN), Run(SEARCHED)]
 
     def healings(kinds: Sequence[str], length: int, steps: int) -> list[Run]:
@@ -111,7 +111,6 @@ def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
     kinds = [run for kind in KINDS for run in healings([kind], LENGTH, STEPS)]
     fewer = healings(KINDS, LENGTH, FEW)
     lengths = [run for length in (256, 1024) for run in healings([SOURCE], length, FEW)]
-    first = [*free, *fewer[: len(KINDS)], *kinds]
     mixtures = [
         Run(PATTERN, SOURCE, LENGTH, STEPS, seed, sparse_length)
         for seed in seeds
@@ -119,14 +118,8 @@ def all_cells(seeds: Sequence[int]) -> list[tuple[Run, int]]:
     ]
     mixtures += healings([SOURCE], 2048, STEPS)
     mixtures += [replace(run, pattern=SEARCHED) for run in healings([SOURCE], LENGTH, STEPS)]
-    return [
-        *((run, asked) for run in first for asked in (LENGTH, 256)),
-        *((run, asked) for run in fewer[len(KINDS) :] for asked in (LENGTH, 256)),
-        *((run, 1024) for run in first),
-        *((run, asked) for run in lengths for asked in (LENGTH, 256, 1024)),
-        *((run, 2048) for run in (*first, *lengths)),
-        *((run, asked) for run in mixtures for asked in ASKED),
-    ]
+    runs = (*free, *fewer, *kinds, *lengths, *mixtures)
+    return [(run, asked) for run in runs for asked in ASKED]
 
 
 def texts_of(kind: str, seed: int) -> Iterator[dict[str, Any]]:
