@@ -33,6 +33,7 @@ class Caught:
 
 
 CAUGHT = {
+    "adopts_only_once": Caught("pipeline parallelism", "the buffer holds those of position"),
     "leaves_the_drafts_backend_unnamed": Caught("MTP", "EAGLE is not supported in decode"),
     "writes_masks_that_no_graph_reads": Caught("graphs of patterns", OTHER_ANSWERS),
 }

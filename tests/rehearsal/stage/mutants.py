@@ -25,6 +25,23 @@ def put_back() -> None:
 
 
 @_mutant
+def adopts_only_once() -> None:
+    """What an earlier stage selected is taken into an empty buffer only.
+
+    A capture runs the layers three times, and finds it full from the second on.
+    """
+    from sglang_indexcache.serving.index_buffer import IndexBuffer
+
+    adopt = IndexBuffer.adopt
+
+    def mutant(self: IndexBuffer, layer: int, carried: Any) -> None:
+        if self.held is None:
+            adopt(self, layer, carried)
+
+    IndexBuffer.adopt = mutant  # type: ignore[method-assign]
+
+
+@_mutant
 def leaves_the_drafts_backend_unnamed() -> None:
     """Our name stays for the draft, and SGLang knows no such backend for one."""
     from sglang_indexcache.serving import plugin
