@@ -17,8 +17,13 @@ def test_a_signal_ends_the_run_and_says_how_to_continue(
 ) -> None:
     console = Console(file=io.StringIO(), width=500)
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), resumable(console, tmp_path, "what was found"):
-        os.kill(os.getpid(), number)
+    # What a shell starts in the background ignores Ctrl-C, and so would these tests.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), resumable(console, tmp_path, "what was found"):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert signal.getsignal(signal.SIGTERM) is before
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said == f"interrupted: what was found is in {tmp_path}; the same command continues\n"
