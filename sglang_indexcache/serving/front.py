@@ -164,12 +164,22 @@ async def _generate(
         async with aclosing(original(manager, incoming, *args, **kwargs)) as answers:
             async for answer in answers:
                 told.answer(answer)
+                if not getattr(incoming, "stream", False):
+                    # All is answered. SGLang's routes take this and drop us, and to be closed only
+                    # when collected is too late for a client that asks again at once.
+                    _release(named)
                 yield answer
     finally:
-        _in_flight.subtract(named)
-        for pattern in named:
-            if not _in_flight[pattern]:
-                del _in_flight[pattern]
+        _release(named)
+
+
+def _release(named: set[Pattern]) -> None:
+    """Take the names of a request back, once."""
+    _in_flight.subtract(named)
+    for pattern in named:
+        if not _in_flight[pattern]:
+            del _in_flight[pattern]
+    named.clear()
 
 
 def _admit(plan: Plan, incoming: Any, told: Told) -> set[Pattern]:

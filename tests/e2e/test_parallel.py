@@ -102,6 +102,7 @@ class TestDpAttention:
         """In each S layer, at all rows that see more than 64 tokens, whoever forwards them."""
         pattern = Pattern("FFFSSS")  # of no other test here, so nothing was looked at before
         dp_attention.switch_pattern(str(pattern))
+        check_metrics(dp_attention)  # what other tests asked is exported
         told, prompts = scraped(dp_attention), [prompt(length, 40) for length in (70, 90, 131, 250)]
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda ids: greedy(dp_attention, ids, 8), prompts))

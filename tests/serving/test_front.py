@@ -285,6 +285,18 @@ def test_so_many_patterns_at_once() -> None:
     asyncio.run(check())
 
 
+def test_a_whole_answer_gives_its_names_back() -> None:
+    """SGLang's routes take the one answer and never close what it came from."""
+
+    async def check() -> None:
+        held = [generate(incoming(*LEGAL[n : n + 32], stream=False)) for n in (0, 8)]
+        for begun in held:
+            assert len(await anext(begun)) == 32
+            assert not front._in_flight
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_too_many_is_told_to_try_again(stream: bool) -> None:
     front._in_flight.update(front.resolve(plan("F" * 8, mode="live"), name) for name in LEGAL[:32])
