@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,13 @@ from sglang_indexcache.heal.optimizer import (
 )
 from sglang_indexcache.heal.packing import Layout, PackedBatch
 from sglang_indexcache.heal.passing import Passing, pass_through
-from sglang_indexcache.heal.run_folder import HealRun, HeldOutEvaluation, Position, State
+from sglang_indexcache.heal.run_folder import (
+    HealRun,
+    HeldOutEvaluation,
+    Position,
+    State,
+    Tensors,
+)
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -61,9 +67,8 @@ class NotFiniteError(TrainingError):
     """The loss is infinite or not a number."""
 
 
-Tensors = dict[str, torch.Tensor]
-OnStep = Callable[[int, Callable[[], Tensors]], None]
-"""Called after each step with how many are done, and what gives the adapter's tensors then."""
+OnStep = Callable[[int], None]
+"""Called after each step with how many are done."""
 
 
 @dataclass(frozen=True)
@@ -244,17 +249,12 @@ class Target:
         return f"index_topk ({self.topk})" + f" and a recent window of {window}" * bool(window)
 
 
-@dataclass
 class _Sums:
     """Over the rows of a step or an evaluation, of every layer; float64 on the CPU."""
 
-    layers: int
-    loss: torch.Tensor = field(init=False)
-    mass: torch.Tensor = field(init=False)
-    choosing: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loss, self.mass, self.choosing = torch.zeros(3, self.layers, dtype=torch.float64)
+    def __init__(self, layers: int) -> None:
+        self.all = torch.zeros(3, layers, dtype=torch.float64)
+        self.loss, self.mass, self.choosing = self.all
 
     def add(self, run: LocalForward) -> None:
         for layer, loss in run.losses.items():
@@ -421,7 +421,7 @@ class _Healing:
             if last or done % self.options.save_every == 0:
                 self._save(Position(number, done), state, optimizer)
             if self.on_step is not None:
-                self.on_step(self._before(number) + done, self.tensors)
+                self.on_step(self._before(number) + done)
         self._set(state.best)
 
     def _before(self, number: int) -> int:
@@ -483,8 +483,7 @@ class _Healing:
             for one in passing:
                 sums.add(one.run)
         if self.accelerator.num_processes > 1:
-            for part in (sums.loss, sums.mass, sums.choosing):
-                part.copy_(self._summed(part))
+            sums.all.copy_(self._summed(sums.all))
         if not sums.loss.isfinite().all():
             raise NotFiniteError(
                 "the distillation loss is not finite any more. Lower the learning rate; if it was "
@@ -535,11 +534,6 @@ class _Healing:
     def _masters(self) -> Tensors:
         return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
 
-    def tensors(self) -> Tensors:
-        """The adapter's tensors: the indexers in the checkpoint's dtypes."""
-        found = self._masters()
-        return {name: tensor.to(self.body.plain_dtype(name)) for name, tensor in found.items()}
-
     @torch.no_grad()
     def _set(self, masters: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.trained.items():
@@ -571,11 +565,12 @@ class _Healing:
         evaluations = self.files.evaluations()
         if self.accelerator.is_main_process:
             self.files.draw(evaluations)
+            masters = self._masters().items()
             write_adapter(
                 self.options.output,
                 pattern=self.pattern,
                 checkpoint=self.options.checkpoint,
-                tensors=self.tensors(),
+                tensors={name: t.to(self.body.plain_dtype(name)) for name, t in masters},
                 record=self._record(evaluations),
             )
             self.files.log.say(f"wrote {self.options.output}")
