@@ -73,7 +73,7 @@ OnStep = Callable[[int], None]
 
 @dataclass(frozen=True)
 class HealOptions:
-    """What to heal, on what, and how.
+    """What to heal, on what, and how: the options of ``indexcache heal run``, which tells of them.
 
     Attributes:
         checkpoint: folder of a DSA checkpoint; it is only read.
@@ -83,19 +83,10 @@ class HealOptions:
         length: tokens of a row; eight times the model's index_topk if None.
         sparse_length: the same of the sparse stage; as in the dense warm-up if None.
         rows: rows of a step over all processes.
-        micro_rows: rows that run through a layer at a time.
-        dense_steps: steps of the dense warm-up.
-        sparse_steps: steps of the sparse stage after it.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
         clip: largest gradient norm.
-        held_out: rows that are judged by and not trained on.
-        evaluate_every: steps between evaluations; one comes before and after each stage.
-        patience: end a stage after so many evaluations in a row without a lower held-out loss;
-            0 to never do so.
         save_every: steps between states.
         seed: of the documents that are drawn, and of the order of rows.
-        dtype: of the body: "bfloat16" or "float32".
-        from_disk: read a layer's weights each time it runs, for a model that does not fit.
         block: queries per block of chunked work.
 
     Raises:
