@@ -67,8 +67,8 @@ class NotFiniteError(TrainingError):
     """The loss is infinite or not a number."""
 
 
-OnStep = Callable[[int], None]
-"""Called after each step with how many are done."""
+OnStep = Callable[[int, Callable[[], Tensors]], None]
+"""Called after each step with how many are done, and what gives the adapter's tensors then."""
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ class _Healing:
             if last or done % self.options.save_every == 0:
                 self._save(Position(number, done), state, optimizer)
             if self.on_step is not None:
-                self.on_step(self._before(number) + done)
+                self.on_step(self._before(number) + done, self._tensors)
         self._set(state.best)
 
     def _before(self, number: int) -> int:
@@ -525,6 +525,11 @@ class _Healing:
     def _masters(self) -> Tensors:
         return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
 
+    def _tensors(self) -> Tensors:
+        """The adapter's: the indexers in the checkpoint's dtypes."""
+        plain = self.body.plain_dtype
+        return {name: tensor.to(plain(name)) for name, tensor in self._masters().items()}
+
     @torch.no_grad()
     def _set(self, masters: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.trained.items():
@@ -556,12 +561,11 @@ class _Healing:
         evaluations = self.files.evaluations()
         if self.accelerator.is_main_process:
             self.files.draw(evaluations)
-            masters = self._masters().items()
             write_adapter(
                 self.options.output,
                 pattern=self.pattern,
                 checkpoint=self.options.checkpoint,
-                tensors={name: t.to(self.body.plain_dtype(name)) for name, t in masters},
+                tensors=self._tensors(),
                 record=self._record(evaluations),
             )
             self.files.log.say(f"wrote {self.options.output}")

@@ -101,7 +101,7 @@ class StoppedError(Exception):
 def interrupted(wanted: HealOptions, after: int) -> HealResult:
     """Stopped after a step, then started again."""
 
-    def stop(done: int) -> None:
+    def stop(done: int, _: Any) -> None:
         if done == after:
             raise StoppedError
 
@@ -308,7 +308,7 @@ def test_the_folder_of_another_run(base: Path) -> None:
 def test_a_checkpoint_that_changes_meanwhile_is_told(base: Path) -> None:
     """Once the adapter named the new files, on which it was not trained."""
 
-    def replace(step: int) -> None:
+    def replace(step: int, _: Any) -> None:
         if step == 2:
             quantise(base / "base")
 
