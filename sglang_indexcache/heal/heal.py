@@ -29,13 +29,7 @@ from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.local import LocalForward, LocalSharing
 from sglang_indexcache.heal.losses import DEFAULT_BLOCK
-from sglang_indexcache.heal.optimizer import (
-    BETAS,
-    adamw_groups,
-    lr_factor,
-    remember_peaks,
-    set_lr,
-)
+from sglang_indexcache.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.heal.packing import Layout, PackedBatch
 from sglang_indexcache.heal.passing import Passing, pass_through
 from sglang_indexcache.heal.run_folder import (
@@ -427,11 +421,8 @@ class _Healing:
         }
 
     def _optimizer(self, lr: float) -> torch.optim.Optimizer:
-        parameters: list[nn.Parameter] = list(self.trained.values())
-        groups = adamw_groups(parameters, lr, WEIGHT_DECAY)
-        optimizer = torch.optim.AdamW(groups, betas=BETAS)
-        remember_peaks([optimizer])
-        return optimizer
+        groups = adamw_groups(list(self.trained.values()), lr, WEIGHT_DECAY)
+        return torch.optim.AdamW(groups, betas=BETAS)
 
     def _step(
         self, number: int, step: int, stage: HealStage, optimizer: torch.optim.Optimizer
