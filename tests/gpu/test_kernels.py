@@ -63,7 +63,7 @@ def test_sglang_s_key_store_writes_the_pages_that_we_read() -> None:
     slots = torch.randperm(6 * PAGE_TOKENS, generator=generator)[: len(keys)]
     pages = torch.full((6, PAGE_BYTES), 0x55, dtype=torch.uint8)
     stored = pages.cuda()
-    write_pages(pages, slots, *quantize_e4m3(keys, power_of_two=False))
+    write_pages(pages, slots, *quantize_e4m3(keys))
     store.fused_store_index_k_cache(keys.cuda(), stored, slots.cuda(), PAGE_TOKENS)
     assert torch.equal(stored.cpu(), pages)
 

@@ -126,13 +126,16 @@ def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
 def _queries(
     indexer: Indexer, q_lora: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back."""
+    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back.
+
+    DeepSeek-V3.2's are rounded to FP8 with scales that are powers of two, see ``quantize_e4m3``.
+    """
     queries, _ = indexer.wq_b(q_lora)
     queries = queries.view(-1, indexer.n_heads, indexer.head_dim)
     queries = _rotate(indexer, queries, positions)
     if not backend.index_keys.stores_fp8:
         return queries.to(backend.index_keys.compute_dtype), 1.0
-    values, scales = quantize_e4m3(_spread(indexer, queries))
+    values, scales = quantize_e4m3(_spread(indexer, queries), power_of_two=indexer.is_neox_style)
     return values.to(backend.index_keys.compute_dtype), scales
 
 
