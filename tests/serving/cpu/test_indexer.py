@@ -2,7 +2,6 @@
 
 import math
 from types import SimpleNamespace
-
 from typing import Any
 
 import pytest

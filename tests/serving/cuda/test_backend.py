@@ -318,9 +318,7 @@ def test_live_a_batch_of_requests_without_patterns_is_an_error(
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_the_shadow_asks_with_what_sglang_multiplies(
-    seed: int, is_fused: bool
-) -> None:
+def test_the_shadow_asks_with_what_sglang_multiplies(seed: int, is_fused: bool) -> None:
     """Scales are powers of two where queries are quantised by themselves (``act_quant``) only."""
     generator = torch.Generator().manual_seed(seed)
     asked = torch.randn(3, 2, 128, generator=generator)
