@@ -53,7 +53,7 @@ def indexer_forward(
     if forward_batch.forward_mode.is_idle():
         # A rank without requests keeps step with the others. Its rows, if any, are padding that
         # no layer attends with, so nothing is stored, read or counted.
-        return _nothing(indexer, x)
+        return x.new_full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32)
     wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
     before = backend.index_buffer.held
@@ -110,11 +110,6 @@ def _store_and_select(
         indexer.index_topk,
     )
     return backend.index_buffer.select(layer_id, selected)
-
-
-def _nothing(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
-    """``[T, index_topk]`` indices that select no token."""
-    return torch.full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32, device=x.device)
 
 
 def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
@@ -215,16 +210,6 @@ class CpuIndexKeyCache(IndexKeyCache):
     def compute_dtype(self) -> torch.dtype:
         """The dtype that :meth:`load` returns and that queries must have."""
         return torch.float32 if self.stores_fp8 else self.pool.index_k_with_scale_buffer_dtype
-
-    def move(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Relocate single tokens, page layout or not (SGLang's IndexKeyCache.move)."""
-        if self.stores_fp8:
-            super().move(tgt_loc, src_loc)
-            return
-        for layer in range(self.pool.start_layer, self.pool.start_layer + self.pool.layer_num):
-            rows = self._rows(layer)
-            if rows.shape[0]:
-                rows[tgt_loc.view(-1).long()] = rows[src_loc.view(-1).long()]
 
 
 class CpuDSATokenToKVPool(DSATokenToKVPool):
