@@ -64,8 +64,8 @@ LogArgument = Annotated[
     str,
     typer.Argument(
         metavar="[NAME=]PATH",
-        help="A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or .jsonl with id and "
-        "score a line.",
+        help="A run's folder or file: lm-eval's samples_*.jsonl, or any .jsonl with id and score a "
+        "line.",
     ),
 ]
 
@@ -378,8 +378,8 @@ def compare_command(
 
     Example: indexcache eval compare all-F=runs/full 1of4=runs/quarter -o compared/
     """
+    from sglang_indexcache.evaluate.compare import compare_logs
     from sglang_indexcache.evaluate.logs import read_log
-    from sglang_indexcache.evaluate.logs.compare import compare_logs
     from sglang_indexcache.study.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}

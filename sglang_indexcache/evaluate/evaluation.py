@@ -175,17 +175,17 @@ class Evaluation:
     @property
     def reference(self) -> Arm:
         """What the others are compared with."""
-        return self._only(Role.REFERENCE)
+        return next(arm for arm in self.arms if arm.role is Role.REFERENCE)
 
     @property
     def bad(self) -> Arm | None:
         """What must be seen to lose; None if a log has no such arm."""
-        return self._only(Role.BAD) if self.verified or self._arms(Role.BAD) else None
+        return next((arm for arm in self.arms if arm.role is Role.BAD), None)
 
     @property
     def candidates(self) -> tuple[Arm, ...]:
         """From most to fewest full layers."""
-        return self._arms(Role.CANDIDATE)
+        return tuple(arm for arm in self.arms if arm.role is Role.CANDIDATE)
 
     @property
     def others(self) -> list[Arm]:
@@ -226,15 +226,6 @@ class Evaluation:
             for row in self.answers
             if row.context in counts and (number := getattr(row, name)) is not None
         ]
-
-    def _arms(self, role: Role) -> tuple[Arm, ...]:
-        return tuple(arm for arm in self.arms if arm.role is role)
-
-    def _only(self, role: Role) -> Arm:
-        arms = self._arms(role)
-        if len(arms) != 1:
-            raise QualityError(f"an evaluation has one {role.value} arm, this one {len(arms)}")
-        return arms[0]
 
 
 class Record:

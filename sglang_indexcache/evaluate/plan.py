@@ -168,7 +168,7 @@ class EvaluationPlan:
             if task not in TASKS:
                 raise QualityError(
                     f"no task is called {task!r}; there are {', '.join(TASKS)}. Run other "
-                    "benchmarks with lm-eval or Inspect for each arm, and give both logs to "
+                    "benchmarks with their own harness for each arm, and give both logs to "
                     "`indexcache eval compare`."
                 )
         if len(set(self.tasks)) < len(self.tasks):

@@ -127,7 +127,7 @@ def provenance(evaluation: Evaluation) -> str:
 
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
     """Every arm in every task at every length, A/A first."""
-    look = Look.at(evaluation)
+    look = Look(evaluation)
     own = look.right_share(look.reference)
     arms = [(arm.name, arm.name, 0) for arm in evaluation.others]
     found = []
@@ -148,7 +148,7 @@ def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
 
 def control(evaluation: Evaluation) -> dict[str, Flips]:
     """What differs where every pattern selects everything: nothing, or nothing is claimed."""
-    rows = Look.at(evaluation).control
+    rows = Look(evaluation).control
     asked = {row.arm for row in rows}
     return {
         arm.name: paired(rows, arm.name, evaluation.reference.name).flips
@@ -309,7 +309,7 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
 
     The lengths and tasks are those that the claim is about; cells that could not see are named.
     """
-    rows = Look.at(evaluation, look).long
+    rows = Look(evaluation, look).long
     asked = {(row.task, row.length) for row in rows}
     cells = asked - set(verdict.blind) or asked
     contexts = {row.context for row in rows if (row.task, row.length) in cells}

@@ -19,10 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
-from sglang_indexcache.evaluate.arms import Answered, ArmServer, Asking, Servers, facts
+from sglang_indexcache.evaluate.arms import Asking, Servers, facts
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, Record, recorded
+from sglang_indexcache.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE, Planned
 from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.tasks.context import Context
@@ -41,7 +42,7 @@ PAUSES = (1.0, 5.0, 25.0)
 
 def run_evaluation(
     request: EvaluationRequest,
-    servers: Mapping[str, ArmServer],
+    servers: Mapping[str, Client],
     output: Path,
     console: Console,
     *,
@@ -203,7 +204,7 @@ class Run:
 
         There it is asked no more, so what was seen stays so, in this process and the next.
         """
-        bad, look = self._start.bad, Look.at(self._record.evaluation())
+        bad, look = self._start.bad, Look(self._record.evaluation())
         if bad and cell not in self._seen and look.sees_loss(bad.name, cell):
             self._seen.add(cell)
 
@@ -211,13 +212,15 @@ class Run:
         started = time.monotonic()
         found = self._patiently(context, askings)
         seconds = time.monotonic() - started
-        computed = sum(one.computed for one in found)
-        for one in found:
-            self._record.append(one.answers, one.computed, seconds * one.computed / computed)
+        computed = sum(tokens for _, tokens in found)
+        for answers, tokens in found:
+            self._record.append(answers, tokens, seconds * tokens / computed)
         if self.pace and computed:
             self.pace.measured(context.length, computed / seconds, self._progress)
 
-    def _patiently(self, context: Context, askings: Sequence[Asking]) -> list[Answered]:
+    def _patiently(
+        self, context: Context, askings: Sequence[Asking]
+    ) -> list[tuple[tuple[Answer, ...], int]]:
         """What was answered; nothing if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
@@ -270,7 +273,7 @@ def check_control(evaluation: Evaluation) -> None:
     Raises:
         QualityError: they do.
     """
-    look = Look.at(evaluation, CONTROL_LOOK)
+    look = Look(evaluation, CONTROL_LOOK)
     asked = {row.arm for row in look.control}
     for name in (arm.name for arm in evaluation.others if arm.name in asked):
         if differs := look.control_differs(name):
@@ -321,7 +324,7 @@ def check_floor(evaluation: Evaluation) -> None:
     Raises:
         QualityError: the reference is at the floor in every cell.
     """
-    look = Look.at(evaluation)
+    look = Look(evaluation)
     low = look.at_floor()
     if low and low.keys() == look.cells:
         said = ", ".join(
@@ -343,7 +346,7 @@ def check_noise(evaluation: Evaluation) -> None:
     Raises:
         QualityError: it would need more contexts than are planned.
     """
-    design, noise = evaluation.design, Look.at(evaluation).noise
+    design, noise = evaluation.design, Look(evaluation).noise
     if noise is None:
         return
     estimate = Estimate(noise)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -148,41 +148,48 @@ class Look:
     is the same, and what could not be checked is said after it.
 
     Attributes:
-        number: which of the planned looks this is, from 1.
-        design: as it was fixed before the run.
-        outcomes: of every arm, the endpoint's values; of the reference twice where A/A was asked.
-        reference: the arm that every other is compared with.
-        bad: the arm that must be seen to lose; None for logs without one.
-        selects_all: ``index_topk``; cells of at most this length are the control. None for logs.
+        evaluation: whose it is.
+        at: which of the planned looks this is, from 1; None for all that was asked so far.
     """
 
-    number: int
-    design: Design
-    outcomes: Sequence[Outcome]
-    reference: str
-    bad: str | None = None
-    selects_all: int | None = None
+    evaluation: Evaluation
+    at: int | None = None
 
-    @classmethod
-    def at(cls, evaluation: Evaluation, number: int | None = None) -> Look:
-        """What counts at a look; by default all that was asked so far."""
-        bad, looks = evaluation.bad, evaluation.design.looks
-        return cls(
-            *(looks if number is None else number, evaluation.design),
-            *(evaluation.outcomes(number), evaluation.reference.name),
-            *(bad.name if bad else None, evaluation.selects_all),
-        )
+    @property
+    def number(self) -> int:
+        """Of the look, whose share of alpha a claim may spend."""
+        return self.design.looks if self.at is None else self.at
+
+    @property
+    def design(self) -> Design:
+        """As it was fixed before the run."""
+        return self.evaluation.design
+
+    @property
+    def reference(self) -> str:
+        """The arm that every other is compared with."""
+        return self.evaluation.reference.name
+
+    @property
+    def bad(self) -> str | None:
+        """The arm that must be seen to lose; None for logs without one."""
+        return self.evaluation.bad.name if self.evaluation.bad else None
+
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """Of every arm, the endpoint's values; of the reference twice where A/A was asked."""
+        return self.evaluation.outcomes(self.at)
 
     @cached_property
     def control(self) -> list[Outcome]:
         """Where every pattern selects everything, and none may differ; nothing of a log."""
-        most = self.selects_all
+        most = self.evaluation.selects_all
         return [row for row in self.outcomes if most is not None and row.length <= most]
 
     @cached_property
     def long(self) -> list[Outcome]:
         """Where a pattern can matter; all of a log, which does not tell."""
-        most = self.selects_all
+        most = self.evaluation.selects_all
         return [row for row in self.outcomes if most is None or row.length > most]
 
     @property
@@ -275,11 +282,11 @@ class Look:
 
     def unsound(self, arm: str) -> str:
         """Why nothing may be claimed of an arm; empty if all is as it must be."""
-        if self.selects_all is not None:
+        if self.evaluation.selects_all is not None:
             if not self.control:
                 raise QualityError(
-                    f"no outcome at or below {self.selects_all} tokens; the control that must not "
-                    "differ is obligatory"
+                    f"no outcome at or below {self.evaluation.selects_all} tokens; the control "
+                    "that must not differ is obligatory"
                 )
             if differs := self.control_differs(arm):
                 return differs
@@ -335,7 +342,7 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
     """
     found: dict[str, tuple[int, Verdict]] = {}
     for number in range(1, evaluation.look + 1):
-        look, permitted = Look.at(evaluation, number), True
+        look, permitted = Look(evaluation, number), True
         for arm in evaluation.candidates:
             if arm.name not in found or found[arm.name][1].kind not in DECIDED:
                 verdict = judge(look, arm.name, permitted)
@@ -355,13 +362,8 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
             sequence).
 
     Raises:
-        QualityError: a look that is none, an arm without outcomes, or a run without its control.
+        QualityError: an arm without outcomes, or a run without its control.
     """
-    if not 1 <= look.number <= look.design.looks:
-        raise QualityError(
-            f"look {look.number} is none of the {look.design.looks} planned ones; a run that goes "
-            "on beyond its plan has no alpha left: plan a new one"
-        )
     if unsound := look.unsound(pattern):
         return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
     if not look.cells - look.blind.keys():

@@ -45,7 +45,7 @@ def test_a_document_is_the_context_with_every_question_and_answer() -> None:
 def test_what_is_read_of_a_reply() -> None:
     asked = Document("notes-8-0", 8, [5, 6, 7, 8], [2, 3])
     tops = [[(9, -1.0)], [(7, -0.5)], [(9, -0.25)]]
-    found = measured(TokenScores([-3.0, -0.5, -2.0], tops, 0, 4), asked, topk=1)
+    found = measured(TokenScores([-3.0, -0.5, -2.0], tops, 4), asked, topk=1)
     assert found == {"right": [1, 0], "answers": [0.5, 2.0], "tokens": pytest.approx(5.5 / 3)}
 
 

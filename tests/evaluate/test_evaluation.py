@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
 from sglang_indexcache.evaluate.plan import Planned
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
@@ -91,8 +90,3 @@ def test_values_that_were_not_measured_are_left_out() -> None:
     assert logged.outcomes(value="nll") == []
     assert {row.value for row in found.outcomes(value="nll")} == {0.0, 1.0}
     assert len(found.outcomes(look=1)) < len(found.outcomes())
-
-
-def test_one_reference_and_one_bad_pattern() -> None:
-    with pytest.raises(QualityError, match="one bad arm, this one 0"):
-        _ = replace(evaluation(lambda *_: False), arms=ARMS[:3]).bad

@@ -15,14 +15,12 @@ import pytest
 
 from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
 from sglang_indexcache.evaluate import run
-from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, load
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, SelectedRows
-from sglang_indexcache.evaluate.tasks.files import Item
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
-from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words
+from tests.evaluate.fake_server import Fake
 from tests.fakes.server import serving
 
 ROOT = Path(__file__).parents[2]
@@ -169,19 +167,6 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
         found = evaluate(tmp_path / "b", url, told=told)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
     assert "restarted meanwhile: it counts anew" in told.getvalue()
-
-
-def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
-    """A server caches the answer too, which the next turn begins with."""
-    first = ({"role": "user", "content": "a " * 100},)
-    answer = "b " * 149 + "b"
-    then = ({"role": "assistant", "content": answer}, {"role": "user", "content": "c " * 50})
-    items = {"prompts": {1: Item(first, " " + answer), 2: Item((*first, *then), " yes")}}
-    taken = (SelectedRows("prompts", 1024, (1, 2), (260, 320), 2),)
-    plan = EvaluationPlan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
-    corpus = Corpus(Words(), HAYSTACK, 4, items)
-    with serving(Fake()) as url:
-        assert evaluate(tmp_path, url, plan, corpus=corpus).finished
 
 
 def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:
