@@ -215,16 +215,11 @@ class Questions:
             *(tasks, lengths, contexts, QUESTIONS, selects_all, margin, self.looks, self.seed),
             endpoint=self.endpoint,
         )
-        with out.status("") as status:  # a line in a log, a moving one in a terminal
-
-            def on_row(name: str, rows: int) -> None:
-                if rows == 1:
-                    said = f"counting the tokens of {files[name]}"
-                    out.print(said, highlight=False, soft_wrap=True, markup=False)
-                status.update(f"{name}: row {rows:,}")
-
-            most = int(longest or lengths[-1])
-            plan, items, told = select_rows(plan, files, tokenizer, most, on_row)
+        for path in files.values():  # long ones take a while
+            out.print(
+                f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False
+            )
+        plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
         flags = [
             f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
             *([f"--haystack {self.haystack.name}"] if self.haystack else []),

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sglang_indexcache.ask import score as asking
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
-from sglang_indexcache.ask.protocol import facts as facts_of
+from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed, facts
 from sglang_indexcache.ask.score import Prompt, TokenScores
-from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Answer, Arm
 from sglang_indexcache.evaluate.tasks.context import Context, Question
 
@@ -157,27 +155,9 @@ def _answer(
     )
 
 
-def facts(server: Client) -> dict[str, Any]:
-    """What a server says of itself that may not change, by SGLang's names.
-
-    Raises:
-        QualityError: it is no SGLang server.
-    """
-    try:
-        info = server.server_info()
-    except ServerUnavailableError:
-        raise
-    except ServerError as error:
-        raise QualityError(
-            f"{server.name} is no SGLang server: it has no /server_info. Run another engine with a "
-            "harness of its own, and give its logs to `indexcache eval compare`."
-        ) from error
-    return facts_of(info, server.name)
-
-
 def _check_alike(servers: Mapping[str, Client]) -> None:
     """They may differ in the pattern alone."""
-    found = {name: facts(server) for name, server in servers.items()}
+    found = {name: facts(one.server_info(), one.name) for name, one in servers.items()}
     (first, known), *others = found.items()
     for name, other in others:
         differing = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,21 +57,18 @@ class Corpus:
         """
         return self._made(planned)[0]
 
-    def check(self, planned: Iterable[Planned], on_context: Callable[[], None]) -> list[str]:
+    def check(self, planned: Iterable[Planned]) -> Iterator[str]:
         """Make every context once, before anything is asked.
 
-        Returns:
-            A sentence for each context that had to be made from another seed.
+        Yields:
+            For each a sentence if it had to be made from another seed, or "".
 
         Raises:
             QualityError: see :meth:`make`.
         """
-        told = []
         for one in planned:
-            if said := self._made(one)[1]:
-                told.append(f"{one.context} is made from {said}")
-            on_context()
-        return told
+            said = self._made(one)[1]
+            yield said and f"{one.context} is made from {said}"
 
     def _made(self, planned: Planned) -> tuple[Context, str]:
         """A context, and from which other seed it had to be made and why; empty if from its own."""
@@ -125,16 +122,11 @@ _FEWEST = 2
 """Items of a cell, whose spread is not known with fewer."""
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 def select_rows(
     plan: EvaluationPlan,
     files: Mapping[str, Path],
     tokenizer: Tokenizer,
     longest: int,
-    on_row: Callable[[str, int], None] = _nothing,
 ) -> tuple[EvaluationPlan, dict[str, dict[int, Item]], tuple[str, ...]]:
     """Read files and choose from them.
 
@@ -142,8 +134,6 @@ def select_rows(
         plan: what is asked besides; an item belongs to the shortest of its lengths that holds it.
         files: by their task in :data:`~sglang_indexcache.evaluate.tasks.FILES`.
         longest: tokens that the model takes.
-        on_row: is called with a file's task and the number of its rows so far, before each is
-            counted: long ones take a while.
 
     Returns:
         The plan with the rows, by task and number what they ask, and a sentence for each file on
@@ -156,7 +146,7 @@ def select_rows(
     items: dict[str, dict[int, Item]] = {}
     told = []
     for name, path in files.items():
-        cells, items[name], said = _choose(name, path, tokenizer, plan, longest, on_row)
+        cells, items[name], said = _choose(name, path, tokenizer, plan, longest)
         taken += cells
         told.append(said)
     if files and not has_template(tokenizer):
@@ -173,7 +163,6 @@ def _choose(
     tokenizer: Tokenizer,
     plan: EvaluationPlan,
     longest: int,
-    on_row: Callable[[str, int], None],
 ) -> tuple[list[SelectedRows], dict[int, Item], str]:
     cells: dict[int, dict[int, int]] = defaultdict(dict)
     items: dict[int, Item] = {}
@@ -181,7 +170,6 @@ def _choose(
     most, rows = min(longest, plan.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
-        on_row(name, rows)
         try:
             why, size = _why_not(item, tokenizer, plan, most)
         except QualityError as error:

@@ -236,7 +236,8 @@ class Record:
         journal: of the same identity, open; None where nothing is added.
 
     Attributes:
-        answers: of every arm (its name and repeat) and context.
+        answers: of every arm (its name and repeat) and context, with the tokens that servers
+            computed and the seconds that it took.
         missing: contexts that an arm could not answer.
         done: contexts that every arm is through with.
         facts: what was noted at the start.
@@ -247,15 +248,14 @@ class Record:
         self._identity, self._journal = identity, journal
         self._plan = TypeAdapter(EvaluationPlan).validate_python(identity["plan"])
         self._planned = {one.context: one for one in self._plan.planned}
-        self.arms = tuple(
+        self._arms = tuple(
             Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
         )
-        self.answers: dict[tuple[str, int, str], tuple[Answer, ...]] = {}
+        self.answers: dict[tuple[str, int, str], tuple[tuple[Answer, ...], int, float]] = {}
         self.missing: dict[str, Missing] = {}
         self.done: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.finished = False
-        self._took: dict[tuple[str, int, str], tuple[int, float]] = {}
         if journal is not None:
             for _ in journal.parsed(self.take):  # takes each, and names the line that is damaged
                 pass
@@ -263,17 +263,16 @@ class Record:
     def take(self, line: Mapping[str, Any]) -> None:
         """One line of the journal."""
         if "said" in line:
-            arm, repeat, context = key = line["arm"], line["repeat"], line["context"]
-            of = self._planned[context]
-            self.answers[key] = tuple(
+            key = line["arm"], line["repeat"], line["context"]
+            of = self._planned[line["context"]]
+            answers = tuple(
                 Answer(
-                    *(arm, repeat, context, one["question"], of.task, of.length),
-                    *(one["depth"], one["right"], one["tokens"], tuple(one["logprobs"])),
-                    one["trace"],
+                    *(*key, one["question"], of.task, of.length, one["depth"], one["right"]),
+                    *(one["tokens"], tuple(one["logprobs"]), one["trace"]),
                 )
                 for one in line["said"]
             )
-            self._took[key] = line["computed"], line["seconds"]
+            self.answers[key] = answers, line["computed"], line["seconds"]
         elif "missing" in line:
             self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
         elif "done" in line:
@@ -300,25 +299,26 @@ class Record:
 
     def evaluation(self) -> Evaluation:
         """All that counts so far."""
-        order = {arm.name: place for place, arm in enumerate(self.arms)}
+        order = {arm.name: place for place, arm in enumerate(self._arms)}
         place = {name: number for number, name in enumerate(self._planned)}
-        counted = sorted(
+        keys = sorted(
             (key for key in self.answers if key[2] in self.done),
             key=lambda key: (place[key[2]], order[key[0]], key[1]),
         )
+        counted = [self.answers[key] for key in keys]
         facts = {name: value for name, value in self.facts.items() if name != "notices"}
         facts |= {name: self._identity[name] for name in ("checkpoint", "server", "material")}
         return Evaluation(
             facts,
             self._plan.design,
             self._plan.selects_all,
-            self.arms,
+            self._arms,
             self._plan.planned,
-            tuple(answer for key in counted for answer in self.answers[key]),
+            tuple(answer for answers, _, _ in counted for answer in answers),
             self._plan.endpoint,
             tuple(one for one in self.missing.values() if one.context in self.done),
-            sum(self._took[key][0] for key in counted),
-            sum(self._took[key][1] for key in counted),
+            sum(computed for _, computed, _ in counted),
+            sum(seconds for _, _, seconds in counted),
             self.finished,
             tuple(self.facts.get("notices", ())),
         )

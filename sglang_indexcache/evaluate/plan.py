@@ -226,11 +226,6 @@ class EvaluationPlan:
         """Tokens of the longest context with its question and answer."""
         return max(self.sizes.values(), default=0) if not self.tasks else max(self.lengths)
 
-    @property
-    def all_lengths(self) -> list[int]:
-        """Of its cells, rising; the longest are asked first."""
-        return sorted({length for _, length in self.cells})
-
     def questions_of(self, task: str) -> int:
         """Behind one of its contexts; one behind a file's."""
         return self.questions if task in self.tasks else 1

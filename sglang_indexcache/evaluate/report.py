@@ -133,7 +133,7 @@ def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
     found = []
     for name, arm, repeat in [(NOISE, look.reference, 1), *arms]:
         for cell in sorted(own):
-            here = [row for row in look.long if (row.task, row.length) == cell]
+            here = [row for row in look.long if row.cell == cell]
             if not any((row.arm, row.repeat) == (arm, repeat) for row in here):
                 continue
             pairs = paired(here, arm, look.reference, repeat=repeat)
@@ -310,9 +310,9 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
     The lengths and tasks are those that the claim is about; cells that could not see are named.
     """
     rows = Look(evaluation, look).long
-    asked = {(row.task, row.length) for row in rows}
+    asked = {row.cell for row in rows}
     cells = asked - set(verdict.blind) or asked
-    contexts = {row.context for row in rows if (row.task, row.length) in cells}
+    contexts = {row.context for row in rows if row.cell in cells}
     return Evaluated(
         verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
         margin=evaluation.design.margin,

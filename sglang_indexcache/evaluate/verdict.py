@@ -195,7 +195,7 @@ class Look:
     @property
     def cells(self) -> set[Cell]:
         """Those of the claim, as long as they can see."""
-        return {(row.task, row.length) for row in self.long}
+        return {row.cell for row in self.long}
 
     @cached_property
     def noise(self) -> Differences | None:
@@ -208,7 +208,7 @@ class Look:
         found: dict[Cell, list[float]] = defaultdict(list)
         for row in self.long:
             if (row.arm, row.repeat) == (arm, 0):
-                found[row.task, row.length].append(row.value)
+                found[row.cell].append(row.value)
         return {cell: sum(values) / len(values) for cell, values in found.items()}
 
     def at_floor(self) -> dict[Cell, float]:
@@ -221,7 +221,7 @@ class Look:
 
     def sees_loss(self, arm: str, cell: Cell) -> bool:
         """Whether an arm was asked in a cell, and seen to lose there."""
-        here = [row for row in self.long if (row.task, row.length) == cell]
+        here = [row for row in self.long if row.cell == cell]
         if not any((row.arm, row.repeat) == (arm, 0) for row in here):
             return False
         return bool(sees(paired(here, arm, self.reference), self.design.alpha))
@@ -263,7 +263,7 @@ class Look:
     @property
     def seeing_design(self) -> Design:
         """The design with the contexts of cells that see; every cell came equally far."""
-        cells = {row.context: (row.task, row.length) for row in self.long}
+        cells = {row.context: row.cell for row in self.long}
         seeing = sum(cell not in self.blind for cell in cells.values())
         contexts = round(self.design.contexts * seeing / len(cells))
         return replace(self.design, contexts=max(contexts, self.design.looks))
@@ -396,13 +396,19 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     more = None
     if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
         more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
+    mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
+    worst = _worst(differences, design, look.number)
+    claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
+    where = ""
+    if worst and worst.difference < 0:
+        where = f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
     verdict = Verdict(
         kind,
         pattern,
-        "",
-        difference=float(estimate.mean),
-        levels=(estimate.level, estimate.level + float(estimate.mean)),
-        worst=_worst(differences, design, look.number),
+        f"{pattern}: {claim} ({look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}{where}).",
+        difference=mean,
+        levels=levels,
+        worst=worst,
         interval=(lower, upper),
         exact=bool(estimate.exact),
         detectable=design.detectable(*estimate.spread),
@@ -412,11 +418,7 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
         noise=look.noise.flips if look.noise else None,
         blind=tuple(sorted(look.blind)),
     )
-    return replace(
-        verdict,
-        headline=_headline(verdict, look, forbidden),
-        details=_details(verdict, differences, look),
-    )
+    return replace(verdict, details=_details(verdict, differences, look))
 
 
 def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
@@ -431,34 +433,29 @@ def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
     return Worst(*differences.names[cell], float(estimates[cell].mean), bound)
 
 
-def _headline(verdict: Verdict, look: Look, forbidden: str) -> str:
-    assert verdict.levels is not None
-    assert verdict.difference is not None
-    assert verdict.interval is not None
-    design = look.design
-    loss, margin = f"{-100 * verdict.difference:.1f} points", points(design.margin)
-    within = verdict.interval[0] > -design.margin
-    if verdict.kind is Kind.NO_LOSS:
-        claim = f"no loss beyond {margin}"
-    elif verdict.kind in (Kind.SMALL_LOSS, Kind.LOSS):
-        claim = f"a loss of {loss}" + (f", less than the margin of {margin}" if within else "")
-    elif forbidden and within:
-        claim = f"not claimed, because {forbidden}"
-    elif verdict.more is None:
-        claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
-    elif look.number < design.looks:
-        claim = f"undecided so far; about {counted(verdict.more, 'more context')} would decide"
-    else:
-        whole = verdict.contexts + verdict.more
-        claim = f"undecided; a new run of {counted(whole, 'context')} would probably decide"
-    worst = ""
-    if verdict.worst and verdict.worst.difference < 0:
-        at = place((verdict.worst.task, verdict.worst.length))
-        worst = f"; worst: {at}, {_points(verdict.worst.difference)}"
-    return (
-        f"{verdict.pattern}: {claim} ({look.reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
-        f"{verdict.levels[1]:.1%}{worst})."
-    )
+def _claim_in_words(
+    kind: Kind,
+    difference: float,
+    lower: float,
+    more: int | None,
+    contexts: int,
+    look: Look,
+    forbidden: str,
+) -> str:
+    margin, within = points(look.design.margin), lower > -look.design.margin
+    if kind is Kind.NO_LOSS:
+        return f"no loss beyond {margin}"
+    if kind in (Kind.SMALL_LOSS, Kind.LOSS):
+        less = f", less than the margin of {margin}" if within else ""
+        return f"a loss of {-100 * difference:.1f} points{less}"
+    if forbidden and within:
+        return f"not claimed, because {forbidden}"
+    if more is None:
+        return "undecided: somewhere a task has a single context so far, whose spread is not known"
+    if look.number < look.design.looks:
+        return f"undecided so far; about {counted(more, 'more context')} would decide"
+    whole = counted(contexts + more, "context")
+    return f"undecided; a new run of {whole} would probably decide"
 
 
 def _details(verdict: Verdict, differences: Differences, look: Look) -> str:

@@ -79,7 +79,6 @@ def test_hours_are_told_from_the_longest_length_and_asked_about_once(
     assert refused.output.count("Continue?") == 1
     assert "(measured at 256, the longest). Continue?" in words(refused)
     assert again.exit_code == 0, again.output
-    assert "hours by length, at most: 160: " in words(again)
 
 
 def test_options_may_stand_in_a_file(tmp_path: Path, haystack: Path) -> None:

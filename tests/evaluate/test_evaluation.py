@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -90,3 +91,13 @@ def test_values_that_were_not_measured_are_left_out() -> None:
     assert logged.outcomes(value="nll") == []
     assert {row.value for row in found.outcomes(value="nll")} == {0.0, 1.0}
     assert len(found.outcomes(look=1)) < len(found.outcomes())
+
+
+def test_an_answers_numbers_are_those_of_all_its_tokens() -> None:
+    def answer(*logprobs: float) -> Answer:
+        return Answer("arm", 0, "c", "q0", "needles", 4096, 0.5, 1.0, logprobs=logprobs)
+
+    assert answer(-0.1, -2.2).nll == pytest.approx(1.15)
+    assert answer(-0.1, -2.2).probability == pytest.approx(math.exp(-2.3))
+    assert (answer().nll, answer().probability) == (None, None)
+    assert answer(5e-7, 0.0).probability == 1.0  # rounding may put one a little above zero
