@@ -308,7 +308,7 @@ def run_command(
     if dry_run:
         request = asked.read()
         request.tell(out)
-        request.check_contexts(out)
+        request.corpus.check(request.plan.planned, out)
         return
     servers = _servers(url, api_key)
     if output is None:

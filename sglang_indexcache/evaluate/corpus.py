@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, Planned, SelectedRows
@@ -18,6 +20,7 @@ from sglang_indexcache.evaluate.tasks import TASKS
 from sglang_indexcache.evaluate.tasks.chat import Tokenizer, has_template
 from sglang_indexcache.evaluate.tasks.context import Context, Question, make_context
 from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
+from sglang_indexcache.study.journal import progress_at_most
 from sglang_indexcache.support.lengths import counted
 
 SKIP, MOST_SKIPPED = 1_000_000, 4
@@ -57,18 +60,19 @@ class Corpus:
         """
         return self._made(planned)[0]
 
-    def check(self, planned: Iterable[Planned]) -> Iterator[str]:
-        """Make every context once, before anything is asked.
+    def check(self, planned: Sequence[Planned], console: Console) -> None:
+        """Make every context once, so that none is found impossible in the middle of a run.
 
-        Yields:
-            For each a sentence if it had to be made from another seed, or "".
+        Tells which had to be made from another seed.
 
         Raises:
             QualityError: see :meth:`make`.
         """
-        for one in planned:
-            said = self._made(one)[1]
-            yield said and f"{one.context} is made from {said}"
+        with progress_at_most(console) as progress:
+            for one in progress.track(planned, description="making every context"):
+                if said := self._made(one)[1]:
+                    line = f"{one.context} is made from {said}"
+                    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _made(self, planned: Planned) -> tuple[Context, str]:
         """A context, and from which other seed it had to be made and why; empty if from its own."""

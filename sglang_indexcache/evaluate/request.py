@@ -26,7 +26,6 @@ from sglang_indexcache.evaluate.plan import (
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
-from sglang_indexcache.study.journal import progress_at_most
 from sglang_indexcache.support.lengths import counted, format_length, points
 
 CONTROLS = ("uniform:1/4", "uniform:1/8")
@@ -153,15 +152,6 @@ class EvaluationRequest:
         ]
         print_plan(console, rows)
         return cost
-
-    def check_contexts(self, console: Console) -> None:
-        """Make every context once, so that none is found impossible in the middle of a run."""
-        with progress_at_most(console) as progress:
-            made = self.corpus.check(self.plan.planned)
-            total = len(self.plan.planned)
-            for said in progress.track(made, total, description="making every context"):
-                if said:
-                    console.print(said, highlight=False, soft_wrap=True, markup=False)
 
 
 def contexts_in_words(plan: EvaluationPlan) -> str:

@@ -88,7 +88,7 @@ def run_evaluation(
                 }
             )
         if not record.done:
-            request.check_contexts(console)
+            request.corpus.check(request.plan.planned, console)
         confirm(cost, agree)
         resuming(console, len(record.done), "contexts", output / NAME)
 
