@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.records import read_arguments
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import BatchLosses, Floats
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.race import race
@@ -205,9 +205,9 @@ class Contenders:
             self.losses = self.losses + damage * (rng.random(shape) < 1 / 16)
         self._place = {pattern: place for place, pattern in enumerate(self.patterns)}
 
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """See the protocol."""
-        return BatchLosses(self.losses[self._place[pattern]][list(batches)], len(batches))
+        return self.losses[self._place[pattern]][list(batches)]
 
 
 def races(repeats: int) -> list[dict[str, Any]]:

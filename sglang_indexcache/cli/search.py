@@ -361,7 +361,7 @@ def overlap_command(
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
     for ids in track(setup.calibration.sequences, "measuring", console=out, transient=True):
         counter.add(select(ids))
-    out.print(read(counter.matrix()).in_words(), highlight=False)
+    out.print(read(counter.matrix())["summary"], highlight=False)
     out.print(recent_in_words(counter.recent(), drawn), highlight=False)
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -15,7 +16,7 @@ from rich.table import Table
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import set_overlap
 from sglang_indexcache.search.evaluators import Evaluator
-from sglang_indexcache.search.ledger import Ledger, SearchJournal, Step
+from sglang_indexcache.search.ledger import Ledger, Step, open_journal
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.overlap import found_overlap
@@ -56,21 +57,22 @@ def run_search(
         identity["window"] = str(constraints.window)
     with (
         resumable(console, output, "what was found"),
-        SearchJournal(output / JOURNAL, identity) as journal,
+        open_journal(output / JOURNAL, identity) as journal,
     ):
         ledger = Ledger(evaluator, journal, setup.calibration.held_out)
         search = Search(ledger, constraints, targets, options)
         folder = OutputFolder(output, search, setup, identity)
         print_plan(console, plan(setup, constraints, targets, options, rate))
         way = ""
-        resuming(console, len(journal.records), "evaluations", journal.path)
+        resuming(console, len(journal.entries), "evaluations", journal.path)
         try:
             with progress_at_most(console) as progress:
-                task = progress.add_task("measuring the start", total=search.expected_tokens)
-                ledger.on_measured = lambda known: progress.update(
-                    task, completed=known.known_tokens - known.ahead_tokens
+                task = progress.add_task(
+                    "measuring the start",
+                    total=search.expected_tokens,
+                    completed=ledger.known_tokens,
                 )
-                ledger.on_measured(ledger)
+                ledger.on_measured = partial(progress.advance, task)
                 for event in search.run():
                     if isinstance(event, Step) and event.layer is not None:
                         way = _show(event, search, console, way)
@@ -224,5 +226,3 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
     )
-    if ahead := search.ledger.ahead_tokens:
-        yield f"measured ahead by servers that would have idled, and not needed: {ahead:,} tokens"

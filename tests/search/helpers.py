@@ -35,6 +35,17 @@ def landscape(count: int, seed: int = 0, batches: int = 8, **arguments: float) -
     return Ledger(SyntheticEvaluator(count, batches, seed, **arguments))  # type: ignore[arg-type]
 
 
+def finished(
+    ledger: Ledger, goal: Targets, options: Options | None = None, rules: Constraints | None = None
+) -> Search:
+    """A search that has run to its end."""
+    rules = rules or free(ledger.evaluator.num_layers)
+    search = Search(ledger, rules, goal, options or Options())
+    for _ in search.run():
+        pass
+    return search
+
+
 def greedy(ledger: Ledger, rules: Constraints, goal: Targets) -> list[Step]:
     """Every step of the paper's algorithm, the start first."""
     return list(Greedy().descend(ledger, rules, goal, 0))
