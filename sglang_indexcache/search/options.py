@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.methods import METHODS, Method
-from sglang_indexcache.search.methods.fast import Fast
-from sglang_indexcache.search.methods.forward import Both
 from sglang_indexcache.search.methods.greedy import Greedy, evaluations
 from sglang_indexcache.search.rules import Constraints, Targets
 
@@ -62,7 +60,7 @@ class Options:
         SearchError: a share that is not above 0 and at most 1.
     """
 
-    method: Method = field(default_factory=Fast)
+    method: Method = METHODS["fast"]
     share: float | None = None
     refine: bool = True
 
@@ -79,7 +77,7 @@ class Options:
         """
         if method not in METHODS:
             raise SearchError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
-        return cls(METHODS[method](), share, refine)
+        return cls(METHODS[method], share, refine)
 
     @classmethod
     def best(
@@ -94,8 +92,7 @@ class Options:
         Returns:
             The options, and why they are not ``both``, in words; "" where they are.
         """
-        one = cls(Fast(), share)
-        two = cls(Both(), share)
+        one, two = cls(METHODS["fast"], share), cls(METHODS["both"], share)
         try:
             budget = two.budget(constraints, targets, batch_tokens)
         except SearchError:

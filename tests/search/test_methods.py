@@ -18,20 +18,15 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods import METHODS, Method
-from sglang_indexcache.search.methods.fast import (
-    Descent,
-    Fast,
-    FastGreedy,
-    first_subset,
-    least_subset,
-)
-from sglang_indexcache.search.methods.forward import Ascent, Both, Forward
-from sglang_indexcache.search.methods.greedy import Greedy, evaluations
+from sglang_indexcache.search.methods.fast import Descent, FastGreedy, first_subset, least_subset
+from sglang_indexcache.search.methods.forward import Ascent
+from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from tests.search.helpers import finished, free, greedy, landscape, searched, targets
 from tests.search.oracle import algorithm_1, forward_selection
 
+BOTH, FAST, FORWARD, GREEDY = (METHODS[name] for name in sorted(METHODS))
 LAYERS, PLENTY = 47, 10**9
 MARKS = ("1/2", "1/4", "1/8")
 
@@ -43,14 +38,14 @@ def test_obeys_every_constraint(name: str) -> None:
     own = Pattern("FFSFFSFSFFFF")
     rules = Constraints.make(own, keep_full=[4, 6])
     goal = parse_targets(["7", "3"], rules)
-    events = [*METHODS[name]().descend(landscape(12), rules, goal, PLENTY)]
+    events = [*METHODS[name].descend(landscape(12), rules, goal, PLENTY)]
     for text in (str(event.pattern if isinstance(event, Step) else event) for event in events):
         assert text[0] == text[4] == text[6] == "F"
         assert text[2] == text[5] == text[7] == "S"
     assert len(events) == {"greedy": 7, "fast": 7, "forward": 6, "both": 13}[name]
 
 
-@pytest.mark.parametrize("method", [Fast(), Forward(), Both()])
+@pytest.mark.parametrize("method", [FAST, FORWARD, BOTH])
 @pytest.mark.parametrize("batches", [1, 2, 8, 33])
 def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
     goal, ledger = targets(24, "1", "1/2"), landscape(24, 2, batches=batches)
@@ -74,7 +69,7 @@ class Blind:
         return np.arange(4.0)[list(batches)]
 
 
-@pytest.mark.parametrize("method", [Greedy(), Fast()])
+@pytest.mark.parametrize("method", [GREEDY, FAST])
 def test_a_tie_of_all_candidates_is_no_pattern(method: Method) -> None:
     steps = method.descend(Ledger(Blind()), free(6), targets(6, "2"), budget=PLENTY)
     with pytest.raises(SearchError, match="cannot tell patterns apart: 5 candidates"):
@@ -142,7 +137,7 @@ def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataOb
     expected = [s.pattern for s in greedy(landscape(count, seed), free(count), goal)]
     fast = FastGreedy(landscape(count, seed), Descent(free(count), goal), 0, exact=True)
     assert [step.pattern for step in fast.steps()] == expected
-    paid = Fast().descend(landscape(count, seed), free(count), goal, budget=PLENTY)
+    paid = FAST.descend(landscape(count, seed), free(count), goal, budget=PLENTY)
     assert [step.pattern for step in paid] == expected
 
 
@@ -155,7 +150,7 @@ def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) ->
 
 def test_a_larger_budget_is_used() -> None:
     ledger, larger = (landscape(LAYERS, 1, batches=32) for _ in range(2))
-    least = Fast().least(free(LAYERS), targets(LAYERS, "1/8"), ledger.tokens_of_batches)
+    least = FAST.least(free(LAYERS), targets(LAYERS, "1/8"), ledger.tokens_of_batches)
     assert len(descend(ledger, LAYERS, "1/8")) == 42
     assert len(descend(larger, LAYERS, "1/8", 2 * least)) == 42
     assert ledger.spent <= least < larger.spent <= 2 * least
@@ -212,7 +207,7 @@ def test_forward_is_forward_selection(
     goal = targets(count, str(full := data.draw(st.integers(1, count))))
     ledger, other = (landscape(count, seed, coupling=0.0 if lazy else 4.0) for _ in range(2))
     if lazy:
-        events = list(Forward().descend(ledger, free(count), goal, PLENTY))
+        events = list(FORWARD.descend(ledger, free(count), goal, PLENTY))
     else:
         events = list(FastGreedy(ledger, Ascent(free(count), goal), 0, exact=True).steps())
     expected = forward_selection(count, lambda text: other.mean(Pattern(text)), full - 1)
@@ -221,13 +216,13 @@ def test_forward_is_forward_selection(
 
 def test_looks_at_few_of_many_candidates() -> None:
     ledger = landscape(47, 1, coupling=0.0)
-    events = list(Forward().descend(ledger, free(47), targets(47, "1/4"), PLENTY))
+    events = list(FORWARD.descend(ledger, free(47), targets(47, "1/4"), PLENTY))
     steps = [event for event in events[2:] if isinstance(event, Step)]
     assert sum(step.candidates for step in steps) < 0.5 * sum(46 - n for n in range(1, 12))
 
 
 def test_leaves_every_mark_and_the_marks_are_listed_from_most_f_layers() -> None:
-    search = finished(landscape(12), targets(12, "1", "1/4", "1/2"), Options(Forward()))
+    search = finished(landscape(12), targets(12, "1", "1/4", "1/2"), Options(FORWARD))
     assert list(search.found) == [6, 3, 1]
     assert str(search.found[1].pattern) == "FSSSSSSSSSSS"
     assert all(found.is_final for found in search.found.values())
@@ -264,7 +259,7 @@ class Pairs:
 def test_both_finds_hidden_pairs_that_fast_misses(refine: bool) -> None:
     fast, both = (
         finished(Ledger(Pairs()), targets(FEW, "12"), Options(method, refine=refine))
-        for method in (Fast(), Both())
+        for method in (FAST, BOTH)
     )
     [one], [two] = fast.found.values(), both.found.values()
     assert two.loss - both.start_loss == pytest.approx(4 * PLAIN)  # the optimum
@@ -278,7 +273,7 @@ def test_both_is_as_good_as_the_better_of_the_two(seed: int) -> None:
         finished(
             landscape(FEW, seed, batches=32), targets(FEW, *MARKS), Options(method, refine=False)
         )
-        for method in (Both(), Fast(), Forward())
+        for method in (BOTH, FAST, FORWARD)
     )
     assert list(both.found) == list(alone[0].found)
     for count, pattern in both.found.items():
@@ -299,7 +294,7 @@ def test_the_path_and_the_log_hold_both_ways(tmp_path: Path) -> None:
 
 def test_both_is_the_default_where_the_budget_allows_it() -> None:
     goal, tokens = targets(47, "1/2", "1/4"), (1000,) * 32
-    for share, expected in ((None, Both()), (0.25, Both()), (0.1, Fast())):
+    for share, expected in ((None, BOTH), (0.25, BOTH), (0.1, FAST)):
         options, why = Options.best(free(47), goal, tokens, share=share)
         assert options.method == expected
         assert bool(why) == (share == 0.1)

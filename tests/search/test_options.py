@@ -152,6 +152,8 @@ def test_provenance_names_a_refinement_only_where_it_ran() -> None:
     assert search.in_words() == "exhaustive greedy (Algorithm 1)"
     search = finished(landscape(12), goal, Options.parse("greedy"))
     assert search.in_words() == "exhaustive greedy (Algorithm 1), then screened refinement"
+    words = Options.parse("fast", refine=False).in_words()
+    assert words == "fast greedy (lazy re-evaluation, paired racing)"
 
 
 def test_more_than_exhaustive_is_refused() -> None:

@@ -44,28 +44,6 @@ _LEAST_LOOKS = 2
 
 
 @dataclass(frozen=True)
-class Fast:
-    """:class:`FastGreedy` as a row of :data:`~sglang_indexcache.search.methods.METHODS`."""
-
-    in_words = "fast greedy (lazy re-evaluation, paired racing)"
-    searches = 1
-
-    def descend(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
-    ) -> Iterator[Step]:
-        """See :class:`~sglang_indexcache.search.methods.Method`.
-
-        A budget that pays for exhaustive greedy is spent on exactly that.
-        """
-        exact = budget >= evaluations(constraints, targets) * ledger.full_evaluation
-        return FastGreedy(ledger, Descent(constraints, targets), budget, exact=exact).steps()
-
-    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return Descent(constraints, targets).least(batch_tokens)
-
-
-@dataclass(frozen=True)
 class Descent:
     """The way from all F downwards: its steps, and what they need at least.
 
@@ -78,6 +56,14 @@ class Descent:
     targets: Targets
     looks_per_step = 4
     """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
+
+    def walk(self, ledger: Ledger, budget: int) -> Iterator[Step | Pattern]:
+        """Search along it, as :class:`~sglang_indexcache.search.methods.Method` says.
+
+        A budget that pays for exhaustive greedy is spent on exactly that.
+        """
+        exact = budget >= evaluations(self.constraints, self.targets) * ledger.full_evaluation
+        return FastGreedy(ledger, self, budget, exact=exact).steps()
 
     @property
     def begin(self) -> Pattern:
