@@ -212,16 +212,16 @@ def run_command(
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if chosen is None:
-        chosen, why = Options.best(constraints, targets, tokens[:batches], budget)
+        chosen, why = Options.best(targets, tokens[:batches], budget)
         if why:
             out.print(why, highlight=False)
     calls = max(len(url or ()), 1) * (at_once or 1)
     known = Rate(rate, "given by --rate") if rate else measured_rate(output, tokens, calls)
     if dry_run:
-        print_plan(out, plan(setup, constraints, targets, chosen, known))
+        print_plan(out, plan(setup, targets, chosen, known))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, constraints, targets, chosen, output, out, known)
+        run_search(setup, evaluator, targets, chosen, output, out, known)
 
 
 @app.command("compare")

@@ -76,7 +76,7 @@ def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
     evaluator = ServedEvaluator(Pool([live], **load), setup.calibration)
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "2"], rules)
-    return run_search(setup, evaluator, rules, goals, Options(), folder)
+    return run_search(setup, evaluator, goals, Options(), folder)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
-from tests.search.helpers import finished, free, greedy, landscape, searched, targets
+from tests.search.helpers import finished, greedy, landscape, searched, targets
 from tests.search.oracle import algorithm_1, forward_selection
 
 BOTH, FAST, FORWARD, GREEDY = (METHODS[name] for name in sorted(METHODS))
@@ -38,7 +38,7 @@ def test_obeys_every_constraint(name: str) -> None:
     own = Pattern("FFSFFSFSFFFF")
     rules = Constraints.make(own, keep_full=[4, 6])
     goal = parse_targets(["7", "3"], rules)
-    events = [*METHODS[name].descend(landscape(12), rules, goal, PLENTY)]
+    events = [*METHODS[name].descend(landscape(12), goal, PLENTY)]
     for text in (str(event.pattern if isinstance(event, Step) else event) for event in events):
         assert text[0] == text[4] == text[6] == "F"
         assert text[2] == text[5] == text[7] == "S"
@@ -49,9 +49,9 @@ def test_obeys_every_constraint(name: str) -> None:
 @pytest.mark.parametrize("batches", [1, 2, 8, 33])
 def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
     goal, ledger = targets(24, "1", "1/2"), landscape(24, 2, batches=batches)
-    least = method.least(free(24), goal, ledger.tokens_of_batches)
+    least = method.least(goal, ledger.tokens_of_batches)
     seen = set()
-    for event in method.descend(ledger, free(24), goal, least):
+    for event in method.descend(ledger, goal, least):
         pattern = event.pattern if isinstance(event, Step) else event
         seen.add(len(pattern.full_layers))
         if goal.mark_at(len(pattern.full_layers)):
@@ -71,7 +71,7 @@ class Blind:
 
 @pytest.mark.parametrize("method", [GREEDY, FAST])
 def test_a_tie_of_all_candidates_is_no_pattern(method: Method) -> None:
-    steps = method.descend(Ledger(Blind()), free(6), targets(6, "2"), budget=PLENTY)
+    steps = method.descend(Ledger(Blind()), targets(6, "2"), budget=PLENTY)
     with pytest.raises(SearchError, match="cannot tell patterns apart: 5 candidates"):
         list(steps)
 
@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_ends_the_search_and_names_the_batch() -> None:
             return values[list(batches)]
 
     with pytest.raises(SearchError, match="under FSFFFF the loss on batch 2 is nan"):
-        greedy(Ledger(Broken()), free(6), targets(6, "2"))
+        greedy(Ledger(Broken()), targets(6, "2"))
 
 
 # -- exhaustive greedy -------------------------------------------------------------------------
@@ -94,20 +94,20 @@ def test_a_loss_that_is_no_number_ends_the_search_and_names_the_batch() -> None:
 @given(count=st.integers(2, 11), seed=st.integers(0, 10**6), data=st.data())
 def test_greedy_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
     full = data.draw(st.integers(1, count))
-    rules, goal = free(count), targets(count, str(full))
+    goal = targets(count, str(full))
     ledger, other = landscape(count, seed), landscape(count, seed)
-    steps = greedy(ledger, rules, goal)
+    steps = greedy(ledger, goal)
     expected = algorithm_1(count, lambda text: other.mean(Pattern(text)), count - full)
     assert [str(step.pattern) for step in steps[1:]] == expected
     for before, step in itertools.pairwise(steps):
         assert before.pattern.diff(step.pattern).became_shared == (step.layer,)
         assert step.loss == other.mean(step.pattern)
-    assert ledger.spent == evaluations(rules, goal) * ledger.full_evaluation
+    assert ledger.spent == evaluations(goal) * ledger.full_evaluation
 
 
 def test_a_whole_descent_takes_the_papers_count() -> None:
     """N(N-1)/2 forward passes, and one for the start."""
-    assert evaluations(free(47), targets(47, "1")) == 47 * 46 // 2 + 1
+    assert evaluations(targets(47, "1")) == 47 * 46 // 2 + 1
 
 
 # -- fast --------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_fast_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float
     evaluator = SyntheticEvaluator(LAYERS, 32, seed, noise=noise)
     goal = targets(LAYERS, *MARKS)
     exhaustive = Ledger(evaluator)
-    path = {len(s.pattern.full_layers): s for s in greedy(exhaustive, free(LAYERS), goal)}
+    path = {len(s.pattern.full_layers): s for s in greedy(exhaustive, goal)}
     search = finished(Ledger(evaluator), goal)
     assert search.search_tokens <= exhaustive.spent / 10
     assert list(search.found) == [24, 12, 6]
@@ -134,23 +134,23 @@ def test_fast_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float
 @given(count=st.integers(2, 12), seed=st.integers(0, 10**6), data=st.data())
 def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
     goal = targets(count, str(data.draw(st.integers(1, count))))
-    expected = [s.pattern for s in greedy(landscape(count, seed), free(count), goal)]
-    fast = FastGreedy(landscape(count, seed), Descent(free(count), goal), 0, exact=True)
+    expected = [s.pattern for s in greedy(landscape(count, seed), goal)]
+    fast = FastGreedy(landscape(count, seed), Descent(goal), 0, exact=True)
     assert [step.pattern for step in fast.steps()] == expected
-    paid = FAST.descend(landscape(count, seed), free(count), goal, budget=PLENTY)
+    paid = FAST.descend(landscape(count, seed), goal, budget=PLENTY)
     assert [step.pattern for step in paid] == expected
 
 
 def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) -> list[Step]:
     """With the least budget, or this one."""
-    way = Descent(free(count), targets(count, goal))
+    way = Descent(targets(count, goal))
     least = way.least(ledger.tokens_of_batches)
     return list(FastGreedy(ledger, way, least if budget is None else budget).steps())
 
 
 def test_a_larger_budget_is_used() -> None:
     ledger, larger = (landscape(LAYERS, 1, batches=32) for _ in range(2))
-    least = FAST.least(free(LAYERS), targets(LAYERS, "1/8"), ledger.tokens_of_batches)
+    least = FAST.least(targets(LAYERS, "1/8"), ledger.tokens_of_batches)
     assert len(descend(ledger, LAYERS, "1/8")) == 42
     assert len(descend(larger, LAYERS, "1/8", 2 * least)) == 42
     assert ledger.spent <= least < larger.spent <= 2 * least
@@ -207,16 +207,16 @@ def test_forward_is_forward_selection(
     goal = targets(count, str(full := data.draw(st.integers(1, count))))
     ledger, other = (landscape(count, seed, coupling=0.0 if lazy else 4.0) for _ in range(2))
     if lazy:
-        events = list(FORWARD.descend(ledger, free(count), goal, PLENTY))
+        events = list(FORWARD.descend(ledger, goal, PLENTY))
     else:
-        events = list(FastGreedy(ledger, Ascent(free(count), goal), 0, exact=True).steps())
+        events = list(FastGreedy(ledger, Ascent(goal), 0, exact=True).steps())
     expected = forward_selection(count, lambda text: other.mean(Pattern(text)), full - 1)
     assert walked(events) == expected
 
 
 def test_looks_at_few_of_many_candidates() -> None:
     ledger = landscape(47, 1, coupling=0.0)
-    events = list(FORWARD.descend(ledger, free(47), targets(47, "1/4"), PLENTY))
+    events = list(FORWARD.descend(ledger, targets(47, "1/4"), PLENTY))
     steps = [event for event in events[2:] if isinstance(event, Step)]
     assert sum(step.candidates for step in steps) < 0.5 * sum(46 - n for n in range(1, 12))
 
@@ -295,8 +295,8 @@ def test_the_path_and_the_log_hold_both_ways(tmp_path: Path) -> None:
 def test_both_is_the_default_where_the_budget_allows_it() -> None:
     goal, tokens = targets(47, "1/2", "1/4"), (1000,) * 32
     for share, expected in ((None, BOTH), (0.25, BOTH), (0.1, FAST)):
-        options, why = Options.best(free(47), goal, tokens, share=share)
+        options, why = Options.best(goal, tokens, share=share)
         assert options.method == expected
         assert bool(why) == (share == 0.1)
-        assert options.budget(free(47), goal, tokens).share == pytest.approx(share or 0.2, abs=1e-3)
+        assert options.budget(goal, tokens).share == pytest.approx(share or 0.2, abs=1e-3)
     assert "--budget 0.1 leaves each of two searches less" in why

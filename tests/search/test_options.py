@@ -15,13 +15,13 @@ from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
-from tests.search.helpers import finished, free, landscape, targets
+from tests.search.helpers import finished, landscape, targets
 
 
 def test_the_papers_search() -> None:
     """47 layers down to one: N(N-1)/2 passes over 768 sequences of 200K, and the start."""
     tokens = [200_000] * 768
-    budget = Options(Greedy(), refine=False).budget(free(47), targets(47, "1"), tokens)
+    budget = Options(Greedy(), refine=False).budget(targets(47, "1"), tokens)
     assert budget.total == budget.exhaustive == (47 * 46 // 2 + 1) * 768 * 200_000
 
 
@@ -56,7 +56,7 @@ def test_refinement_repairs_what_greedy_ran_into() -> None:
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
+def searches(draw: st.DrawFn) -> tuple[Ledger, Targets, Options]:
     layers = draw(st.sampled_from([4, 5, 8, 12, 20, 47, 80]))
     batches = draw(st.sampled_from([1, 2, 3, 8, 16, 33, 64]))
     names = ["fast", "forward", "both"]
@@ -75,8 +75,8 @@ def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
     with reject_on(SearchError):
         goal = parse_targets(marks, rules)
         options = Options.parse(method, share, refine=refine)
-        options.budget(rules, goal, evaluator.batch_tokens)
-    return Ledger(evaluator), rules, goal, options
+        options.budget(goal, evaluator.batch_tokens)
+    return Ledger(evaluator), goal, options
 
 
 @contextmanager
@@ -91,10 +91,10 @@ def reject_on(error: type[Exception]) -> Iterator[None]:
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(case=searches())
 def test_no_search_forwards_more_than_was_said(
-    case: tuple[Ledger, Constraints, Targets, Options],
+    case: tuple[Ledger, Targets, Options],
 ) -> None:
-    ledger, rules, goal, options = case
-    search = finished(ledger, goal, options, rules)
+    ledger, goal, options = case
+    search = finished(ledger, goal, options)
     assert search.search_tokens <= search.budget.total
     assert ledger.spent <= search.expected_tokens
     if not isinstance(options.method, Greedy):
@@ -107,9 +107,9 @@ def test_no_search_forwards_more_than_was_said(
 @pytest.mark.parametrize(("layers", "least"), [(47, 0.12), (78, 0.072)])
 def test_two_batches(layers: int, least: float) -> None:
     """Each look takes both: a tenth was exceeded 1.4 to 2.3 times."""
-    goal, rules = targets(layers, "1/2", "1/4", "1/8"), free(layers)
+    goal = targets(layers, "1/2", "1/4", "1/8")
     with pytest.raises(SearchError, match=f"--budget 0.07 is .* needs at least {least} of exh"):
-        Search(landscape(layers, batches=2), rules, goal, Options(share=0.07))
+        Search(landscape(layers, batches=2), goal, Options(share=0.07))
     search = finished(landscape(layers, batches=2), goal, Options(share=least))
     assert search.search_tokens <= least * search.budget.exhaustive
 
@@ -118,11 +118,11 @@ def test_two_batches(layers: int, least: float) -> None:
 def test_the_refusal_names_a_budget_that_is_enough(method: str) -> None:
     goal, ledger = targets(24, "1/4"), landscape(24, batches=4)
     with pytest.raises(SearchError, match="needs at least") as refused:
-        Search(ledger, free(24), goal, Options.parse(method, share=0.001))
+        Search(ledger, goal, Options.parse(method, share=0.001))
     enough = float(re.findall(r"at least ([\d.]+)", str(refused.value))[0])
     assert finished(ledger, goal, Options.parse(method, share=enough)).is_complete
     with pytest.raises(SearchError):
-        Search(ledger, free(24), goal, Options.parse(method, share=enough - 0.001))
+        Search(ledger, goal, Options.parse(method, share=enough - 0.001))
 
 
 def test_a_target_one_flip_away_costs_no_more_than_exhaustive() -> None:
@@ -159,4 +159,4 @@ def test_provenance_names_a_refinement_only_where_it_ran() -> None:
 def test_more_than_exhaustive_is_refused() -> None:
     """Upwards to nearly all F is the long way round."""
     with pytest.raises(SearchError, match="Search with --method greedy"):
-        Search(landscape(24, batches=2), free(24), targets(24, "23"), Options.parse("forward"))
+        Search(landscape(24, batches=2), targets(24, "23"), Options.parse("forward"))

@@ -68,7 +68,7 @@ def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "1/4"], rules)
     with (output.parent / f"{output.name}.log").open("w") as log:
-        run_search(setup, evaluator, rules, goals, Options(), output, Console(file=log))
+        run_search(setup, evaluator, goals, Options(), output, Console(file=log))
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Descent
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import Greedy
-from sglang_indexcache.search.rules import Constraints, Targets
+from sglang_indexcache.search.rules import Targets
 
 
 class Method(Protocol):
@@ -25,9 +25,7 @@ class Method(Protocol):
     def searches(self) -> int:
         """How many searches it makes; the default budget is for so many."""
 
-    def descend(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
-    ) -> Iterator[Step | Pattern]:
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
         """Yield the start as a step, then what it finds on its way.
 
         A step that arrives at a mark, and a pattern with as many F layers as a mark, is an answer
@@ -36,7 +34,7 @@ class Method(Protocol):
         for until the last mark's answer is measured.
         """
 
-    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+    def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Tokens that :meth:`descend` cannot do without.
 
         A method without a choice, such as exhaustive greedy, takes exactly this.
@@ -63,21 +61,19 @@ class Walks:
         """See :class:`Method`."""
         return len(self.ways)
 
-    def descend(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
-    ) -> Iterator[Step | Pattern]:
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
         """See :class:`Method`; the start comes once for each way."""
         end = ledger.spent + budget
-        ways = [way(constraints, targets) for way in self.ways]
+        ways = [way(targets) for way in self.ways]
         needs = [way.least(ledger.tokens_of_batches) for way in ways]
         for place, way in enumerate(ways):
             left = end - ledger.spent
             share = min(left // (len(ways) - place), left - sum(needs[place + 1 :]))
             yield from way.walk(ledger, max(needs[place], share))
 
-    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+    def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`Method`."""
-        return sum(way(constraints, targets).least(batch_tokens) for way in self.ways)
+        return sum(way(targets).least(batch_tokens) for way in self.ways)
 
 
 _HOW = "(lazy re-evaluation, paired racing)"

@@ -48,11 +48,9 @@ class Descent:
     """The way from all F downwards: its steps, and what they need at least.
 
     Attributes:
-        constraints: which layers may be flipped.
-        targets: where to end.
+        targets: where to end, and which layers may be flipped.
     """
 
-    constraints: Constraints
     targets: Targets
     looks_per_step = 4
     """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
@@ -62,8 +60,13 @@ class Descent:
 
         A budget that pays for exhaustive greedy is spent on exactly that.
         """
-        exact = budget >= evaluations(self.constraints, self.targets) * ledger.full_evaluation
+        exact = budget >= evaluations(self.targets) * ledger.full_evaluation
         return FastGreedy(ledger, self, budget, exact=exact).steps()
+
+    @property
+    def constraints(self) -> Constraints:
+        """Of the targets."""
+        return self.targets.constraints
 
     @property
     def begin(self) -> Pattern:
