@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from sglang_indexcache.cli.common import SeedOption, group, out
+from sglang_indexcache.cli.common import command, group, out
 from sglang_indexcache.errors import KernelError
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 app = group("List, check and build our GPU kernels.")
 
 
-@app.command("list", epilog="Example: indexcache kernels list")
+@command(app, "list", epilog="Example: indexcache kernels list")
 def list_command() -> None:
     """Say which implementation of every operation can run on this machine, and why not."""
     from rich.box import SIMPLE
@@ -44,25 +42,17 @@ def list_command() -> None:
     )
 
 
-@app.command("check", epilog="Example: indexcache kernels check --implementation triton")
+@command(app, "check", epilog="Example: indexcache kernels check --implementation triton")
 def check_command(
-    implementation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Check only this one, by its name in the list. Default: all."
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Which cases: small, wide (also many short rows) or large (also up to a million "
-            "tokens). Default: large on a GPU, small without one.",
-        ),
-    ] = None,
-    seed: SeedOption = 0,
+    implementation: str | None = None, sizes: str | None = None, seed: int = 0
 ) -> None:
-    """Check on this machine that our kernels do what their contract says."""
+    """Check on this machine that our kernels do what their contract says.
+
+    Options:
+        implementation (NAME): Check only this one, by its name in the list. Default: all.
+        sizes (NAME): Which cases: small, wide (also many short rows) or large (also up to a million
+            tokens). Default: large on a GPU, small without one.
+    """
     from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES, Machine, named
     from sglang_indexcache.kernels.grid.runner import GROUPS, SIZES, Runner
 
@@ -97,18 +87,14 @@ def _check(runner: Runner, group_name: str) -> tuple[int, int]:
     return passed, failed
 
 
-@app.command("build", epilog="Example: indexcache kernels build --archive kernels.tar.gz")
-def build_command(
-    archive: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a "
-            "machine without nvcc they are used there.",
-        ),
-    ] = None,
-) -> None:
-    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
+@command(app, "build", epilog="Example: indexcache kernels build --archive kernels.tar.gz")
+def build_command(archive: Path | None = None) -> None:
+    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU.
+
+    Options:
+        archive (FILE): Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a
+            machine without nvcc they are used there.
+    """
     from time import monotonic
 
     from sglang_indexcache.kernels.build import FOLDERS, build, pack
