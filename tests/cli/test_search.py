@@ -33,7 +33,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
     for label, full in (("1of2", 6), ("1of4", 3), ("1of8", 2)):
         entry = load_entry(tmp_path / f"x-{label}.yaml")
         assert entry.full_layers == full
-        loss = evaluator.loss(Pattern(entry.pattern), range(4)).mean
+        loss = evaluator.loss(Pattern(entry.pattern), range(4)).mean()
         assert entry.quality[0].score == pytest.approx(loss, abs=1e-12)
         added = evaluator.loss(Pattern(entry.pattern), range(4)) - all_full
         error = entry.method.details["added_loss_standard_error"]
