@@ -41,7 +41,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         fresh = [
             evaluator.loss(p, range(4, 12)) for p in (Pattern(entry.pattern), Pattern.full(12))
         ]
-        interval = stats.ttest_rel(fresh[0].values, fresh[1].values).confidence_interval(0.95)
+        interval = stats.ttest_rel(fresh[0], fresh[1]).confidence_interval(0.95)
         told = entry.method.details["held_out_added_loss"]
         assert (told["low"], told["high"]) == pytest.approx(tuple(interval))
         assert entry.quality[1].score == pytest.approx(fresh[0].mean)
