@@ -44,7 +44,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         interval = stats.ttest_rel(fresh[0], fresh[1]).confidence_interval(0.95)
         told = entry.method.details["held_out_added_loss"]
         assert (told["low"], told["high"]) == pytest.approx(tuple(interval))
-        assert entry.quality[1].score == pytest.approx(fresh[0].mean)
+        assert entry.quality[1].score == pytest.approx(fresh[0].mean())
         before = entry.method.details["before_refinement"]["loss"]
         assert entry.quality[0].score <= before
         assert {"checkpoint", "data", "seed", "versions", "cost", "loss_curve"} <= set(
