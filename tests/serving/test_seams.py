@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.serving import engine_version, seams
-from sglang_indexcache.serving.engine_version import EngineSource
-from sglang_indexcache.serving.seams import SEAMS, SUPPORTED_VERSION, Seam
+from sglang_indexcache.serving import engine_version
+from sglang_indexcache.serving.engine_version import SUPPORTED_VERSION, EngineSource, seams
 
-SERVING = Path(seams.__file__).parent
+SERVING = Path(engine_version.__file__).parent
 FILES = sorted(SERVING.rglob("*.py"))
 
 
@@ -34,20 +33,13 @@ def test_the_supported_version_is_recorded() -> None:
 def test_the_records_are_fresh(version: str) -> None:
     """After a change of the table: python -m sglang_indexcache.serving.engine_version."""
     record = engine_version.recorded()[version]
-    assert record.keys() == {seam.path for seam in SEAMS}
+    assert record.keys() == {seam.path for seam in seams()}
     if version == installed().version:
-        assert record == {seam.path: installed().digest(seam) for seam in SEAMS}
+        assert record == {seam.path: installed().digest(seam) for seam in seams()}
 
 
 def test_a_seam_is_named_once() -> None:
-    assert len({seam.path for seam in SEAMS}) == len(SEAMS)
-
-
-@pytest.mark.parametrize(
-    "seam", [seam for seam in SEAMS if seam.parameters or seam.by_signature], ids=lambda s: s.path
-)
-def test_a_seam_with_parameters_is_a_function_that_takes_them(seam: Seam) -> None:
-    assert {*seam.parameters} <= (installed().parameters(seam) or set())
+    assert len({seam.path for seam in seams()}) == len(seams())
 
 
 # -- whatever we use of SGLang is in the table -------------------------------------------------
@@ -62,7 +54,7 @@ def running(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_module(name: str) -> bool:
-    return name == "sglang" or installed().has_module(Seam(name, "", ""))
+    return name == "sglang" or installed().module(name) is not None
 
 
 def imported(path: Path) -> set[str]:
@@ -104,7 +96,7 @@ def hooked(path: Path) -> set[str]:
 
 
 def is_in_table(name: str) -> bool:
-    return any(f"{seam.path}.".startswith(f"{name}.") for seam in SEAMS)
+    return any(f"{seam.path}.".startswith(f"{name}.") for seam in seams())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SERVING)))
@@ -115,7 +107,7 @@ def test_what_a_file_imports_from_sglang_is_in_the_table(path: Path) -> None:
 def test_what_is_wrapped_is_in_the_table() -> None:
     wrapped = {target for path in FILES for target in hooked(path)}
     assert len(wrapped) > 5
-    assert wrapped <= {seam.path for seam in SEAMS}
+    assert wrapped <= {seam.path for seam in seams()}
 
 
 def named(path: Path) -> set[str]:
@@ -130,7 +122,7 @@ def named(path: Path) -> set[str]:
 
 
 def test_what_is_named_by_its_path_is_in_the_table() -> None:
-    names = {name for path in FILES if path.name != "seams.py" for name in named(path)}
+    names = {name for path in FILES for name in named(path)}
     assert {name for name in names if not is_in_table(name)} == set()
 
 
