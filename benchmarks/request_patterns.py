@@ -192,15 +192,14 @@ def row_code_seconds(requests: int) -> float:
     """
     import torch
 
-    from sglang_indexcache.library import Library
     from sglang_indexcache.serving.active import ActivePattern
     from sglang_indexcache.serving.index_buffer import IndexBuffer
     from sglang_indexcache.serving.rows import RequestIds, patterns_of_rows
-    from sglang_indexcache.serving.settings import Request, make_plan
+    from sglang_indexcache.serving.settings import collect, make_plan
 
     checkpoint = Checkpoint.read(shipped_checkpoint())
-    said = Request.collect({"indexcache_mode": "live"}, as_keywords=False)
-    active = ActivePattern(make_plan(said, checkpoint, {}, Library.default()))
+    said = collect({"indexcache_mode": "live"})
+    active = ActivePattern(make_plan(said, checkpoint, {}))
     admitted = [
         SimpleNamespace(rid=str(i), indexcache_pattern=Pattern(str(active.pattern)))
         for i in range(requests)

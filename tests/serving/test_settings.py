@@ -7,9 +7,8 @@ import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
-from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.settings import CONFIG_KEY, Choice, Plan, Request, make_plan
+from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, Said, collect, make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
 from tests.serving import plans
 
@@ -18,16 +17,14 @@ def checkpoint(own: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") 
     return Checkpoint(architecture, tuple(range(len(own))), Pattern(own), {})
 
 
-def flags(**given: str | None) -> Request:
-    return Request.collect(
-        {f"indexcache_{name}": value for name, value in given.items()}, as_keywords=False
-    )
+def flags(**given: str | None) -> Said:
+    return collect({f"indexcache_{name}": value for name, value in given.items()})
 
 
 def plan(
-    request: Request | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
+    request: Said | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
 ) -> Plan:
-    return make_plan(request or flags(), checkpoint(own), overrides or {}, Library.default())
+    return make_plan(request or flags(), checkpoint(own), overrides or {})
 
 
 def test_flag() -> None:
@@ -49,7 +46,7 @@ def test_the_start_line_says_what_is_known_of_the_patterns_quality() -> None:
 
 
 def test_engine_keyword_is_named_as_such() -> None:
-    request = Request.collect({"indexcache_pattern": "FSSFSS"}, as_keywords=True)
+    request = collect({"indexcache_pattern": "FSSFSS"}, as_keywords=True)
     assert plan(request).source.startswith("Engine(indexcache_pattern=...)")
 
 
@@ -135,7 +132,7 @@ def test_default_without_sharing_warns_and_names_the_library() -> None:
     assert result.pattern == Pattern.full(6)
     assert "every layer runs its indexer" in result.advice
     glm5 = Checkpoint.from_config(GLM5)
-    advice = make_plan(flags(), glm5, {}, Library.default()).advice
+    advice = make_plan(flags(), glm5, {}).advice
     assert "glm-5-1of2, glm-5-1of4" in advice
 
 
@@ -166,7 +163,7 @@ def test_live_plan_builds_every_indexer_the_checkpoint_has() -> None:
 
 def test_hybrid_model_maps_positions_to_layers() -> None:
     hybrid = Checkpoint("Glm5NextForConditionalGeneration", (3, 7, 11), Pattern("FFF"), {})
-    result = make_plan(flags(pattern="FSF"), hybrid, {}, Library.default())
+    result = make_plan(flags(pattern="FSF"), hybrid, {})
     types = result.hf_overrides()["indexer_types"]
     assert len(types) == 12
     assert [i for i, kind in enumerate(types) if kind == "shared"] == [7]
@@ -189,11 +186,6 @@ def test_upstream_obeys_the_overrides() -> None:
     )
     skipped = [layer for layer in range(6) if dsa_layer_skips_topk(config, layer)]
     assert tuple(skipped) == result.pattern.shared_layers
-
-
-def test_request_is_empty_without_choices() -> None:
-    assert not flags()
-    assert Request({"indexcache_mode": Choice("live", "--indexcache-mode")})
 
 
 def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:

@@ -17,7 +17,7 @@ from sglang_indexcache.ask.protocol import RECENT
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import shadow
-from sglang_indexcache.serving.settings import SHADOW, Choice, Request, _shadow
+from sglang_indexcache.serving.settings import SHADOW, Choice, _shadow
 from sglang_indexcache.serving.shadow import ROWS, Part, Shadow, draw
 from sglang_indexcache.serving.traffic import LENGTHS, Served
 from tests.serving.plans import plan
@@ -85,9 +85,9 @@ def test_one_forward_in_so_many() -> None:
 
 def test_the_flag() -> None:
     def asked(value: str) -> int:
-        return _shadow(Request({SHADOW.name: Choice(value, SHADOW.flag)}))
+        return _shadow({SHADOW: Choice(value, SHADOW.flag)})
 
-    assert (asked("on"), asked("7"), _shadow(Request())) == (1000, 7, 0)
+    assert (asked("on"), asked("7"), _shadow({})) == (1000, 7, 0)
     for wrong in ("0", "off", "-3", "1/1000", ""):
         with pytest.raises(SettingsError, match="give the number of forwards"):
             asked(wrong)
