@@ -1,4 +1,4 @@
-"""Real SGLang servers over HTTP. A start takes half a minute, so servers are shared."""
+"""Real SGLang servers over HTTP; the shared ones are shared, for a start takes its seconds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
+from tests.preloaded import PreloadedServer
 
 VOCAB = 512
 
@@ -74,7 +74,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     def start(model: Path, *arguments: str, **environment: str) -> Iterator[Client]:
         command = ["--model-path", str(model), "--attention-backend", "indexcache", *arguments]
         log = logs / f"{next(count)}.log"
-        with Server(command, log, env=environment) as server:
+        with PreloadedServer(command, log, env=environment) as server:
             client = server.wait_until_ready()
             client.server = server  # type: ignore[attr-defined]
             try:

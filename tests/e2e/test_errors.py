@@ -10,11 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.preloaded import Template
 
 GLM_CASES = [
     # (arguments, what the one error says)
@@ -41,49 +43,20 @@ GLM_CASES = [
 ]
 
 
-FORKING = """
-import json, os, runpy, sys
-import sglang.launch_server, sglang.srt.configs.model_config, sglang_indexcache.serving.plugin
-import sglang.srt.layers.attention.attention_registry
-del sys.modules["sglang.launch_server"]
-for line in sys.stdin:
-    case = json.loads(line)
-    if not (child := os.fork()):
-        os.dup2(os.open(case["log"], os.O_WRONLY | os.O_CREAT), 1)
-        os.dup2(1, 2)
-        os.chdir(case["cwd"])
-        os.environ.update(case["env"])
-        sys.argv = ["sglang.launch_server", *case["arguments"]]
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Runs ``python -m sglang.launch_server`` again and again, in forks of a process that has imported
-what it imports: a launch then takes the seconds of its own work alone."""
-
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """``launch(model, "--flag", ..., cwd=folder)``, until it ends."""
     log = tmp_path_factory.mktemp("launches") / "log"
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
 
-        def run(model: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            log.unlink(missing_ok=True)
-            given = command(model, *arguments)[3:]
-            case = {"arguments": given, "cwd": str(cwd), "env": environment, "log": str(log)}
-            print(json.dumps(case), file=process.stdin, flush=True)
-            status = int(process.stdout.readline())
-            return subprocess.CompletedProcess(given, status, log.read_text(), "")
+    def run(model: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
+        given = command(model, *arguments)[2:]
+        forked = Template.of(os.environ).fork(given, log, cwd, **environment)
+        return subprocess.CompletedProcess(given, forked.wait(120), log.read_text(), "")
 
-        yield run
-        process.stdin.close()  # type: ignore[union-attr]
+    return run
 
 
 def launch_alone(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.ask.launch import Server
+from tests.preloaded import PreloadedServer
 from tests.rehearsal import checkpoint
 from tests.rehearsal.questions import Judge
 from tests.rehearsal.stage import mutants
@@ -88,7 +88,7 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         ]
         log = logs / f"{len(list(logs.iterdir()))}.log"
         this = {"INDEXCACHE_REHEARSAL_CARDS": str(cards), mutants.VARIABLE: mutant}
-        with Server(command, log, env={**environment, **this}) as server:
+        with PreloadedServer(command, log, env={**environment, **this}) as server:
             try:
                 yield server.wait_until_ready()
             except BaseException as error:

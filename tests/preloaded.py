@@ -1,0 +1,257 @@
+"""Start SGLang servers by forking a process that has imported SGLang.
+
+Each of a server's three or more processes needs ten seconds of a core to import what SGLang
+imports, of about twelve until it is ready; tests start over a hundred servers. So a *template*
+imports once and waits. ``PreloadedServer`` asks it for a fork, which runs ``sglang.launch_server``
+as ``python -m`` would. Where that process lets multiprocessing spawn another, a companion that was
+forked before anything ran gives a fork as clean as a new interpreter, reparented to who asked.
+
+SGLang applies plugins to modules that are imported already, so the order does not matter to it;
+tests of launching, stopping and of commands start servers as users do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, cast
+
+from sglang_indexcache.ask.launch import Server
+
+PRELOADED = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+)
+ROOT = Path(__file__).parents[1]
+_LONGEST_MESSAGE = 1 << 18
+_MOST_DESCRIPTORS = 64
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ABOVE_ALL = 512
+"""Descriptors from here on are free while others are put in their places."""
+
+Job = dict[str, Any]
+
+
+class PreloadedServer(Server):
+    """A server whose processes are forks of one that has imported SGLang."""
+
+    def start(self) -> None:
+        forked = Template.of(self._env).fork(self.command[2:], self.log)
+        self._process = cast("subprocess.Popen[bytes]", forked)
+
+
+class Template:
+    """The process that has imported SGLang under one environment, seen from the tests."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=dict(environment),
+                cwd=ROOT,
+                preexec_fn=_die_with_parent,
+            )
+        atexit.register(self._process.kill)
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Template:
+        """The template of this environment, made when first asked for."""
+        lasting = {
+            key: environment[key] for key in sorted({*environment} - {"PYTEST_CURRENT_TEST"})
+        }
+        return _template(tuple(lasting.items()))
+
+    def fork(
+        self, arguments: Sequence[str], log: Path, cwd: Path = ROOT, **environment: str
+    ) -> Forked:
+        """``python -m MODULE ...`` of ``arguments`` in a session of its own, printing to ``log``.
+
+        Args:
+            environment: what differs from the template's, for variables that are read late.
+        """
+        job = {
+            "module": arguments[0],
+            "argv": list(arguments),
+            "cwd": str(cwd),
+            "environment": environment,
+            "fds": [1, 2],
+        }
+        with log.open("wb") as output:
+            pid = self.ask(job, output.fileno(), output.fileno())["pid"]
+        return Forked(self, pid)
+
+    def ask(self, job: Job, *descriptors: int) -> Job:
+        socket.send_fds(self._requests, [json.dumps(job).encode()], descriptors)
+        answer = self._requests.recv(_LONGEST_MESSAGE)
+        if not answer:
+            raise RuntimeError("the process that has imported SGLang ended")
+        return dict(json.loads(answer))
+
+
+@cache
+def _template(environment: tuple[tuple[str, str], ...]) -> Template:
+    return Template(dict(environment))
+
+
+class Forked:
+    """What ``subprocess.Popen`` offers, of a process that is a template's child."""
+
+    def __init__(self, template: Template, pid: int) -> None:
+        self.template = template
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.template.ask({"wait": self.pid})["status"]
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked server", timeout)
+            time.sleep(0.05)
+        return status
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+# ---- From here on: what runs in the template and in its forks.
+
+
+def _wait_for_a_job(requests: socket.socket, *, adopted: bool) -> Job:
+    """Fork for each request; returns in the forks only, with what each has to do.
+
+    Args:
+        adopted: a fork becomes the child of the nearest ancestor that takes orphans.
+    """
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, _LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        job = json.loads(message)
+        if "wait" in job:
+            found, status = os.waitpid(job["wait"], os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if found else None
+            requests.send(json.dumps({"status": code}).encode())
+            continue
+        if child := _fork(requests, adopted=adopted):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if not adopted:
+                requests.send(json.dumps({"pid": child}).encode())
+            continue
+        requests.close()
+        _put_in_place(descriptors, job["fds"])
+        return cast(Job, job)
+
+
+def _fork(requests: socket.socket, *, adopted: bool) -> int:
+    """``os.fork``; if ``adopted``, by a process in between that ends: the fork tells its pid."""
+    if not (child := os.fork()):
+        if adopted:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
+            requests.send(json.dumps({"pid": os.getpid()}).encode())
+        else:
+            os.setsid()
+            _die_with_parent()
+    elif adopted:
+        os.waitpid(child, 0)
+    return child
+
+
+def _put_in_place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE_ALL) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, number in zip(high, numbers, strict=True):
+        os.dup2(one, number)
+        os.close(one)
+
+
+def _run(job: Job) -> None:
+    """Do what a new interpreter with these arguments would do."""
+    os.chdir(job["cwd"])
+    if "code" in job:
+        os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.argv = list(job["argv"])
+    util.spawnv_passfds = _Companion().spawn  # type: ignore[attr-defined]
+    if "module" in job:
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+    else:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(job["code"], vars(main))
+
+
+class _Companion:
+    """A fork that has run nothing yet, and gives more of its kind to the process that made it."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            self._requests.close()
+            _run(_wait_for_a_job(theirs, adopted=True))
+            sys.exit()
+        theirs.close()
+
+    def spawn(self, path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        """In place of ``multiprocessing.util.spawnv_passfds``; returns the process id."""
+        at = list(arguments).index("-c")
+        job = {
+            "code": arguments[at + 1],
+            "argv": ["-c", *arguments[at + 2 :]],
+            "cwd": os.getcwd(),
+            "environment": dict(os.environ),
+            "fds": list(descriptors),
+        }
+        socket.send_fds(self._requests, [json.dumps(job).encode()], descriptors)
+        return int(json.loads(self._requests.recv(_LONGEST_MESSAGE))["pid"])
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """Of the template: import, then fork."""
+    for module in PRELOADED:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # else the collector would write to, and so copy, every page
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    _run(_wait_for_a_job(requests, adopted=False))
+
+
+if __name__ == "__main__":
+    main()
