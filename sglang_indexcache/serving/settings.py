@@ -540,10 +540,8 @@ def _upstream_pattern(
 
 
 def _default_pattern(checkpoint: Checkpoint) -> tuple[Policy, str]:
-    own = Policy.of(checkpoint.own)
-    if checkpoint.shares_already:
-        return own, "the checkpoint, which was trained with it"
-    return own, "the default"
+    by_training = "the checkpoint, which was trained with it"
+    return Policy.of(checkpoint.own), by_training if checkpoint.shares_already else "the default"
 
 
 def _advice(checkpoint: Checkpoint, library: Library) -> str:

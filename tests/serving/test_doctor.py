@@ -26,7 +26,9 @@ from tests.fakes import glm5
 
 CONFIG = {
     **glm5.CONFIG,
+    "model_type": "glm_moe_dsa",
     "index_n_heads": 32,
+    "dtype": "bfloat16",
     **BY_ARCHITECTURE["GlmMoeDsaForCausalLM"].extra_config,
 }
 
