@@ -240,9 +240,10 @@ def _resolve(server_args: Any) -> None:
         getattr(server_args, FOUND).extend(found.each)
     else:
         found.report()
-        front.install()  # it takes SGLang's tokenizer manager
-        vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     _declare(server_args, plan, overrides, config)
+    if not _is_examined(server_args):  # it takes SGLang's tokenizer manager
+        front.install()
+        vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
