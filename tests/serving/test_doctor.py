@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,12 @@ CONFIG = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
+    level = logging.root.level  # which SGLang sets as it resolves
+    yield tmp_path
+    logging.root.setLevel(level)
 
 
 def examine(*arguments: object) -> tuple[bool, str]:
