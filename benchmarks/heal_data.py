@@ -36,7 +36,7 @@ import torch
 from benchmarks.crossed import crossed_half_width
 from benchmarks.heal_study import HEAL_LR
 from benchmarks.heal_study import heal_data as task_documents
-from benchmarks.records import RUNS, read_arguments
+from benchmarks.records import RUNS, markdown, read_arguments
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.data.retrieval import HELD_OUT_EVERY, TEXT_CHARACTERS
@@ -261,14 +261,13 @@ def name_of(row: dict[str, Any]) -> str:
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Markdown: a row for each way, a column for each length that was asked."""
     lengths = sorted({row["asked_at"] for row in lines})
-    text = ["| | " + " | ".join(f"asked at {n}" for n in lengths) + " | seeds |"]
-    text.append("|---" * (len(lengths) + 2) + "|")
+    rows = []
     for name in dict.fromkeys(map(name_of, lines)):
         mine = {row["asked_at"]: row for row in lines if name_of(row) == name}
-        cells = [_cell(mine.get(length)) for length in lengths]
-        seeds = {row["seeds"] for row in mine.values() if row["healed_on"]}
-        text.append(f"| {name} | {' | '.join(cells)} | {', '.join(map(str, sorted(seeds)))} |")
-    return "\n".join(text) + "\n"
+        seeds = sorted({row["seeds"] for row in mine.values() if row["healed_on"]})
+        cells = (_cell(mine.get(length)) for length in lengths)
+        rows.append((name, *cells, ", ".join(map(str, seeds))))
+    return markdown(("", *(f"asked at {n}" for n in lengths), "seeds"), rows)
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -279,8 +278,9 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['over_all_f']:+.1f} ± {row['half_width'] or 0.0:.1f}"
 
 
-def plot(lines: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(found: dict[str, Any], path: Path) -> None:
     """Points over all F, one panel for each length that was asked."""
+    lines = found["lines"]
     lengths = sorted({row["asked_at"] for row in lines})
     shown = [row for row in lines if row["pattern"] != ALL_F]
     names = list(dict.fromkeys(map(name_of, shown)))
@@ -339,7 +339,7 @@ def main() -> None:
         },
     }
     write_json(arguments.output.with_suffix(".json"), result)
-    plot(lines, arguments.output.with_suffix(".png"))
+    draw(result, arguments.output.with_suffix(".png"))
     print(table(lines))
 
 
