@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-from benchmarks.records import read_arguments
+from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
@@ -123,15 +123,11 @@ def main() -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: MiB by length."""
-    lines = [
-        "| tokens of a row | dense step, MiB | sparse step, MiB | one L x L, MiB |",
-        "|---" * 4 + "|",
-    ]
-    for row in rows:
-        measured = (row.get(f"{name}_mib") for name in ("dense", "sparse", "square"))
-        cells = ("not measured" if mib is None else f"{mib:,.0f}" for mib in measured)
-        lines.append(f"| {row['length']:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    header = ("tokens of a row", "dense step, MiB", "sparse step, MiB", "one L x L, MiB")
+    names = ("dense_mib", "sparse_mib", "square_mib")
+    return markdown(
+        header, [(f"{row['length']:,}", *(f"{row[name]:,.0f}" for name in names)) for row in rows]
+    )
 
 
 if __name__ == "__main__":

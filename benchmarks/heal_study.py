@@ -22,7 +22,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.crossed import crossed_half_width
-from benchmarks.records import RUNS, read_arguments
+from benchmarks.records import RUNS, estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT, Mixture
 from benchmarks.training.recipe import Recipe, load_recipe
 from benchmarks.training.scores import Scorer
@@ -222,24 +222,20 @@ def heal_data(seed: int, rows: int, arguments: argparse.Namespace) -> Path:
 
 def train_indexers(run: Run, folder: Path, arguments: argparse.Namespace) -> Served:
     """Heal; how to serve what came of it."""
+    data = heal_data(run.seed or 0, max(arguments.heal_steps), arguments)
     dense = round(run.dense * run.steps)
-    options = HealOptions(
-        checkpoint=shipped_checkpoint(),
-        pattern=run.pattern,
-        data=(str(heal_data(run.seed or 0, max(arguments.heal_steps), arguments)),),
-        output=folder / "adapter",
-        length=LENGTH,
-        rows=1,
-        dense_steps=dense,
-        sparse_steps=run.steps - dense,
-        lr=run.lr,
-        held_out=4,
-        evaluate_every=run.steps,
-        save_every=40,
-        seed=run.seed or 0,
-        dtype="float32",
-    )
-    return Served(shipped_checkpoint(), run.pattern, heal(options).adapter)
+    steps = {"dense_steps": dense, "sparse_steps": run.steps - dense}
+    output = folder / "adapter"
+    adapter = healed(run.pattern, data, output, run.seed or 0, length=LENGTH, lr=run.lr, **steps)
+    return Served(shipped_checkpoint(), run.pattern, adapter)
+
+
+def healed(pattern: str, data: Path, output: Path, seed: int, **more: Any) -> Adapter:
+    """The shipped checkpoint's indexers for a pattern; ``more`` are of :class:`HealOptions`."""
+    steps = more["dense_steps"] + more["sparse_steps"]
+    options = {"held_out": 4, "evaluate_every": steps, "save_every": 40, "dtype": "float32", **more}
+    wanted = HealOptions(shipped_checkpoint(), pattern, (str(data),), output, seed=seed, **options)
+    return heal(wanted).adapter
 
 
 Maker = Callable[[Run, Path, argparse.Namespace], Served]
@@ -358,33 +354,33 @@ def cost_of_a_step(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Markdown: differences from untouched all F, with 95 % intervals."""
-    heads = ["pattern", "way", "steps", "seeds", *(metric.label for metric in METRICS.values())]
-    text = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for line in lines[1:]:
-        trained = line["way"] != FREE
-        cells = [line["name"], line["way"], str(line["steps"]) if trained else ""]
-        cells.append(str(len(line["seeds"])) if trained else "")
-        cells += [_cell(line[name], metric) for name, metric in METRICS.items()]
-        text.append("| " + " | ".join(cells) + " |")
-    return "\n".join(text) + "\n"
+    rows = [
+        (
+            *(line["name"], line["way"]),
+            *(("", "") if line["way"] == FREE else (line["steps"], len(line["seeds"]))),
+            *_cells(line),
+        )
+        for line in lines[1:]
+    ]
+    return markdown(("pattern", "way", "steps", "seeds", *_LABELS), rows)
 
 
 def grid_table(lines: Sequence[dict[str, Any]]) -> str:
     """Markdown: the settings of healing that were tried, with one seed and pattern."""
-    heads = ["dense steps", "learning rate", *(metric.label for metric in METRICS.values())]
-    text = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for line in lines:
-        cells = [f"{round(line['dense'] * line['steps'])} of {line['steps']}", f"{line['lr']:g}"]
-        cells += [_cell(line[name], metric) for name, metric in METRICS.items()]
-        text.append("| " + " | ".join(cells) + " |")
-    return "\n".join(text) + "\n"
+    rows = [
+        (f"{round(x['dense'] * x['steps'])} of {x['steps']}", f"{x['lr']:g}", *_cells(x))
+        for x in lines
+    ]
+    return markdown(("dense steps", "learning rate", *_LABELS), rows)
 
 
-def _cell(found: dict[str, float | None], metric: Metric) -> str:
-    digits = 3 if metric.scale == 1 else 1
-    mean, half = found["over_all_f"] or 0.0, found["half_width"]
-    margin = "" if half is None else f" ± {metric.scale * half:.{digits}f}"
-    return f"{metric.scale * mean:+.{digits}f}{margin}"
+_LABELS = tuple(metric.label for metric in METRICS.values())
+
+
+def _cells(line: dict[str, Any]) -> Iterator[str]:
+    for name, metric in METRICS.items():
+        found = line[name]
+        yield estimate(found["over_all_f"] or 0.0, found["half_width"], metric.scale)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

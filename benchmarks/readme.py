@@ -14,11 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recent_window, search_tables, window_search
+from benchmarks import (
+    expect,
+    heal_data,
+    heal_memory,
+    heal_study,
+    quality_tables,
+    recent_window,
+    search_tables,
+    window_search,
+)
 from benchmarks.kernels import unions, yardstick
+from benchmarks.records import markdown
 from sglang_indexcache.bench import tables
-from sglang_indexcache.bench.results import load
-from sglang_indexcache.bench.tables import NOT_MEASURED, Grid
+from sglang_indexcache.bench.results import LatencyResult
+from sglang_indexcache.bench.tables import NOT_MEASURED
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.serving.features import FEATURES
 
@@ -44,180 +54,76 @@ _RENAMED = "indexcache make-model", "indexcache demo model"
 """A command in the notes of records, which keep what was typed, and what it is called now."""
 _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
+Make = Callable[[Any], str]
+"""From a record to Markdown."""
 
-def _latency(folder: Path, path: str) -> str:
-    result = load(folder / path)
+
+def _latency(record: Any) -> str:
+    result = LatencyResult.model_validate(record)
     text = tables.latency_grid(result).to_markdown() + "\n" + tables.conditions(result)
     return text.replace(*_RENAMED)
 
 
-def _features(_folder: Path, _path: str) -> str:
-    """What combines with what, as ``serving/features.py`` has it."""
-    header = ("feature", "static", "live", "known by")
-    rows = tuple(
-        (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
-        for f in FEATURES
-    )
-    return Grid("", header, rows).to_markdown()
-
-
-def _amdahl(folder: Path, path: str) -> str:
-    grid = tables.amdahl_grid(load(folder / path))
+def _amdahl(record: Any) -> str:
+    grid = tables.amdahl_grid(LatencyResult.model_validate(record))
     return grid.to_markdown() if grid else NOT_MEASURED + "\n"
 
 
-def _memory(folder: Path, path: str) -> str:
-    return tables.memory_grid(load(folder / path)).to_markdown()
+def _memory(record: Any) -> str:
+    return tables.memory_grid(LatencyResult.model_validate(record)).to_markdown()
 
 
-def _quality_errors(folder: Path, path: str) -> str:
-    """How often simulated evaluations said what is not so, and what is."""
-    found = json.loads((folder / path).read_text())
-    rows = []
-    for row in found["rows"]:
-        world, loses = row["world"], row["world"]["loss"] > 0
-        wrong, right = ("no_loss", "loss") if loses else ("any_loss", "no_loss")
-        times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
-        beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
-        rows.append(
-            (
-                f"{100 * world['discordance']:g} % differ, tied by {world['correlation']:g}"
-                + beside,
-                f"loses {times} x the margin" if loses else "loses nothing",
-                "" if row["pairing"] == "by context" else row["pairing"],
-                f"{100 * row[wrong]:.1f} %",
-                f"{100 * row[right]:.1f} %",
-            )
-        )
-    title = f"{found['evaluations']:,} simulated evaluations a row"
-    header = ("questions", "the pattern", "mistake", "wrong", "right")
-    return Grid(title, header, tuple(rows)).to_markdown()
+def _features(_: Any) -> str:
+    """What combines with what, as ``serving/features.py`` has it."""
+    rows = [
+        (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
+        for f in FEATURES
+    ]
+    return markdown(("feature", "static", "live", "known by"), rows)
 
 
-def _quality_worlds(folder: Path, path: str) -> str:
-    """How often rare, whole losses were called none."""
-    found = json.loads((folder / path).read_text())
-    rows = tuple(
-        (
-            row["world"],
-            str(row["contexts"]),
-            *(
-                f"{100 * row[label][claim]:.1f} %"
-                for label in ("at_margin", "at_none")
-                for claim in ("no_loss", "loss")
-            ),
-        )
-        for row in found["held_back"]
+def _request_patterns(record: Any) -> str:
+    """What it costs that a request may have a pattern of its own.
+
+    The record was written by ``benchmarks/request_patterns.py`` of commit deaf833: two servers of
+    the shipped checkpoint in turns, timed by the processor clock of a CPU.
+    """
+    cells = {
+        (row["arm"], row["phase"]): f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        for row in record["ratios"]
+    }
+    title = (
+        "processor time over that of a live server whose requests name nothing; "
+        f"{record['rounds']} rounds, 95 % interval"
     )
-    title = f"{found['evaluations']:,} simulated evaluations a row"
-    header = (
-        "what is lost",
-        "contexts",
-        "loses the margin: no loss (wrong)",
-        "a loss",
-        "loses nothing: no loss",
-        "a loss (wrong)",
+    header = ("", "prefill of 512 tokens", "decode of 64 requests")
+    rows = [(arm, cells[arm, "prefill"], cells[arm, "decode"]) for arm in record["arms"]]
+    said = (
+        "The first row compares the server with itself: what a machine that others use cannot tell "
+        "apart. The row code alone, timed on 64 requests of one pattern, is "
+        f"{record['row_code_share']:.2%} of their decode on this CPU, where the model has 12 "
+        "layers."
     )
-    return Grid(title, header, rows).to_markdown()
+    return f"{markdown(header, rows, title)}\n{said}\n"
 
 
-def _quality_measures(folder: Path, path: str) -> str:
-    """With how many documents three measures see a loss, and how they order patterns."""
-    from benchmarks import quality_measures
-
-    found = json.loads((folder / path).read_text())
-    grids = (quality_measures.table(found), quality_measures.orders(found))
-    return "\n".join(grid.to_markdown() for grid in grids)
-
-
-def _expect(folder: Path, path: str) -> str:
-    """What to expect by model, card and context."""
-    from benchmarks import expect
-
-    return expect.table(json.loads((folder / path).read_text()))
-
-
-def _expect_checks(folder: Path, path: str) -> str:
-    """How far that can be trusted."""
-    from benchmarks import expect
-
-    return expect.checks(json.loads((folder / path).read_text()))
-
-
-def _healing(folder: Path, path: str) -> str:
-    """What healing gives back, beside serving untrained and training everything."""
-    from benchmarks import heal_study
-
-    return heal_study.table(json.loads((folder / path).read_text())["lines"])
-
-
-def _healing_grid(folder: Path, path: str) -> str:
-    """The same for other settings of healing."""
-    from benchmarks import heal_study
-
-    return heal_study.grid_table(json.loads((folder / path).read_text())["grid"])
-
-
-def _healing_data(folder: Path, path: str) -> str:
-    """What it gives back when its data lack the task that is asked."""
-    from benchmarks import heal_data
-
-    return heal_data.table(json.loads((folder / path).read_text())["lines"])
-
-
-def _request_patterns(folder: Path, path: str) -> str:
-    """What it costs that a request may have a pattern of its own."""
-    from benchmarks import request_patterns
-
-    return request_patterns.table(json.loads((folder / path).read_text()))
-
-
-def _healing_memory(folder: Path, path: str) -> str:
-    """Peak memory of a step by the length of its row."""
-    from benchmarks import heal_memory
-
-    return heal_memory.table(json.loads((folder / path).read_text())["rows"])
-
-
-def _window(folder: Path, path: str) -> str:
-    """Points against all F, by pattern and window."""
-    found = json.loads((folder / path).read_text())["cells"]
-    return recent_window.table(found) if found else f"{NOT_MEASURED}\n"
-
-
-def _window_digest(folder: Path, path: str) -> str:
+def _window_digest(record: Any) -> str:
     """The rows that a first reader needs."""
-    found = json.loads((folder / path).read_text())["cells"]
     patterns = ("uniform:1/4", "1/4", "uniform:1/6")
     shown = [
         cell
-        for cell in found
+        for cell in record["cells"]
         if cell["length"] == 512 and cell["pattern"] in patterns and cell["window"] in (0, 8)
     ]
     return recent_window.table(shown)
 
 
-def _window_losses(folder: Path, path: str) -> str:
-    """Thousandths of a nat over all F, by pattern and window."""
-    return recent_window.table(json.loads((folder / path).read_text())["losses"])
+def _of(key: str, make: Make) -> Make:
+    """What makes a part from one field of its record."""
+    return lambda record: make(record[key])
 
 
-def _window_search(folder: Path, path: str) -> str:
-    """Thousandths of a nat over all F, by what chose the pattern, and by window."""
-    return window_search.table(json.loads((folder / path).read_text())["searches"])
-
-
-def _window_heal(folder: Path, path: str) -> str:
-    """Thousandths of a nat over all F, by steps of healing, and by window."""
-    return window_search.healing_table(json.loads((folder / path).read_text())["healings"])
-
-
-def _yardstick(table: Callable[[dict[str, Any]], str]) -> Callable[[Path, str], str]:
-    """A table of our kernels beside the engine's."""
-    return lambda folder, path: table(json.loads((folder / path).read_text()))
-
-
-PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
+PARTS: dict[str, tuple[Make, str]] = {
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
@@ -231,42 +137,42 @@ PARTS: dict[str, tuple[Callable[[Path, str], str], str]] = {
     "search-searched": (search_tables.searched, "search/objectives.json"),
     "search-ranks": (search_tables.ranks, "search/objectives.json"),
     "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
-    "search-shipped": (search_tables.shipped, "search/tiny-dsa"),
-    "quality-errors": (_quality_errors, "quality/statistics.json"),
-    "quality-worlds": (_quality_worlds, "quality/statistics.json"),
-    "quality-measures": (_quality_measures, "quality/measures.json"),
-    "healing": (_healing, "heal.json"),
-    "healing-grid": (_healing_grid, "heal.json"),
-    "healing-data": (_healing_data, "heal_data.json"),
-    "healing-memory": (_healing_memory, "heal_memory.json"),
-    "expect": (_expect, "expect.json"),
-    "expect-checks": (_expect_checks, "expect.json"),
+    "search-shipped": (search_tables.shipped, "search/tiny-dsa/answers/search.json"),
+    "quality-errors": (quality_tables.errors, "quality/statistics.json"),
+    "quality-worlds": (quality_tables.worlds, "quality/statistics.json"),
+    "quality-measures": (quality_tables.measures, "quality/measures.json"),
+    "healing": (_of("lines", heal_study.table), "heal.json"),
+    "healing-grid": (_of("grid", heal_study.grid_table), "heal.json"),
+    "healing-data": (_of("lines", heal_data.table), "heal_data.json"),
+    "healing-memory": (_of("rows", heal_memory.table), "heal_memory.json"),
+    "expect": (expect.table, "expect.json"),
+    "expect-checks": (expect.checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
-    "window": (_window, "window/result.json"),
+    "window": (_of("cells", recent_window.table), "window/result.json"),
     "window-digest": (_window_digest, "window/result.json"),
-    "window-losses": (_window_losses, "window/result.json"),
-    "window-search": (_window_search, "window_search/result.json"),
-    "window-heal": (_window_heal, "window_search/result.json"),
-    "yardstick-factors": (_yardstick(yardstick.factors_table), "kernels/yardstick.json"),
-    "yardstick-prefill": (_yardstick(yardstick.prefill_table), "kernels/yardstick.json"),
-    "yardstick-decode": (_yardstick(yardstick.decode_table), "kernels/yardstick.json"),
-    "unions": (_yardstick(unions.table), "kernels/unions.json"),
+    "window-losses": (_of("losses", recent_window.table), "window/result.json"),
+    "window-search": (_of("searches", window_search.table), "window_search/result.json"),
+    "window-heal": (_of("healings", window_search.healing_table), "window_search/result.json"),
+    "yardstick-factors": (yardstick.factors_table, "kernels/yardstick.json"),
+    "yardstick-prefill": (yardstick.prefill_table, "kernels/yardstick.json"),
+    "yardstick-decode": (yardstick.decode_table, "kernels/yardstick.json"),
+    "unions": (unions.table, "kernels/unions.json"),
 }
-"""Generated parts: what makes them, and from which file below benchmarks/results."""
+"""Generated parts: what makes them, and from which record below benchmarks/results."""
 
 
 def render(name: str, results: Path) -> str:
     """One generated part; "not measured" where its file is missing.
 
     Raises:
-        BenchError: no part has this name, or its file is malformed.
+        BenchError: no part has this name.
     """
     if name not in PARTS:
         raise BenchError(f"no generated part is called {name!r}; there are {', '.join(PARTS)}")
     make, path = PARTS[name]
     if path and not (results / path).exists():
         return f"{NOT_MEASURED}\n"
-    return make(results, path)
+    return make(json.loads((results / path).read_text(encoding="utf-8")) if path else None)
 
 
 def fill(text: str, results: Path) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import sglang_indexcache
-from benchmarks.records import read_arguments
+from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.library import Library
@@ -244,23 +244,20 @@ def groups(found: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
 def table(found: list[Cell]) -> str:
     """Markdown: a row for a setting and pattern, a column for a window."""
     windows = sorted({cell["window"] for cell in found})
-    head = ["list", "tokens", "pattern", *(f"w = {window}" for window in windows)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for (topk, length), some in groups(found).items():
         for pattern in dict.fromkeys(cell["pattern"] for cell in some):
             row = {cell["window"]: cell for cell in some if cell["pattern"] == pattern}
-            texts = [_points(row.get(window)) for window in windows]
-            lines.append("| " + " | ".join(map(str, (topk, length, pattern, *texts))) + " |")
-    return "\n".join(lines) + "\n"
+            rows.append((topk, length, pattern, *(_points(row.get(w)) for w in windows)))
+    return markdown(("list", "tokens", "pattern", *(f"w = {w}" for w in windows)), rows)
 
 
 def _points(cell: Cell | None) -> str:
     if cell is None:
         return ""
-    around = cell["interval"]
-    return f"{cell['difference']:+.1f}" + (
-        f" ({around[0]:+.1f} to {around[1]:+.1f})" if around else ""
-    )
+    low, high = cell["interval"] or (None, None)
+    around = "" if low is None else f" ({low:+.1f} to {high:+.1f})"
+    return f"{cell['difference']:+.1f}{around}"
 
 
 def draw(told: dict[str, Any], path: Path) -> None:

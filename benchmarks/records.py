@@ -1,4 +1,4 @@
-"""Where a benchmark writes, its quick form, and the command that its record keeps.
+"""Where a benchmark writes, the command that its record keeps, and how pages show its numbers.
 
 Committed results are replaced only by a run that is told to with ``--publish``.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from sglang_indexcache.bench.tables import Grid
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/benchmarks")
@@ -61,3 +63,23 @@ def command(program: str, given: Sequence[str]) -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = f"python -m {spec.name}" if spec is not None else program
     return shlex.join([*module.split(), *given])
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[object]], title: str = "") -> str:
+    """A table for a page."""
+    cells = tuple(tuple(map(str, row)) for row in rows)
+    return Grid(title, tuple(header), cells).to_markdown()
+
+
+def estimate(mean: float, half_width: float | None, scale: float = 1, *, sign: str = "+") -> str:
+    """A mean with half of its interval: three digits behind the point, or one of points (x 100).
+
+    Args:
+        mean: in the unit of the record.
+        half_width: of its interval; None where it is not known.
+        scale: to the unit of the page.
+        sign: how numbers are signed, as in a format; "" for what is no difference.
+    """
+    digits = 3 if scale == 1 else 1
+    margin = "" if half_width is None else f" ± {scale * half_width:.{digits}f}"
+    return f"{scale * mean:{sign}.{digits}f}{margin}"

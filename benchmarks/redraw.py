@@ -16,13 +16,12 @@ from benchmarks import (
     expect,
     heal_data,
     heal_study,
-    quality_measures,
     recent_window,
     search_figures,
     small_checkpoint,
     window_search,
 )
-from benchmarks.paper import shares, table_3
+from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
@@ -30,7 +29,7 @@ from sglang_indexcache.bench.results import load
 
 def _latency(record: Path, picture: Path) -> None:
     result = load(record)
-    draw = shares.draw if picture.stem == "latency-share" else tables.draw_speedups
+    draw = table_1.draw_shares if picture.stem == "latency-share" else tables.draw_speedups
     draw(result, picture)
 
 
@@ -38,18 +37,13 @@ def _of(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[Path, Path], 
     return lambda record, picture: draw(json.loads(record.read_text()), picture)
 
 
-def _healed_on(found: dict[str, Any], picture: Path) -> None:
-    heal_data.plot(found["lines"], picture)
-
-
 FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "expect.png": ("expect.json", _of(expect.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
-    "heal_data.png": ("heal_data.json", _of(_healed_on)),
+    "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "window/window.png": ("window/result.json", _of(recent_window.draw)),
     "window_search/found.png": ("window_search/result.json", _of(window_search.draw)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
-    "quality/measures.png": ("quality/measures.json", _of(quality_measures.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
     "small_checkpoint/starved.png": ("small_checkpoint/result.json", _of(small_checkpoint.starved)),
     "search/tiny-dsa/served.png": ("search/tiny-dsa/served.json", _of(search_figures.served)),

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import read_arguments
+from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.data.retrieval import TASKS, chance
@@ -58,26 +58,15 @@ def summary(scores: dict[str, Any]) -> Cell:
 
 def table(found: list[Cell]) -> str:
     """Markdown; each length ends with what guessing among a document's values gives."""
-    lines = [
-        "| tokens | selected | text loss, nats | " + " | ".join(RETRIEVAL) + " |",
-        "|---|---|---|" + "---|" * len(RETRIEVAL),
-    ]
+    rows = []
     for length, cells_there in groupby(found, key=lambda cell: cell["length"]):
-        lines += [_line(cell) for cell in cells_there]
-        guessed = " | ".join(f"{100 * chance(task, length):.1f} %" for task in RETRIEVAL)
-        lines.append(f"| {length} | chance | | {guessed} |")
-    return "\n".join(lines) + "\n"
-
-
-def _line(cell: Cell) -> str:
-    accuracies = " | ".join(_percent(cell[task]) for task in RETRIEVAL)
-    return f"| {cell['length']} | {cell['topk']} | {cell['text_loss']:.3f} | {accuracies} |"
-
-
-def _percent(score: dict[str, float | None]) -> str:
-    text = f"{100 * (score['accuracy'] or 0.0):.1f} %"
-    half = score["half_width"]
-    return text if half is None else f"{text} ± {100 * half:.1f}"
+        for cell in cells_there:
+            right = [estimate(*cell[task].values(), 100, sign="") for task in RETRIEVAL]
+            rows.append((length, cell["topk"], f"{cell['text_loss']:.3f}", *right))
+        guessed = (f"{100 * chance(task, length):.1f}" for task in RETRIEVAL)
+        rows.append((length, "chance", "", *guessed))
+    header = ("tokens", "selected", "text loss, nats", *(f"{task}, %" for task in RETRIEVAL))
+    return markdown(header, rows)
 
 
 def curves(found: dict[str, Any], path: Path) -> None:

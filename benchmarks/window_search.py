@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from benchmarks.recent_window import TINY, indexcache, with_lists
-from benchmarks.records import read_arguments
+from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
@@ -173,13 +173,12 @@ def draw(told: dict[str, Any], path: Path) -> None:
 
 def table(told: list[dict[str, Any]]) -> str:
     """Markdown: a row for F layers and a way to choose them, a column for a window."""
-    lines = [f"| F layers | chosen | w = 0 | w = {WINDOW} |", "|---" * 4 + "|"]
+    rows = []
     for target in TARGETS:
         for how in dict.fromkeys(one["how"] for one in told):
-            bare, near = (one for one in told if (one["target"], one["how"]) == (target, how))
-            texts = [bare["pattern"].count("F"), how, *map(_in_words, (bare, near))]
-            lines.append("| " + " | ".join(map(str, texts)) + " |")
-    return "\n".join(lines) + "\n"
+            both = [one for one in told if (one["target"], one["how"]) == (target, how)]
+            rows.append((both[0]["pattern"].count("F"), how, *map(_in_words, both)))
+    return markdown(("F layers", "chosen", "w = 0", f"w = {WINDOW}"), rows)
 
 
 def _in_words(one: dict[str, Any]) -> str:
@@ -189,11 +188,12 @@ def _in_words(one: dict[str, Any]) -> str:
 
 def healing_table(told: list[dict[str, Any]]) -> str:
     """Markdown: a row for a number of steps; what is over all F of the checkpoint as it is."""
-    lines = [f"| steps | w = 0 | w = {WINDOW} |", "|---" * 3 + "|"]
-    for steps in dict.fromkeys(one["steps"] for one in told):
-        over = [1000 * (o["loss"] - o["all_full"]) for o in told if o["steps"] == steps]
-        lines.append(f"| {steps} | " + " | ".join(f"{one:+.1f}" for one in over) + " |")
-    return "\n".join(lines) + "\n"
+    over: dict[int, list[str]] = {}
+    for one in told:
+        lost = 1000 * (one["loss"] - one["all_full"])
+        over.setdefault(one["steps"], []).append(f"{lost:+.1f}")
+    rows = [(steps, *cells) for steps, cells in over.items()]
+    return markdown(("steps", "w = 0", f"w = {WINDOW}"), rows)
 
 
 def main() -> None:

@@ -50,8 +50,9 @@ class Oracle:
     Args:
         folder: the checkpoint.
         dtype: to compute in.
-        fp8_indexer: quantise what the indexers multiply.
-        powers_of_two: whether the scales of queries are, and those of keys.
+        fp8_indexer: quantise what the indexers multiply as SGLang's kernels for Hopper do: where
+            they quantise queries by themselves scales are powers of two, not where that is fused
+            with their rotation (GLM-5), nor where keys are stored.
         first_of_ties: break exact ties as this project's contract says (scores that the ReLU
             made 0 are common), not arbitrarily as ``torch.topk`` does.
         config: replaces fields of the HF config.
@@ -63,7 +64,6 @@ class Oracle:
         dtype: torch.dtype,
         *,
         fp8_indexer: bool = False,
-        powers_of_two: tuple[bool, bool] = (True, True),
         first_of_ties: bool = True,
         **config: Any,
     ) -> None:
@@ -72,7 +72,6 @@ class Oracle:
         self.folder, self._dtype = folder, dtype
         self._glm = self.config.model_type == "glm_moe_dsa"
         self._fp8, self._first_of_ties = fp8_indexer, first_of_ties
-        self._powers_of_two = powers_of_two
         self._models: dict[str, Any] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
@@ -124,7 +123,7 @@ class Oracle:
                 _recorded_margins(self.config.index_topk, margins, self._first_of_ties)
             )
             if self._fp8:
-                stack.enter_context(_fp8_scores(not self._glm, *self._powers_of_two))
+                stack.enter_context(_fp8_scores(is_glm=self._glm))
             yield
 
     def _model(self, pattern: Pattern) -> Any:
@@ -220,7 +219,7 @@ def _recorded_margins(
 
 
 @contextmanager
-def _fp8_scores(rotated: bool, power_q: bool, power_k: bool) -> Iterator[None]:
+def _fp8_scores(*, is_glm: bool) -> Iterator[None]:
     """Quantise what the indexers multiply as engines do: e4m3, with one scale a vector.
 
     transformers leaves out both this and the Hadamard rotation before it.
@@ -230,7 +229,8 @@ def _fp8_scores(rotated: bool, power_q: bool, power_k: bool) -> Iterator[None]:
     def watched(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         is_score = a.dim() == 4 and b.dim() == 4 and b.shape[1] == 1 and a.shape[-1] == 128
         if is_score:  # [B, S, H, D] @ [B, 1, D, T], in the indexers only
-            a, b = _as_e4m3(a, rotated, power_q), _as_e4m3(b.mT, rotated, power_k).mT
+            a = _as_e4m3(a, rotated=not is_glm, power_of_two=not is_glm)
+            b = _as_e4m3(b.mT, rotated=not is_glm, power_of_two=False).mT
         return original(a, b, *args, **kwargs)
 
     torch.matmul = watched  # type: ignore[assignment]
@@ -240,7 +240,7 @@ def _fp8_scores(rotated: bool, power_q: bool, power_k: bool) -> Iterator[None]:
         torch.matmul = original
 
 
-def _as_e4m3(x: torch.Tensor, rotated: bool, power: bool) -> torch.Tensor:
+def _as_e4m3(x: torch.Tensor, *, rotated: bool, power_of_two: bool) -> torch.Tensor:
     """``x`` ``[..., D]`` as it comes back from e4m3 storage, float32."""
     if rotated:
         order = torch.arange(x.shape[-1])
@@ -249,5 +249,5 @@ def _as_e4m3(x: torch.Tensor, rotated: bool, power: bool) -> torch.Tensor:
         parity = sum((common >> bit) & 1 for bit in range(7)) % 2
         x = x.float() @ (1.0 - 2.0 * parity) / x.shape[-1] ** 0.5
     amax = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-4)
-    scale = 2.0 ** torch.ceil(torch.log2(amax / 448.0)) if power else amax / 448.0
+    scale = 2.0 ** torch.ceil(torch.log2(amax / 448.0)) if power_of_two else amax / 448.0
     return (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() * scale

@@ -152,8 +152,8 @@ class Forked:
 # ---- From here on: what runs in the template and in its forks.
 
 
-def _wait_for_a_job(requests: socket.socket, *, adopted: bool) -> Job:
-    """Fork for each request; returns in the forks only, with what each has to do.
+def _wait_for_a_job(requests: socket.socket, *, adopted: bool) -> tuple[Job, list[int]]:
+    """Fork for each request; returns in the forks only, with a job and the descriptors for it.
 
     Args:
         adopted: a fork becomes the child of the nearest ancestor that takes orphans.
@@ -175,8 +175,7 @@ def _wait_for_a_job(requests: socket.socket, *, adopted: bool) -> Job:
                 requests.send(json.dumps({"pid": child}).encode())
             continue
         requests.close()
-        _put_in_place(descriptors, job["fds"])
-        return cast(Job, job)
+        return job, descriptors
 
 
 def _fork(requests: socket.socket, *, adopted: bool) -> int:
@@ -198,22 +197,27 @@ def _fork(requests: socket.socket, *, adopted: bool) -> int:
 
 
 def _put_in_place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE_ALL) for one in descriptors]
-    for one in descriptors:
-        os.close(one)
-    for one, number in zip(high, numbers, strict=True):
+    for one, number in zip([*map(_moved_up, descriptors)], numbers, strict=True):
         os.dup2(one, number)
         os.close(one)
 
 
-def _run(job: Job) -> None:
-    """Do what a new interpreter with these arguments would do."""
+def _moved_up(descriptor: int) -> int:
+    """The same file, out of the way of the numbers that a job wants."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE_ALL)
+    os.close(descriptor)
+    return moved
+
+
+def _run(job: Job, descriptors: Sequence[int]) -> None:
+    """Do what a new interpreter with these arguments and open files would do."""
+    util.spawnv_passfds = _Companion(descriptors).spawn  # type: ignore[assignment]
+    _put_in_place(descriptors, job["fds"])
     os.chdir(job["cwd"])
     if "code" in job:
         os.environ.clear()
     os.environ.update(job["environment"])
     sys.argv = list(job["argv"])
-    util.spawnv_passfds = _Companion().spawn  # type: ignore[attr-defined]
     if "module" in job:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     else:
@@ -224,26 +228,30 @@ def _run(job: Job) -> None:
 class _Companion:
     """A fork that has run nothing yet, and gives more of its kind to the process that made it."""
 
-    def __init__(self) -> None:
+    def __init__(self, descriptors: Sequence[int]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
-            self._requests.close()
-            _run(_wait_for_a_job(theirs, adopted=True))
+            ours.close()
+            for one in descriptors:  # who waits for the end of a pipe must not wait for us
+                os.close(one)
+            _run(*_wait_for_a_job(theirs, adopted=True))
             sys.exit()
         theirs.close()
+        self._requests = socket.socket(fileno=_moved_up(ours.detach()))
 
     def spawn(self, path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         """In place of ``multiprocessing.util.spawnv_passfds``; returns the process id."""
         at = list(arguments).index("-c")
+        wanted = [0, 1, 2, *descriptors]
         job = {
             "code": arguments[at + 1],
             "argv": ["-c", *arguments[at + 2 :]],
             "cwd": os.getcwd(),
             "environment": dict(os.environ),
-            "fds": list(descriptors),
+            "fds": wanted,
         }
-        socket.send_fds(self._requests, [json.dumps(job).encode()], descriptors)
+        socket.send_fds(self._requests, [json.dumps(job).encode()], wanted)
         return int(json.loads(self._requests.recv(_LONGEST_MESSAGE))["pid"])
 
 
@@ -258,7 +266,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # else the collector would write to, and so copy, every page
     requests = socket.socket(fileno=int(sys.argv[1]))
-    _run(_wait_for_a_job(requests, adopted=False))
+    _run(*_wait_for_a_job(requests, adopted=False))
 
 
 if __name__ == "__main__":

@@ -1,51 +1,144 @@
-"""Table 2 in small: patterns without training, interleaved against searched, at 1/2, 1/4 and 1/8.
+"""Table 2 in small and the appendix's similarity search: patterns without training.
 
     python -m benchmarks.paper.table_2 --quick
     python -m benchmarks.paper.table_2
 
 The small trained model answers held-out documents under each pattern, in transformers; all F of the
-same document is what each is compared with. The searched patterns are the library's, or those of
-``--pattern``. On a model of yours the same question is asked by ``indexcache eval run``, with a
-margin and a verdict. Writes training_free.json and .md.
+same document is what each is compared with. At each ratio there is the interleaved pattern, the one
+whose F layers' attention outputs resemble most what the S layers would have had (appendix
+"Similarity-based Pattern Search"), and the library's, which was searched by its loss. On a model of
+yours the same question is asked by ``indexcache eval run``, with a margin and a verdict. Writes
+training_free.json and .md.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from benchmarks.paper import SMALL
-from benchmarks.records import read_arguments
+from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.scores import Scorer
 from sglang_indexcache.data.retrieval import TEXT_CHARACTERS, chance
+from sglang_indexcache.hf import share
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, hold
+from sglang_indexcache.search.rules import Constraints, parse_targets
+from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 
 TASKS = (TEXT, "recall", "needles")
-PATTERNS = ["full", "uniform:1/2", "1/2", "uniform:1/4", "1/4", "uniform:1/8", "1/8"]
-QUICK = {"rows": 2, "text_characters": 400_000}
-
-ABOUT = """All of it was measured here. ± is half of a 95 % interval over documents, each compared
-with itself under the first pattern. With --quick there are two, and numbers mean nothing.
-The paper's own: indexcache patterns show glm-4.7-flash-dsa-1of4"""
+RATIOS = ("1/2", "1/4", "1/8")
+QUICK = {"rows": 2, "text_characters": 400_000, "batches": 2, "ratios": ["1/4"]}
 
 Line = dict[str, Any]
 
 
-def lines(
-    model: Path, patterns: list[str], rows: int, length: int, text_characters: int
-) -> list[Line]:
-    """One for each pattern; the first is what the others are compared with, by document."""
+# -- by similarity -----------------------------------------------------------------------------
+
+
+class Similarity(TransformersEvaluator):
+    """Compares what layers put out with their own indices and with other layers'."""
+
+    def matrix(self, batches: Sequence[int]) -> Floats:
+        """The matrix of the paper's appendix "Similarity-based Pattern Search".
+
+        Returns:
+            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer
+            i's core attention output (before the output projection) with its own indices and with
+            layer j's, over all queries. 1 on the diagonal, 0 above it.
+        """
+        total, queries = np.zeros((self.num_layers, self.num_layers)), 0
+        for batch in batches:
+            for ids in self.calibration.batches[batch]:
+                total += self._of(ids) * len(ids)
+                queries += len(ids)
+        return total / queries + np.eye(self.num_layers)
+
+    def _of(self, ids: tuple[int, ...]) -> Floats:
+        """Below the diagonal, of one sequence."""
+        run = self.run(self.own, ids)
+        self._learn_arguments(len(ids))
+        found = np.zeros((self.num_layers, self.num_layers))
+        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
+        with torch.no_grad(), share(self._model, barred) as sharing:
+            for layer in range(1, self.num_layers):
+                outputs: list[torch.Tensor] = []
+                handle = self._layers[layer].self_attn.o_proj.register_forward_pre_hook(
+                    lambda _module, args, to=outputs: to.append(args[0][0].float())
+                )
+                for j in range(layer + 1):
+                    hold(sharing, 0, run.indices[j])
+                    self._layer(layer, run.hidden[layer], sharing)
+                handle.remove()
+                *others, own = outputs
+                for j, other in enumerate(others):
+                    found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
+        return found
+
+
+def most_similar(similarity: Floats, full_layers: int) -> Pattern:
+    """The pattern with the largest total similarity, exactly, by the appendix's recurrence.
+
+    ``dp[i][k] = max_{j<i} dp[j][k-1] + sum_{m=j+1}^{i-1} S[m, j]``; the sum over the last group is
+    the same with i one past the last layer.
+
+    Args:
+        similarity: ``[N, N]``; entry (i, j), j < i, is the similarity of layer i's attention
+            output with its own indices and with layer j's.
+        full_layers: the number of F layers, 1 to N.
+    """
+    count = len(similarity)
+    # [i, j]: what layers j + 1 to i - 1 gain from layer j.
+    gained = np.vstack([np.zeros(count), np.tril(similarity, -1).cumsum(axis=0)])
+    before = np.tri(count + 1, count, -1, dtype=bool)
+    best = np.where(np.arange(count) == 0, 0.0, -np.inf)  # if layer j is the last F so far
+    choices = []
+    for _ in range(full_layers):
+        totals = np.where(before, gained + best, -np.inf)
+        choices.append(totals.argmax(axis=1))
+        best = totals.max(axis=1)[:count]
+    layers = [count]
+    for chosen in reversed(choices):
+        layers.append(int(chosen[layers[-1]]))
+    return Pattern.from_layers(count, layers[1:])
+
+
+def patterns(ratios: Sequence[str], batches: int) -> dict[str, str]:
+    """What is compared, by what the table calls it; all F first."""
+    setup = Setup.read(SMALL, batches=batches)
+    rules = Constraints.make(setup.checkpoint.own)
+    matrix = Similarity(SMALL, setup.calibration).matrix(range(batches))
+    found = {"all F": "full"}
+    for mark in parse_targets(list(ratios), rules).marks:
+        ratio = mark.label
+        similar = str(most_similar(matrix, mark.full_layers))
+        found |= {f"{ratio} interleaved": f"uniform:{ratio}", f"{ratio} by similarity": similar}
+        found[f"{ratio} searched"] = ratio
+    return found
+
+
+# -- scored ------------------------------------------------------------------------------------
+
+
+def scored(compared: dict[str, str], rows: int, length: int, text_characters: int) -> list[Line]:
+    """A line for each pattern; the first is what the others are compared with, by document."""
     found: list[Line] = []
-    for name in patterns:
-        scorer = Scorer(model, name, text_characters)
-        tasks = scorer.scores(length, rows)["tasks"]
+    for name, pattern in compared.items():
+        scorer = Scorer(SMALL, pattern, text_characters)
+        tasks = scorer.scores(length, rows, tasks=TASKS)["tasks"]
         values = {task: tasks[task]["per_row"] for task in TASKS}
         base = found[0]["documents"] if found else values
-        line: Line = {"name": name, "documents": values}
+        line: Line = {"name": name, "pattern": str(scorer.pattern), "documents": values}
         for task in TASKS:
             over = [mine - its for mine, its in zip(values[task], base[task], strict=True)]
             line[task] = {
@@ -60,28 +153,35 @@ def lines(
 
 def table(found: list[Line], length: int) -> str:
     """Markdown: each task and what the pattern adds to it; intervals of 95 % over documents."""
-    header = ("pattern", "text loss, nats", "added", "recall, %", "added", "needles, %", "added")
-    text = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    header = ("text loss, nats", "added", "recall, %", "added", "needles, %", "added")
+    rows = []
     for line in found:
         cells = []
         for task in TASKS:
-            scale, digits = (1, 3) if task == TEXT else (100, 1)
-            value, half = line[task], line[task]["half_width"]
-            cells.append(f"{scale * value['mean']:.{digits}f}")
-            margin = "" if half is None else f" ± {scale * half:.{digits}f}"
-            is_first = line is found[0]
-            cells.append("" if is_first else f"{scale * value['over_first']:+.{digits}f}{margin}")
-        text.append(f"| {line['name']} | " + " | ".join(cells) + " |")
-    guessed = [f"{100 * chance(task, length):.1f}" for task in TASKS[1:]]
-    text.append(f"| chance | | | {guessed[0]} | | {guessed[1]} | |")
-    return "\n".join(text) + "\n"
+            scale, value = 1 if task == TEXT else 100, line[task]
+            over = estimate(value["over_first"], value["half_width"], scale)
+            cells += [estimate(value["mean"], None, scale, sign="")]
+            cells += ["" if line is found[0] else over]
+        rows.append((f"{line['name']} `{line['pattern']}`", *cells))
+    recall, needles = (f"{100 * chance(task, length):.1f}" for task in TASKS[1:])
+    rows.append(("chance", "", "", recall, "", needles, ""))
+    return markdown(("pattern", *header), rows)
 
 
-def write(found: list[Line], arguments: argparse.Namespace, what: str) -> None:
-    """The record, the table beside it, and the table on the screen."""
+def main(argv: list[str] | None = None) -> None:
+    """Score and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ratios", nargs="+", default=list(RATIOS))
+    parser.add_argument("--batches", type=int, default=16, help="documents of the similarity")
+    parser.add_argument("--rows", type=int, default=24, help="held-out documents of each task")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a document")
+    parser.add_argument("--text-characters", type=int, default=TEXT_CHARACTERS)
+    arguments = read_arguments(parser, "training_free", argv, QUICK)
     output: Path = arguments.output
+    compared = patterns(arguments.ratios, arguments.batches)
+    found = scored(compared, arguments.rows, arguments.length, arguments.text_characters)
     record = {
-        "what": what,
+        "what": "the paper's Table 2 and similarity search in small: patterns without training",
         "command": arguments.command,
         "checkpoint": checkpoint_digest(SMALL),
         "machine": machine(),
@@ -92,28 +192,7 @@ def write(found: list[Line], arguments: argparse.Namespace, what: str) -> None:
     write_json(output.with_suffix(".json"), record)
     write_whole(output.with_suffix(".md"), table(found, arguments.length))
     print(table(found, arguments.length))
-    print(f"{ABOUT}\n\nwritten to {output.with_suffix('.json')} and .md")
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Those that ``similarity`` has too."""
-    parser.add_argument("--rows", type=int, default=24, help="held-out documents of each task")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a document")
-    parser.add_argument("--text-characters", type=int, default=TEXT_CHARACTERS)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Score and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pattern", nargs="+", default=PATTERNS, help="the first is the base")
-    options(parser)
-    arguments = read_arguments(
-        parser, "training_free", argv, {**QUICK, "pattern": ["full", "uniform:1/4", "1/4"]}
-    )
-    found = lines(
-        SMALL, arguments.pattern, arguments.rows, arguments.length, arguments.text_characters
-    )
-    write(found, arguments, "the paper's Table 2 in small: patterns without training")
+    print(f"written to {output.with_suffix('.json')} and .md")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import SMALL
-from benchmarks.records import RUNS, read_arguments
+from benchmarks.records import RUNS, estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
@@ -164,25 +164,22 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]], length: int) -> str:
     """The table in Markdown; its last line is what guessing among a document's values gives."""
-    heads = {"text_loss": "text loss", **{t: f"{t}, %" for t in RETRIEVAL}}
-    over_dsa = ("text_loss", "retrieval", *RETRIEVAL)
-    names = [*heads.values(), *(f"{key.replace('_', ' ')} over all F" for key in over_dsa)]
-    text = ["| configuration | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    own, over = ("text_loss", *RETRIEVAL), ("text_loss", "retrieval", *RETRIEVAL)
+    rows = []
     for line in lines:
-        cells = [_cell(line[key], percent=key != "text_loss") for key in heads]
-        for key in over_dsa:
-            cells.append(_cell(line["over_dsa"][key], percent=key != "text_loss", sign="+"))
-        text.append(f"| {line['name']} | " + " | ".join(cells) + " |")
-    guessed = [f"{100 * chance(task, length):.1f}" for task in RETRIEVAL]
-    text.append("| chance | | " + " | ".join(guessed) + " |" + " |" * len(over_dsa))
-    return "\n".join(text) + "\n"
+        cells = [_cell(line[key], key, sign="") for key in own]
+        cells += [_cell(line["over_dsa"][key], key) for key in over]
+        rows.append((line["name"], *cells))
+    guessed = (f"{100 * chance(task, length):.1f}" for task in RETRIEVAL)
+    rows.append(("chance", "", *guessed, *[""] * len(over)))
+    names = ["text loss", *(f"{task}, %" for task in RETRIEVAL)]
+    names += [f"{key.replace('_', ' ')} over all F" for key in over]
+    return markdown(("configuration", *names), rows)
 
 
-def _cell(value: dict[str, float | None], percent: bool, sign: str = "") -> str:
-    mean, half = value["mean"] or 0.0, value["half_width"]
-    scale, digits = (100, 1) if percent else (1, 3)
-    margin = "" if half is None else f" ± {scale * half:.{digits}f}"
-    return f"{scale * mean:{sign}.{digits}f}{margin}"
+def _cell(value: dict[str, float | None], key: str, sign: str = "+") -> str:
+    scale = 1 if key == "text_loss" else 100
+    return estimate(value["mean"] or 0.0, value["half_width"], scale, sign=sign)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import (
-    AdminApiKeyOption,
-    ApiKeyOption,
-    ContextsOption,
-    ModelOption,
-    OutputOption,
-    PatternsOption,
-    UrlsOption,
-    connect,
-    group,
-    out,
-)
+from sglang_indexcache.cli.common import AdminApiKey, ApiKey, Output, command, connect, group, out
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
 """Server flags come behind ``--``."""
@@ -27,50 +17,46 @@ PLANNED_CONTEXTS = ("32K", "64K", "128K", "200K")
 
 app = group("Measure what sharing gains, or predict it.")
 
+BOTH = """
+Options:
+    pattern (PATTERN): A pattern in any form, or NAME=PATTERN. Repeat it.
+    context (TOKENS): Context length: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). Repeat it.
+"""
+"""Options of both commands."""
 
-@app.command("latency", context_settings=PASS_ON)
+
+@command(app, "latency", BOTH, context_settings=PASS_ON)
 def latency_command(
     passed_on: typer.Context,
-    model: ModelOption,
-    output: OutputOption,
-    pattern: PatternsOption = None,
-    context: ContextsOption = None,
-    url: UrlsOption = None,
-    api_key: ApiKeyOption = None,
-    admin_api_key: AdminApiKeyOption = None,
-    rounds: Annotated[
-        int, typer.Option(metavar="N", help="How often every pattern has its turn: A B A B.")
-    ] = 3,
-    new_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens that each request generates.")
-    ] = 64,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Only prefill, decode or full. Repeat it; left out: all three."
-        ),
-    ] = None,
-    full_concurrency: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Requests a rank for the full KV cache; 0 takes as many as fit."
-        ),
-    ] = 0,
-    note: Annotated[
-        str, typer.Option(metavar="TEXT", help="A sentence to keep with the result.")
-    ] = "",
-    side_by_side: Annotated[
-        bool,
-        typer.Option(
-            "--side-by-side", help="Keep all servers up, so that turns are one request long."
-        ),
-    ] = False,
+    model: Path,
+    output: Output,
+    pattern: list[str] | None = None,
+    context: list[str] | None = None,
+    url: list[str] | None = None,
+    api_key: ApiKey = None,
+    admin_api_key: AdminApiKey = None,
+    rounds: int = 3,
+    new_tokens: int = 64,
+    metric: list[str] | None = None,
+    full_concurrency: int = 0,
+    note: str = "",
+    side_by_side: bool = False,
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
     With --url, once for each pattern or one server in live mode for all, nothing is started.
     Without it, servers are started with the flags behind --, for example:
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
+
+    Servers that run:
+        url (URL): Base URL of a running server. Repeat it.
+    Options:
+        rounds (N): How often every pattern has its turn: A B A B.
+        new_tokens (N): Tokens that each request generates.
+        metric (NAME): Only prefill, decode or full. Repeat it; left out: all three.
+        full_concurrency (N): Requests a rank for the full KV cache; 0 takes as many as fit.
+        note (TEXT): A sentence to keep with the result.
+        side_by_side: Keep all servers up, so that turns are one request long.
     """
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.results import METRICS, configurations
@@ -109,42 +95,27 @@ def latency_command(
     out.print(f"wrote {written}", soft_wrap=True)
 
 
-@app.command("plan")
+@command(app, "plan", BOTH)
 def plan_command(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FOLDER",
-            help="GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or a folder with "
-            "the config.json of one of them.",
-        ),
-    ],
-    pattern: PatternsOption = None,
-    context: ContextsOption = None,
-    gpu: Annotated[str, typer.Option(metavar="h100|h200|b200", help="The card.")] = "h200",
-    gpus: Annotated[
-        int,
-        typer.Option("--gpus", "--tp", metavar="N", help="How many GPUs: SGLang's --tp.", min=1),
-    ] = 8,
-    dp: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.",
-            min=1,
-        ),
-    ] = 1,
-    kv: Annotated[
-        str,
-        typer.Option(
-            metavar="bf16|fp8",
-            help="Format of the KV cache; left out: SGLang's default on that card.",
-        ),
-    ] = "",
+    model: str,
+    pattern: list[str] | None = None,
+    context: list[str] | None = None,
+    gpu: str = "h200",
+    gpus: Annotated[int, typer.Option("--gpus", "--tp", min=1)] = 8,
+    dp: Annotated[int, typer.Option(min=1)] = 1,
+    kv: str = "",
 ) -> None:
     """What a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
+
+    Options:
+        model (NAME|FOLDER): GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or a
+            folder with the config.json of one of them.
+        gpu (h100|h200|b200): The card.
+        gpus (N): How many GPUs: SGLang's --tp.
+        dp (N): Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.
+        kv (bf16|fp8): Format of the KV cache; left out: SGLang's default on that card.
     """
     from sglang_indexcache.bench.plan import choose_patterns, plan, plan_grid
     from sglang_indexcache.support.lengths import parse_length

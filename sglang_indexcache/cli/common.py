@@ -1,10 +1,14 @@
-"""What the command groups share: how errors are told, and options that mean the same everywhere."""
+"""What the command groups share: how errors are told, and how a docstring becomes a command."""
 
 from __future__ import annotations
 
 import errno
+import inspect
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -32,129 +36,6 @@ EXTRAS = {
     "demo": "search",
 }
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
-
-CONTEXTS = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)"
-
-
-def writable(folder: Path | None) -> Path | None:
-    """Try the folder of ``--output`` first: the option below calls it.
-
-    Raises:
-        OutputError: no file can be written there.
-    """
-    if folder is not None:
-        check_writable(folder)
-    return folder
-
-
-ModelOption = Annotated[Path, typer.Option(metavar="FOLDER", help="The checkpoint's folder.")]
-OutputOption = Annotated[
-    Path,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FOLDER",
-        callback=writable,
-        help="A folder for everything that is written.",
-    ),
-]
-PatternOption = Annotated[
-    str,
-    typer.Option(
-        metavar="PATTERN",
-        help="Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as "
-        "1/4 (looked up in the library), a library pattern's name or a YAML file; with +w8 behind "
-        "it, S layers also see the last 8 tokens.",
-    ),
-]
-PatternsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pattern", metavar="PATTERN", help="A pattern in any form, or NAME=PATTERN. Repeat it."
-    ),
-]
-ContextsOption = Annotated[
-    list[str] | None,
-    typer.Option("--context", metavar="TOKENS", help=f"Context length: {CONTEXTS}. Repeat it."),
-]
-SeedOption = Annotated[
-    int, typer.Option(metavar="NUMBER", help="Seed of everything that is drawn at random.")
-]
-SERVERS = "Servers that run"
-"""The panel of help with what says which servers to ask."""
-
-UrlOption = Annotated[
-    str, typer.Option(metavar="URL", rich_help_panel=SERVERS, help="Base URL of the server.")
-]
-UrlsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        rich_help_panel=SERVERS,
-        help="Base URL of a running server. Repeat it.",
-    ),
-]
-# Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
-# be sent to a server by accident.
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY",
-        rich_help_panel=SERVERS,
-        envvar="SGLANG_API_KEY",
-        help="API key of the servers at --url. Better in the variable: others on this machine can "
-        "read a command line.",
-    ),
-]
-AdminApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY",
-        rich_help_panel=SERVERS,
-        envvar="SGLANG_ADMIN_API_KEY",
-        help="Admin API key of the servers at --url, if they have one: it is needed to switch "
-        "patterns and to flush caches.",
-    ),
-]
-
-
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the options of a YAML file the defaults of the command that is being parsed."""
-    if path is None:
-        return None
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise IndexCacheError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise IndexCacheError(f"--config {path} must hold options, such as 'batches: 32'")
-    known = {str(one.name): one for one in context.command.params}
-    defaults: dict[str, Any] = {}
-    for name, value in found.items():
-        option = known.get(str(name).removeprefix("--").replace("-", "_"))
-        if option is None or option.name in (None, "config", "help"):
-            raise IndexCacheError(
-                f"--config {path}: {name!r} is no option of `{context.command_path}`"
-            )
-        several = getattr(option, "multiple", False) and not isinstance(value, list)
-        defaults[str(option.name)] = [value] if several else value
-    context.default_map = defaults
-    return path
-
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        is_eager=True,
-        callback=_read_config,
-        help="A YAML file of these options, such as 'batches: 32'. The command line wins.",
-    ),
-]
 
 
 class Reporting(TyperGroup):
@@ -190,6 +71,157 @@ def _missing(package: str, group: str | None) -> str:
     )
 
 
+def group(help: str) -> typer.Typer:
+    """A command group."""
+    return typer.Typer(help=help, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+# -- options that mean the same everywhere -----------------------------------------------------
+
+
+def writable(folder: Path | None) -> Path | None:
+    """Try the folder of ``--output`` first: the option below calls it.
+
+    Raises:
+        OutputError: no file can be written there.
+    """
+    if folder is not None:
+        check_writable(folder)
+    return folder
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the options of a YAML file the defaults of the command that is being parsed."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise IndexCacheError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise IndexCacheError(f"--config {path} must hold options, such as 'batches: 32'")
+    known = {str(one.name): one for one in context.command.params}
+    defaults: dict[str, Any] = {}
+    for name, value in found.items():
+        option = known.get(str(name).removeprefix("--").replace("-", "_"))
+        if option is None or option.name in (None, "config", "help"):
+            raise IndexCacheError(
+                f"--config {path}: {name!r} is no option of `{context.command_path}`"
+            )
+        several = getattr(option, "multiple", False) and not isinstance(value, list)
+        defaults[str(option.name)] = [value] if several else value
+    context.default_map = defaults
+    return path
+
+
+Output = Annotated[Path, typer.Option("--output", "-o", callback=writable)]
+OutputIfAny = Annotated[Path | None, typer.Option("--output", "-o", callback=writable)]
+Config = Annotated[Path | None, typer.Option(is_eager=True, callback=_read_config)]
+# Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
+# be sent to a server by accident.
+ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY")]
+AdminApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_ADMIN_API_KEY")]
+
+SHARED = """
+Options:
+    model (FOLDER): The checkpoint's folder.
+    output (FOLDER): A folder for everything that is written.
+    seed (NUMBER): Seed of everything that is drawn at random.
+    config (FILE): A YAML file of these options, such as 'batches: 32'. The command line wins.
+Servers that run:
+    url (URL): Base URL of the server.
+    api_key (KEY): API key of the servers at --url. Better in the variable: others on this machine
+        can read a command line.
+    admin_api_key (KEY): Admin API key of the servers at --url, if they have one: it is needed to
+        switch patterns and to flush caches.
+"""
+"""What they mean, where a command says nothing else."""
+
+
+# -- a command from its docstring --------------------------------------------------------------
+
+_HEADING = re.compile(r"(\w[\w ]*):")
+_ENTRY = re.compile(r" {4}(\w+)(?: \((.+?)\))?: (.+)")
+
+
+@dataclass
+class _Told:
+    """What a docstring says of a parameter: its panel in the help, its placeholder, its help."""
+
+    panel: str
+    metavar: str | None
+    help: str
+
+
+def command(
+    group: typer.Typer, name: str, shared: str = "", **settings: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a function to a command group; its docstring says what its parameters mean.
+
+    Behind the command's help stand sections of ``name (METAVAR): sentence``. Each is a panel of the
+    help, but for "Options", which are in none, and "Arguments", which have no flag.
+
+    Args:
+        group: of the command.
+        name: of the command.
+        shared: sections for parameters that the docstring does not name, before :data:`SHARED`.
+        settings: of typer's ``command``.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        help, own = _sections(inspect.getdoc(function) or "")
+        told = _sections(SHARED)[1] | _sections(shared)[1] | own
+
+        def run(**given: Any) -> None:
+            function(**given)
+
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [_described(one, told) for one in signature.parameters.values()]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        group.command(name, help=help, **settings)(run)
+        return function
+
+    return add
+
+
+def _sections(text: str) -> tuple[str, dict[str, _Told]]:
+    """What stands before the first section, and the entries of all of them."""
+    before, found, panel = [], {}, ""
+    for line in text.splitlines():
+        if heading := _HEADING.fullmatch(line):
+            panel = heading[1]
+        elif entry := _ENTRY.fullmatch(line):
+            name, metavar, help = entry.groups()
+            found[name] = _Told(panel, metavar, help)
+        elif panel:
+            found[name].help += f" {line.strip()}"
+        else:
+            before.append(line)
+    return "\n".join(before).strip(), found
+
+
+def _described(parameter: inspect.Parameter, told: Mapping[str, _Told]) -> inspect.Parameter:
+    """The parameter as typer reads it."""
+    kind = parameter.annotation
+    if kind is not typer.Context:
+        said = told[parameter.name]
+        if hasattr(kind, "__metadata__"):
+            kind, info = kind.__origin__, copy(kind.__metadata__[0])
+        elif kind is bool:  # without a --no-... of its own
+            info = typer.Option("--" + parameter.name.replace("_", "-"))
+        else:
+            info = typer.Argument() if said.panel == "Arguments" else typer.Option()
+        info.metavar, info.help = said.metavar, said.help
+        info.rich_help_panel = None if said.panel in ("Options", "Arguments") else said.panel
+        kind = Annotated[kind, info]
+    return parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
 def connect(
     urls: Iterable[str] | None,
     api_key: str | None,
@@ -203,9 +235,8 @@ def connect(
     """
     from sglang_indexcache.ask.client import Client
 
-    urls = [_checked(url) for url in urls or ()]
-
-    return [Client(url, timeout, api_key=api_key, admin_api_key=admin_api_key) for url in urls]
+    keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+    return [Client(_checked(url), timeout, **keys) for url in urls or ()]
 
 
 def _checked(url: str) -> str:
@@ -217,11 +248,6 @@ def _checked(url: str) -> str:
     if meant != url.rstrip("/"):
         raise SettingsError(f"--url {url} is not the base URL of a server. Did you mean {meant}?")
     return url
-
-
-def group(help: str) -> typer.Typer:
-    """A command group."""
-    return typer.Typer(help=help, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def name_and_value(text: str, option: str) -> tuple[str, str]:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from sglang_indexcache.cli.common import (
-    OutputOption,
-    SeedOption,
-    group,
-    json_or_text,
-    name_and_value,
-    out,
-)
+from sglang_indexcache.cli.common import Output, command, group, json_or_text, name_and_value, out
 
 app = group("See on this machine what sharing does.")
 
 
-@app.command("run", epilog="Example: indexcache demo run -o demo")
-def demo_command(output: OutputOption = Path(".demo")) -> None:
+@command(app, "run", epilog="Example: indexcache demo run -o demo")
+def demo_command(output: Output = Path(".demo")) -> None:
     """Serve a small model with every indexer and with a quarter of them, in turns. 3 to 5 minutes.
 
     Both servers answer the same questions and are timed on the same prompts. The output folder
@@ -33,29 +23,25 @@ def demo_command(output: OutputOption = Path(".demo")) -> None:
     run(output, out)
 
 
-@app.command("model", epilog="Example: indexcache demo model --preset deepseek-v3.2 -o model")
+@command(app, "model", epilog="Example: indexcache demo model --preset deepseek-v3.2 -o model")
 def make_model_command(
-    output: OutputOption,
-    preset: Annotated[
-        str, typer.Option(metavar="NAME", help="Its shape in small: glm-5 or deepseek-v3.2.")
-    ] = "glm-5",
-    size: Annotated[str, typer.Option(metavar="NAME", help="Its size: tiny or small.")] = "small",
-    seed: SeedOption = 0,
-    vocab_size: Annotated[
-        int, typer.Option(metavar="COUNT", help="How many entries the tokenizer has.")
-    ] = 4096,
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="How weights are stored: bfloat16 or float32.")
-    ] = "bfloat16",
-    field: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Replace a config field, for example --field num_hidden_layers=24.",
-        ),
-    ] = None,
+    output: Output,
+    preset: str = "glm-5",
+    size: str = "small",
+    seed: int = 0,
+    vocab_size: int = 4096,
+    dtype: str = "bfloat16",
+    field: list[str] | None = None,
 ) -> None:
-    """Make a small DSA checkpoint with random weights and a real tokenizer."""
+    """Make a small DSA checkpoint with random weights and a real tokenizer.
+
+    Options:
+        preset (NAME): Its shape in small: glm-5 or deepseek-v3.2.
+        size (NAME): Its size: tiny or small.
+        vocab_size (COUNT): How many entries the tokenizer has.
+        dtype (DTYPE): How weights are stored: bfloat16 or float32.
+        field (NAME=VALUE): Replace a config field, for example --field num_hidden_layers=24.
+    """
     from sglang_indexcache.demo.model import ModelSpec, make_model
 
     overrides = {

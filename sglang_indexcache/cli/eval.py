@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from sglang_indexcache.cli.common import (
-    CONTEXTS,
-    ApiKeyOption,
-    ConfigOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
+    ApiKey,
+    Config,
+    Output,
+    OutputIfAny,
+    command,
     connect,
     group,
     name_and_value,
     out,
-    writable,
 )
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.support.lengths import parse_length
@@ -29,277 +24,35 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
     from sglang_indexcache.evaluate.evaluation import Evaluation
-    from sglang_indexcache.evaluate.request import EvaluationRequest
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
 HAYSTACK_CHARACTERS = 6_000_000
 """Enough for 200,000 tokens of passages that stand there once."""
-WHAT, HOW, WHERE = "What is asked", "How it is judged", "Servers and files"
-"""Panels of the help."""
-
-PatternsArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="PATTERN", help="One or more patterns to evaluate, in any form."),
-]
-MarginOption = Annotated[
-    float,
-    typer.Option(
-        metavar="POINTS",
-        help="Non-inferiority margin: the loss that still counts as none, in points of right "
-        "answers.",
-        rich_help_panel=HOW,
-    ),
-]
-WriteQualityOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--write-quality",
-        metavar="FILE",
-        help="Write the verdict into the quality section of this pattern file (YAML): then "
-        "patterns show, doctor and the server say what is known of it on this checkpoint.",
-    ),
-]
-LogArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="[NAME=]PATH",
-        help="A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or .jsonl with id and "
-        "score a line.",
-    ),
-]
 
 
-def _takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as options, and an instance as first argument."""
-    shared = inspect.signature(options, eval_str=True).parameters
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-
-        def run(**given: Any) -> None:
-            command(options(**{name: given.pop(name) for name in shared}), **given)
-
-        every = [one.replace(kind=one.KEYWORD_ONLY) for one in (*shared.values(), *own)]
-        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-        run.__doc__ = command.__doc__
-        return run
-
-    return decorate
-
-
-@dataclass
-class Questions:
-    """What is asked, of which patterns."""
-
-    patterns: PatternsArgument
-    model: ModelOption
-    against: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Reference pattern.", rich_help_panel=HOW)
-    ] = "full"
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A generated task. Repeat it. The default is every published form, or the rows "
-            "alone.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND=FILE",
-            help="Rows of a file (.parquet, .jsonl, .json), where KIND is mrcr (openai/mrcr), "
-            "graphwalks (openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), or prompts: your "
-            "own, with messages or prompt, and answer. Repeat it.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    length: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Length of a context with question and answer: {CONTEXTS}. Repeat it. The "
-            "default is 32Ki, 64Ki and so on up to the model's context. A file's row belongs to "
-            "the shortest that holds it.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    contexts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Contexts of each task at each length; of a file, as far as it has them. The "
-            "default is as many as the margin needs.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    haystack: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A text file to hide things in. The default is generated, the same everywhere.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    margin: MarginOption = 1.0
-    endpoint: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="What is compared: answers (right or wrong), or probability (of the right "
-            "answer), which needs fewer contexts and is another question.",
-            rich_help_panel=HOW,
-        ),
-    ] = "answers"
-    looks: Annotated[
-        int,
-        typer.Option(
-            metavar="COUNT",
-            help="Planned analyses, the last at the end; the run stops early once one decides.",
-            rich_help_panel=HOW,
-        ),
-    ] = 4
-    control: Annotated[
-        str,
-        typer.Option(
-            metavar="PATTERN",
-            help="Positive control: a pattern known to lose a little. A task that does not see it "
-            "lose leaves the claim. The default is uniform:1/4.",
-            rich_help_panel=HOW,
-        ),
-    ] = ""
-    seed: SeedOption = 0
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Tokens that the servers prefill in a second, for the cost. Else it is measured "
-            "on the first context of each length.",
-            rich_help_panel=WHERE,
-        ),
-    ] = None
-
-    def read(self) -> EvaluationRequest:
-        """What that amounts to; files are read, and their tokens counted."""
-        from transformers import AutoTokenizer
-
-        from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
-        from sglang_indexcache.evaluate.corpus import Corpus, select_rows
-        from sglang_indexcache.evaluate.plan import (
-            EvaluationPlan,
-            default_lengths,
-            enough_contexts,
-        )
-        from sglang_indexcache.evaluate.request import EvaluationRequest
-        from sglang_indexcache.evaluate.tasks import DEFAULT
-        from sglang_indexcache.evaluate.tasks.context import QUESTIONS
-        from sglang_indexcache.study.cost import Rate
-
-        if self.rate is not None and self.rate <= 0:
-            raise QualityError(f"a rate of {self.rate:g} tokens a second is not above 0 (--rate)")
-        selects_all = int(Checkpoint.read(self.model).shape["index_topk"])
-        longest = text_config(read_config(self.model)).get("max_position_embeddings")
-        given = tuple(sorted({parse_length(one) for one in self.length or ()}))
-        lengths = given or default_lengths(longest)
-        tokenizer = AutoTokenizer.from_pretrained(self.model)
-        files = self.files
-        tasks = tuple(self.task or (() if files else DEFAULT))
-        margin, contexts = self.margin / 100, self.contexts
-        if contexts is None:
-            cells = max(len(tasks), 1) * len(lengths)
-            behind = QUESTIONS if tasks else 1
-            contexts = enough_contexts(cells, behind, margin, self.looks, self.endpoint)
-        plan = EvaluationPlan(
-            *(tasks, lengths, contexts, QUESTIONS, selects_all, margin, self.looks, self.seed),
-            endpoint=self.endpoint,
-        )
-        with out.status("") as status:  # a line in a log, a moving one in a terminal
-
-            def on_row(name: str, rows: int) -> None:
-                if rows == 1:
-                    said = f"counting the tokens of {files[name]}"
-                    out.print(said, highlight=False, soft_wrap=True, markup=False)
-                status.update(f"{name}: row {rows:,}")
-
-            most = int(longest or lengths[-1])
-            plan, items, told = select_rows(plan, files, tokenizer, most, on_row)
-        flags = [
-            f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
-            *([f"--haystack {self.haystack.name}"] if self.haystack else []),
-            *(f"--rows {name}={path.name}" for name, path in files.items()),
-        ]
-        return EvaluationRequest(
-            self.model,
-            self.against,
-            tuple(self.patterns),
-            self.control,
-            plan,
-            Corpus(tokenizer, _haystack(self.haystack), QUESTIONS, items),
-            " ".join(flags),
-            None if self.rate is None else Rate(self.rate, "given by --rate"),
-            told,
-        )
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """What a user has, by its kind."""
-        from sglang_indexcache.evaluate.tasks.files import FILES
-
-        given: dict[str, Path] = {}
-        for text in self.rows or ():
-            kind, place = name_and_value(text, "--rows")
-            if kind not in FILES:
-                raise QualityError(f"--rows {kind}=... is none of {', '.join(FILES)}")
-            if kind in given:
-                raise QualityError(f"--rows {kind}=... is given twice; join the files")
-            given[kind] = Path(place)
-        return given
-
-
-@app.command("run")
-@_takes(Questions)
+@command(app, "run")
 def run_command(
-    asked: Questions,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            callback=writable,
-            help="A folder for everything that is written; needed unless --dry-run.",
-            rich_help_panel=WHERE,
-        ),
-    ] = None,
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--url",
-            metavar="[NAME=]URL",
-            help="A server in live mode, which then serves every arm; or NAME=URL for each arm, "
-            "where NAME is the pattern as given.",
-            rich_help_panel=WHERE,
-        ),
-    ] = None,
-    api_key: ApiKeyOption = None,
-    config: ConfigOption = None,  # noqa: ARG001
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Say what the evaluation costs and what loss it can show, and make every context "
-            "once; send nothing.",
-            rich_help_panel=WHERE,
-        ),
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option(
-            "--yes", help="Do not ask before more than one node-hour.", rich_help_panel=WHERE
-        ),
-    ] = False,
+    patterns: list[str],
+    model: Path,
+    against: str = "full",
+    task: list[str] | None = None,
+    rows: list[str] | None = None,
+    length: list[str] | None = None,
+    contexts: int | None = None,
+    haystack: Path | None = None,
+    margin: float = 1.0,
+    endpoint: str = "answers",
+    looks: int = 4,
+    control: str = "",
+    seed: int = 0,
+    rate: float | None = None,
+    output: OutputIfAny = None,
+    url: list[str] | None = None,
+    api_key: ApiKey = None,
+    config: Config = None,  # noqa: ARG001
+    dry_run: bool = False,
+    yes: bool = False,
 ) -> None:
     """Evaluate patterns on running servers. Start it again after any stop: it resumes.
 
@@ -307,35 +60,122 @@ def run_command(
     more would decide, or that the tasks cannot see it.
 
     Example: indexcache eval run 1/2 1/4 --model MODEL --url http://127.0.0.1:30000 -o quality/
-    """
-    from sglang_indexcache.evaluate.run import run_evaluation
 
+    Arguments:
+        patterns (PATTERN): One or more patterns to evaluate, in any form.
+    What is asked:
+        task (NAME): A generated task. Repeat it. The default is every published form, or the rows
+            alone.
+        rows (KIND=FILE): Rows of a file (.parquet, .jsonl, .json), where KIND is mrcr
+            (openai/mrcr), graphwalks (openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), or
+            prompts: your own, with messages or prompt, and answer. Repeat it.
+        length (TOKENS): Length of a context with question and answer: tokens, such as 4096, 16Ki
+            (1024s) or 200K (1000s). Repeat it. The default is 32Ki, 64Ki and so on up to the
+            model's context. A file's row belongs to the shortest that holds it.
+        contexts (COUNT): Contexts of each task at each length; of a file, as far as it has them.
+            The default is as many as the margin needs.
+        haystack (FILE): A text file to hide things in. The default is generated, the same
+            everywhere.
+    How it is judged:
+        against (PATTERN): Reference pattern.
+        margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
+            right answers.
+        endpoint (NAME): What is compared: answers (right or wrong), or probability (of the right
+            answer), which needs fewer contexts and is another question.
+        looks (COUNT): Planned analyses, the last at the end; the run stops early once one decides.
+        control (PATTERN): Positive control: a pattern known to lose a little. A task that does not
+            see it lose leaves the claim. The default is uniform:1/4.
+    Servers and files:
+        rate (TOKENS): Tokens that the servers prefill in a second, for the cost. Else it is
+            measured on the first context of each length.
+        output (FOLDER): A folder for everything that is written; needed unless --dry-run.
+        url ([NAME=]URL): A server in live mode, which then serves every arm; or NAME=URL for each
+            arm, where NAME is the pattern as given.
+        dry_run: Say what the evaluation costs and what loss it can show, and make every context
+            once; send nothing.
+        yes: Do not ask before more than one node-hour.
+    """
+    from transformers import AutoTokenizer
+
+    from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
+    from sglang_indexcache.evaluate.corpus import Corpus, select_rows
+    from sglang_indexcache.evaluate.plan import EvaluationPlan, default_lengths, enough_contexts
+    from sglang_indexcache.evaluate.request import EvaluationRequest
+    from sglang_indexcache.evaluate.run import run_evaluation
+    from sglang_indexcache.evaluate.tasks import DEFAULT
+    from sglang_indexcache.evaluate.tasks.context import QUESTIONS
+    from sglang_indexcache.study.cost import Rate
+
+    servers = {} if dry_run else _servers(url, api_key)
+    if output is None and not dry_run:
+        raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
+    if rate is not None and rate <= 0:
+        raise QualityError(f"a rate of {rate:g} tokens a second is not above 0 (--rate)")
+    selects_all = int(Checkpoint.read(model).shape["index_topk"])
+    longest = text_config(read_config(model)).get("max_position_embeddings")
+    lengths = tuple(sorted({parse_length(one) for one in length or ()}))
+    lengths = lengths or default_lengths(longest)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    files = _files(rows)
+    tasks = tuple(task or (() if files else DEFAULT))
+    if contexts is None:
+        cells, behind = max(len(tasks), 1) * len(lengths), QUESTIONS if tasks else 1
+        contexts = enough_contexts(cells, behind, margin / 100, looks, endpoint)
+    plan = EvaluationPlan(
+        *(tasks, lengths, contexts, QUESTIONS, selects_all, margin / 100, looks, seed),
+        endpoint=endpoint,
+    )
+    with out.status("") as status:  # a line in a log, a moving one in a terminal
+
+        def on_row(name: str, rows: int) -> None:
+            if rows == 1:
+                said = f"counting the tokens of {files[name]}"
+                out.print(said, highlight=False, soft_wrap=True, markup=False)
+            status.update(f"{name}: row {rows:,}")
+
+        most = int(longest or lengths[-1])
+        plan, items, told = select_rows(plan, files, tokenizer, most, on_row)
+    flags = [
+        f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
+        *([f"--haystack {haystack.name}"] if haystack else []),
+        *(f"--rows {name}={path.name}" for name, path in files.items()),
+    ]
+    request = EvaluationRequest(
+        model,
+        against,
+        tuple(patterns),
+        control,
+        plan,
+        Corpus(tokenizer, _haystack(haystack), QUESTIONS, items),
+        " ".join(flags),
+        None if rate is None else Rate(rate, "given by --rate"),
+        told,
+    )
     if dry_run:
-        request = asked.read()
         request.tell(out)
         request.check_contexts(out)
         return
-    servers = _servers(url, api_key)
-    if output is None:
-        raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
 
     def agree(question: str) -> None:
         if not yes and not typer.confirm(question):
             raise QualityError("not begun; --yes does without the question")
 
-    _report(run_evaluation(asked.read(), servers, output, out, agree=agree), output)
+    assert output is not None
+    _report(run_evaluation(request, servers, output, out, agree=agree), output)
 
 
-@app.command("report")
-def report_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The output folder of an evaluation.")
-    ],
-    write_quality: WriteQualityOption = None,
-) -> None:
+@command(app, "report")
+def report_command(folder: Path, write_quality: Path | None = None) -> None:
     """Write an evaluation's report again, from its journal alone; it may still be running.
 
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml
+
+    Arguments:
+        folder (FOLDER): The output folder of an evaluation.
+    Options:
+        write_quality (FILE): Write the verdict into the quality section of this pattern file
+            (YAML): then patterns show, doctor and the server say what is known of it on this
+            checkpoint.
     """
     from sglang_indexcache.evaluate.evaluation import load
     from sglang_indexcache.evaluate.report import write_quality as write
@@ -346,37 +186,35 @@ def report_command(
         out.print(f"{write_quality}: {write(write_quality, evaluation)}", highlight=False)
 
 
-@app.command("compare")
+@command(app, "compare")
 def compare_command(
-    reference: LogArgument,
-    candidate: LogArgument,
-    output: OutputOption,
-    margin: MarginOption = 1.0,
-    metric: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Which score to compare, if the logs have several."),
-    ] = None,
-    again: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[NAME=]PATH",
-            help="A second run of the reference: how much the engine differs from itself.",
-        ),
-    ] = None,
-    bad: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[NAME=]PATH",
-            help="A run with a pattern that is known to be bad: without one, nothing shows that "
-            "these questions could have seen a loss.",
-        ),
-    ] = None,
+    reference: str,
+    candidate: str,
+    output: Output,
+    margin: float = 1.0,
+    metric: str | None = None,
+    again: str | None = None,
+    bad: str | None = None,
 ) -> None:
     """Pair two runs of another harness and give the verdict, sentence and pictures of ours.
 
     REFERENCE ran with every indexer, CANDIDATE with the pattern, both on the same questions.
 
     Example: indexcache eval compare all-F=runs/full 1of4=runs/quarter -o compared/
+
+    Arguments:
+        reference ([NAME=]PATH): A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or
+            .jsonl with id and score a line.
+        candidate ([NAME=]PATH): A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or
+            .jsonl with id and score a line.
+    How it is judged:
+        margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
+            right answers.
+    Options:
+        metric (NAME): Which score to compare, if the logs have several.
+        again ([NAME=]PATH): A second run of the reference: how much the engine differs from itself.
+        bad ([NAME=]PATH): A run with a pattern that is known to be bad: without one, nothing shows
+            that these questions could have seen a loss.
     """
     from sglang_indexcache.evaluate.logs import read_log
     from sglang_indexcache.evaluate.logs.compare import compare_logs
@@ -409,6 +247,21 @@ def _report(evaluation: Evaluation, folder: Path) -> None:
     said = write_report(evaluation, folder)
     out.print(said, highlight=False, soft_wrap=True, markup=False)
     out.print(f"everything is in {folder}; look at {folder / 'report.html'}")
+
+
+def _files(rows: list[str] | None) -> dict[str, Path]:
+    """What a user has, by its kind."""
+    from sglang_indexcache.evaluate.tasks.files import FILES
+
+    given: dict[str, Path] = {}
+    for text in rows or ():
+        kind, place = name_and_value(text, "--rows")
+        if kind not in FILES:
+            raise QualityError(f"--rows {kind}=... is none of {', '.join(FILES)}")
+        if kind in given:
+            raise QualityError(f"--rows {kind}=... is given twice; join the files")
+        given[kind] = Path(place)
+    return given
 
 
 def _haystack(path: Path | None) -> str:

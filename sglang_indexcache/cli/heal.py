@@ -7,123 +7,40 @@ from typing import Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import (
-    CONTEXTS,
-    OutputOption,
-    PatternOption,
-    SeedOption,
-    group,
-    out,
-    writable,
-)
+from sglang_indexcache.cli.common import Output, command, group, out
 from sglang_indexcache.heal import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
+AtLeast0 = Annotated[int, typer.Option(min=0)]
+AtLeast1 = Annotated[int, typer.Option(min=1)]
 
-@app.command(
+
+@command(
+    app,
     "run",
     epilog="Example: indexcache heal run MODEL --pattern uniform:1/4 --data texts.jsonl -o adapter",
 )
 def run(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The checkpoint's folder; it is only read.")
-    ],
-    pattern: PatternOption,
-    data: Annotated[
-        list[str],
-        typer.Option(
-            metavar="PATH",
-            help="What to train on: a .jsonl, .parquet or text file, a folder of them, or "
-            "'machine' for this machine's Python sources. Repeat it. One document in four is held "
-            "out.",
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            callback=writable,
-            help="The adapter's folder. Its log, state and figure go to a folder beside it, of "
-            "the same name with .run added.",
-        ),
-    ],
-    context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LENGTH",
-            help=f"Length of a row of packed documents: {CONTEXTS}. Eight times the model's "
-            "index_topk if not given.",
-        ),
-    ] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of each step.")] = 1,
-    micro_rows: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, help="Rows that run through a layer at a time: more take memory."
-        ),
-    ] = 1,
-    dense_steps: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Steps in which layers attend to everything.")
-    ] = STEPS,
-    sparse_steps: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Steps after those, in which layers attend as served."
-        ),
-    ] = 0,
-    sparse_context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LENGTH",
-            help="Length of a row in those, where a few long ones shall follow many short ones; "
-            "as --context if not given.",
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE",
-            help="Highest learning rate. If not given, a short trial of three decides.",
-        ),
-    ] = None,
-    held_out: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Rows that are only judged by.")
-    ] = 8,
-    evaluate_every: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Steps between evaluations.")
-    ] = 40,
-    patience: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="End a stage after so many evaluations without a lower held-out loss; 0: never.",
-        ),
-    ] = 0,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE", help="What the frozen model computes in: bfloat16 or float32."
-        ),
-    ] = "bfloat16",
-    from_disk: Annotated[
-        bool,
-        typer.Option("--from-disk", help="Read each layer when it runs: for what does not fit."),
-    ] = False,
-    seed: SeedOption = 0,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Say what it would take on --gpus, GPU by GPU, and do nothing."
-        ),
-    ] = False,
-    gpus: Annotated[
-        str,
-        typer.Option(metavar="NxNAME", help="GPUs of a dry run: how many, and h100, h200 or b200."),
-    ] = "8xh200",
+    checkpoint: Path,
+    pattern: str,
+    data: list[str],
+    output: Output,
+    context: str | None = None,
+    rows: AtLeast1 = 1,
+    micro_rows: AtLeast1 = 1,
+    dense_steps: AtLeast0 = STEPS,
+    sparse_steps: AtLeast0 = 0,
+    sparse_context: str | None = None,
+    lr: float | None = None,
+    held_out: AtLeast1 = 8,
+    evaluate_every: AtLeast1 = 40,
+    patience: AtLeast0 = 0,
+    dtype: str = "bfloat16",
+    from_disk: bool = False,
+    seed: int = 0,
+    dry_run: bool = False,
+    gpus: str = "8xh200",
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
 
@@ -132,6 +49,34 @@ def run(
     interrupted goes on with the same command.
 
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
+
+    Arguments:
+        checkpoint (FOLDER): The checkpoint's folder; it is only read.
+    Options:
+        pattern (PATTERN): Which layers keep their indexer: an F/S string, full, uniform:1/4, a
+            ratio such as 1/4 (looked up in the library), a library pattern's name or a YAML file;
+            with +w8 behind it, S layers also see the last 8 tokens.
+        data (PATH): What to train on: a .jsonl, .parquet or text file, a folder of them, or
+            'machine' for this machine's Python sources. Repeat it. One document in four is held
+            out.
+        output (FOLDER): The adapter's folder. Its log, state and figure go to a folder beside it,
+            of the same name with .run added.
+        context (LENGTH): Length of a row of packed documents: tokens, such as 4096, 16Ki (1024s) or
+            200K (1000s). Eight times the model's index_topk if not given.
+        rows (N): Rows of each step.
+        micro_rows (N): Rows that run through a layer at a time: more take memory.
+        dense_steps (N): Steps in which layers attend to everything.
+        sparse_steps (N): Steps after those, in which layers attend as served.
+        sparse_context (LENGTH): Length of a row in those, where a few long ones shall follow many
+            short ones; as --context if not given.
+        lr (RATE): Highest learning rate. If not given, a short trial of three decides.
+        held_out (N): Rows that are only judged by.
+        evaluate_every (N): Steps between evaluations.
+        patience (N): End a stage after so many evaluations without a lower held-out loss; 0: never.
+        dtype (DTYPE): What the frozen model computes in: bfloat16 or float32.
+        from_disk: Read each layer when it runs: for what does not fit.
+        dry_run: Say what it would take on --gpus, GPU by GPU, and do nothing.
+        gpus (NxNAME): GPUs of a dry run: how many, and h100, h200 or b200.
     """
     from sglang_indexcache.heal.heal import HealOptions, heal
     from sglang_indexcache.study.journal import resumable
@@ -168,18 +113,17 @@ def run(
         heal(options, out)
 
 
-@app.command("merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")
-def merge_command(
-    adapter: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of an adapter.")],
-    model: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="The checkpoint that it was trained on.")
-    ],
-    output: OutputOption,
-) -> None:
+@command(app, "merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")
+def merge_command(adapter: Path, model: Path, output: Output) -> None:
     """Write a standard checkpoint: the model with the adapter's indexers and pattern.
 
     Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a
     hard link to the model's where the disk allows it, so do not edit it in place.
+
+    Arguments:
+        adapter (FOLDER): The folder of an adapter.
+    Options:
+        model (FOLDER): The checkpoint that it was trained on.
     """
     from sglang_indexcache.heal.merge import merge
 

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from sglang_indexcache.cli.common import SeedOption, group, out
+from sglang_indexcache.cli.common import command, group, out
 from sglang_indexcache.errors import KernelError
 
 if TYPE_CHECKING:
     from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.kernels.grid.runner import Runner
 
 app = group("List, check and build our GPU kernels.")
 
 
-@app.command("list", epilog="Example: indexcache kernels list")
+@command(app, "list", epilog="Example: indexcache kernels list")
 def list_command() -> None:
-    """Say which implementation of every operation can run on this machine, and why not."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    from sglang_indexcache.kernels.contract import OPS
+    """Say which implementation can run on this machine, and why the others cannot."""
     from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, MEASURED, Machine
 
     machine = Machine.here()
     _say_machine(machine)
-    table = Table("operation", *(one.name for one in IMPLEMENTATIONS), box=SIMPLE)
-    for op in OPS:
-        found = (one.obstacle(op, machine) for one in IMPLEMENTATIONS)
-        table.add_row(op, *(obstacle or "can run" for obstacle in found))
-    out.print(table)
     for one in IMPLEMENTATIONS:
-        doubt = one.distrust()
-        if doubt and one.missing() is None:
-            out.print(f"{one.name} only by name: {doubt}.", markup=False, soft_wrap=True)
+        said = one.obstacle(machine) or "can run"
+        out.print(f"  {one.name}: {said}", markup=False, soft_wrap=True)
+        if one.missing() is None and (doubt := one.distrust()):
+            out.print(f"  {one.name} only by name: {doubt}.", markup=False, soft_wrap=True)
     measured = {row.op for row in MEASURED if row.capability == machine.capability}
     out.print(
         "A server runs the engine's own kernels unless --indexcache-kernels asks for these. "
@@ -44,27 +33,19 @@ def list_command() -> None:
     )
 
 
-@app.command("check", epilog="Example: indexcache kernels check --implementation triton")
+@command(app, "check", epilog="Example: indexcache kernels check --implementation triton")
 def check_command(
-    implementation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Check only this one, by its name in the list. Default: all."
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Which cases: small, wide (also many short rows) or large (also up to a million "
-            "tokens). Default: large on a GPU, small without one.",
-        ),
-    ] = None,
-    seed: SeedOption = 0,
+    implementation: str | None = None, sizes: str | None = None, seed: int = 0
 ) -> None:
-    """Check on this machine that our kernels do what their contract says."""
+    """Check on this machine that our kernels do what their contract says.
+
+    Options:
+        implementation (NAME): Check only this one, by its name in the list. Default: all.
+        sizes (NAME): Which cases: small, wide (also many short rows) or large (also up to a million
+            tokens). Default: large on a GPU, small without one.
+    """
     from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES, Machine, named
-    from sglang_indexcache.kernels.grid.runner import GROUPS, SIZES, Runner
+    from sglang_indexcache.kernels.grid.runner import GROUPS, SIZES, run
 
     machine = Machine.here()
     sizes = sizes or ("small" if machine.capability is None else "large")
@@ -74,41 +55,32 @@ def check_command(
         raise KernelError(f"--implementation may be {', '.join(NAMES)}, got {implementation!r}")
     _say_machine(machine)
     chosen = IMPLEMENTATIONS if implementation is None else (named(implementation),)
-    runners = [Runner(one, machine, machine.device, sizes, seed) for one in chosen]
-    results = [_check(runner, name) for runner in runners for name in GROUPS]
-    passed, failed = (sum(counts) for counts in zip(*results, strict=True))
+    passed = failed = 0
+    for one in chosen:
+        if obstacle := one.obstacle(machine):
+            out.print(f"{one.name}: not run: {obstacle}", markup=False, soft_wrap=True)
+            continue
+        for name in GROUPS:
+            right = wrong = 0
+            for outcome in run(one, name, sizes, machine, seed):
+                right, wrong = right + (not outcome.complaints), wrong + bool(outcome.complaints)
+                for complaint in outcome.complaints:
+                    out.print(f"  {outcome.case}: {complaint}", markup=False, soft_wrap=True)
+            out.print(f"{one.name}, {name}: {right} passed, {wrong} failed")
+            passed, failed = passed + right, failed + wrong
     if failed or not passed:
         raise KernelError(f"{failed} cases failed, {passed} passed")
     out.print(f"all {passed} cases passed")
 
 
-def _check(runner: Runner, group_name: str) -> tuple[int, int]:
-    """Run one group, say what came of it; how many cases passed and failed."""
-    passed, failed, reason = 0, 0, ""
-    for outcome in runner.run(group_name):
-        if outcome.skipped:
-            reason = outcome.skipped
-            continue
-        passed, failed = passed + (not outcome.complaints), failed + bool(outcome.complaints)
-        for complaint in outcome.complaints:
-            out.print(f"  {outcome.case}: {complaint}", markup=False, soft_wrap=True)
-    counts = f"{passed} passed, {failed} failed" if passed or failed else f"not run: {reason}"
-    out.print(f"{runner.implementation.name}, {group_name}: {counts}", markup=False, soft_wrap=True)
-    return passed, failed
+@command(app, "build", epilog="Example: indexcache kernels build --archive kernels.tar.gz")
+def build_command(archive: Path | None = None) -> None:
+    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU.
 
-
-@app.command("build", epilog="Example: indexcache kernels build --archive kernels.tar.gz")
-def build_command(
-    archive: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a "
-            "machine without nvcc they are used there.",
-        ),
-    ] = None,
-) -> None:
-    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
+    Options:
+        archive (FILE): Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a
+            machine without nvcc they are used there.
+    """
     from time import monotonic
 
     from sglang_indexcache.kernels.build import FOLDERS, build, pack

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.cli.common import group, out, writable
+from sglang_indexcache.cli.common import OutputIfAny, command, group, out
 from sglang_indexcache.errors import Findings
 from sglang_indexcache.study.provenance import checkpoint_digest
 
@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 app = group("The pattern library.")
 
 
-@app.command("list", epilog="Example: indexcache patterns list --model MODEL")
-def list_patterns(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Only patterns that fit this checkpoint's config.json."
-        ),
-    ] = None,
-) -> None:
-    """List the library's patterns."""
+@command(app, "list", epilog="Example: indexcache patterns list --model MODEL")
+def list_patterns(model: Path | None = None) -> None:
+    """List the library's patterns.
+
+    Options:
+        model (FOLDER): Only patterns that fit this checkpoint's config.json.
+    """
     from sglang_indexcache.library import Library
 
     library = Library.default()
@@ -51,35 +48,20 @@ def list_patterns(
     out.print(table if entries else "no pattern in the library fits this checkpoint")
 
 
-@app.command("show", epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml")
+@command(app, "show", epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml")
 def show_patterns(
-    patterns: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATTERN",
-            help="Patterns in any form: an F/S string, a name from the library, a YAML file.",
-        ),
-    ],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="The checkpoint that full, uniform:1/4 and ratios are for."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            callback=writable,
-            help="A folder for a picture of all, patterns.png.",
-        ),
-    ] = None,
+    patterns: list[str], model: Path | None = None, output: OutputIfAny = None
 ) -> None:
     """Show which layer serves which, and where a pattern comes from and how good it is.
 
     It checks pattern files as well: each problem is told, and the exit code is then 1.
+
+    Arguments:
+        patterns (PATTERN): Patterns in any form: an F/S string, a name from the library, a YAML
+            file.
+    Options:
+        model (FOLDER): The checkpoint that full, uniform:1/4 and ratios are for.
+        output (FOLDER): A folder for a picture of all, patterns.png.
     """
     from sglang_indexcache.library import Library
     from sglang_indexcache.support.drawing import to_image, to_terminal

@@ -12,17 +12,7 @@ import typer
 from rich.markup import escape
 from rich.progress import track
 
-from sglang_indexcache.cli.common import (
-    CONTEXTS,
-    ApiKeyOption,
-    ConfigOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
-    connect,
-    group,
-    out,
-)
+from sglang_indexcache.cli.common import ApiKey, Config, Output, command, connect, group, out
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
@@ -33,163 +23,73 @@ if TYPE_CHECKING:
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
-_MODEL, _DATA, _SEARCH, _COST = "Model", "Data", "Search", "Cost"
+MEASURING = """
+Model:
+    url (URL): A running server in live mode. Repeat it: several share the work, and one may go and
+        come back.
+    dtype (float32|bfloat16): Without --url, transformers runs the model in this process: in
+        float32, if not said.
+    at_once (N): Calls that each server has at the same time, one by default. A server with
+        data-parallel ranks can do with as many.
+    low_priority: Let other requests of the servers go first. They must go by priorities.
+Data:
+    data (PATH): Documents to measure on: a .jsonl, .parquet or text file, a folder of them, or
+        'machine' for the Python sources of this machine.
+    context (LENGTH): Most tokens of a document: tokens, such as 4096, 16Ki (1024s) or 200K (1000s).
+        It must be longer than what a query selects; the default is 8 times that (16Ki for released
+        models).
+    score (WHICH): Which tokens' loss counts: answers, late (the later half of each document) or
+        all. The default is answers where the data marks them, else late.
+"""
+"""Options of commands that measure."""
 
-UrlsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="A running server in live mode. Repeat it: several share the work, and one may go and "
-        "come back.",
-        rich_help_panel=_MODEL,
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="float32|bfloat16",
-        help="Without --url, transformers runs the model in this process: in float32, if not said.",
-        rich_help_panel=_MODEL,
-    ),
-]
-AtOnceOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Calls that each server has at the same time, one by default. A server with "
-        "data-parallel ranks can do with as many.",
-        rich_help_panel=_MODEL,
-    ),
-]
-LowPriorityOption = Annotated[
-    bool,
-    typer.Option(
-        "--low-priority",
-        help="Let other requests of the servers go first. They must go by priorities.",
-        rich_help_panel=_MODEL,
-    ),
-]
-DataOption = Annotated[
-    str,
-    typer.Option(
-        metavar="PATH",
-        help="Documents to measure on: a .jsonl, .parquet or text file, a folder of them, or "
-        "'machine' for the Python sources of this machine.",
-        rich_help_panel=_DATA,
-    ),
-]
-SequenceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--context",
-        metavar="LENGTH",
-        help=f"Most tokens of a document: {CONTEXTS}. It must be longer than what a query "
-        "selects; the default is 8 times that (16Ki for released models).",
-        rich_help_panel=_DATA,
-    ),
-]
-ScoreOption = Annotated[
-    str | None,
-    typer.Option(
-        "--score",
-        metavar="WHICH",
-        help="Which tokens' loss counts: answers, late (the later half of each document) or all. "
-        "The default is answers where the data marks them, else late.",
-        rich_help_panel=_DATA,
-    ),
-]
-BatchesOption = Annotated[
-    int,
-    typer.Option(metavar="N", help="Documents to search on, a batch each.", rich_help_panel=_DATA),
-]
-HeldOutOption = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help="Further documents. Found patterns are measured on them, none is chosen by them.",
-        rich_help_panel=_DATA,
-    ),
-]
+AtOnce = Annotated[int | None, typer.Option(min=1)]
 
 
-@app.command("run")
+@command(app, "run", MEASURING)
 def run_command(
-    output: OutputOption,
-    model: ModelOption,
-    config: ConfigOption = None,  # noqa: ARG001
-    url: UrlsOption = None,
-    api_key: ApiKeyOption = None,
-    dtype: DtypeOption = None,
-    at_once: AtOnceOption = None,
-    low_priority: LowPriorityOption = False,
-    data: DataOption = "machine",
-    context: SequenceOption = None,
-    score: ScoreOption = None,
-    batches: BatchesOption = 16,
-    held_out: HeldOutOption = 8,
-    seed: SeedOption = 0,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--target",
-            metavar="TARGET",
-            help="Where to leave a pattern: a ratio such as 1/4, or a count of F layers; 1/4+w8 "
-            "searches under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="How to search: both (fast and forward, the default where the budget allows it), "
-            "fast, forward or greedy.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="The most that the search may forward, in shares of exhaustive greedy's tokens. "
-            "The default is 0.1 for each of fast and forward, and more for few layers.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    keep_full: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYERS",
-            help="Layers that stay F, such as 3,5,10-12.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = "",
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Read the data, say what the search would do and cost, and end.",
-            rich_help_panel=_COST,
-        ),
-    ] = False,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0,
-            metavar="TOKENS",
-            help="Tokens that all servers together prefill in a second at this context, to "
-            "foretell hours. The default is what the evaluations in --output took, if any.",
-            rich_help_panel=_COST,
-        ),
-    ] = None,
+    output: Output,
+    model: Path,
+    config: Config = None,  # noqa: ARG001
+    url: list[str] | None = None,
+    api_key: ApiKey = None,
+    dtype: str | None = None,
+    at_once: AtOnce = None,
+    low_priority: bool = False,
+    data: str = "machine",
+    context: str | None = None,
+    score: str | None = None,
+    batches: int = 16,
+    held_out: int = 8,
+    seed: int = 0,
+    target: list[str] | None = None,
+    method: str | None = None,
+    budget: float | None = None,
+    keep_full: str = "",
+    dry_run: bool = False,
+    rate: Annotated[float | None, typer.Option(min=1.0)] = None,
 ) -> None:
     """Find which layers can lose their indexer. Start it again after any stop: it resumes.
 
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
+
+    Data:
+        batches (N): Documents to search on, a batch each.
+        held_out (N): Further documents. Found patterns are measured on them, none is chosen by
+            them.
+    Search:
+        target (TARGET): Where to leave a pattern: a ratio such as 1/4, or a count of F layers;
+            1/4+w8 searches under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.
+        method (METHOD): How to search: both (fast and forward, the default where the budget allows
+            it), fast, forward or greedy.
+        budget (SHARE): The most that the search may forward, in shares of exhaustive greedy's
+            tokens. The default is 0.1 for each of fast and forward, and more for few layers.
+        keep_full (LAYERS): Layers that stay F, such as 3,5,10-12.
+    Cost:
+        dry_run: Read the data, say what the search would do and cost, and end.
+        rate (TOKENS): Tokens that all servers together prefill in a second at this context, to
+            foretell hours. The default is what the evaluations in --output took, if any.
     """
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets, window_of
@@ -224,38 +124,30 @@ def run_command(
         run_search(setup, evaluator, constraints, targets, chosen, output, out, known)
 
 
-@app.command("compare")
+@command(app, "compare", MEASURING)
 def compare_command(
-    patterns: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATTERN",
-            help="Two patterns or more, in any form. The first is the reference.",
-        ),
-    ],
-    output: OutputOption,
-    model: ModelOption,
-    url: UrlsOption = None,
-    api_key: ApiKeyOption = None,
-    dtype: DtypeOption = None,
-    at_once: AtOnceOption = None,
-    low_priority: LowPriorityOption = False,
-    data: DataOption = "machine",
-    context: SequenceOption = None,
-    score: ScoreOption = None,
-    held_out: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Documents to compare on, of those that a search holds out; two at least.",
-            rich_help_panel=_DATA,
-        ),
-    ] = 8,
+    patterns: list[str],
+    output: Output,
+    model: Path,
+    url: list[str] | None = None,
+    api_key: ApiKey = None,
+    dtype: str | None = None,
+    at_once: AtOnce = None,
+    low_priority: bool = False,
+    data: str = "machine",
+    context: str | None = None,
+    score: str | None = None,
+    held_out: int = 8,
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave.
 
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
+
+    Arguments:
+        patterns (PATTERN): Two patterns or more, in any form. The first is the reference.
+    Data:
+        held_out (N): Documents to compare on, of those that a search holds out; two at least.
     """
     from sglang_indexcache.search.compare import compare, draw_comparison
     from sglang_indexcache.search.setup import Setup
@@ -293,34 +185,15 @@ def compare_command(
     out.print(f"numbers and figure are in {output}")
 
 
-@app.command("overlap")
+@command(app, "overlap", MEASURING)
 def overlap_command(
-    output: OutputOption,
-    model: ModelOption,
-    pattern: Annotated[
-        str,
-        typer.Option(
-            metavar="PATTERN",
-            help="A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML "
-            "file, transformers also runs it, and what its layers have in common is written into "
-            "the file, for servers to compare with.",
-        ),
-    ] = "",
-    data: DataOption = "machine",
-    context: SequenceOption = None,
-    batches: Annotated[
-        int,
-        typer.Option(metavar="N", help="Documents to measure on.", rich_help_panel=_DATA),
-    ] = 4,
-    url: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            help="A server that returns what layers select (--enable-return-indexer-topk). Without "
-            "it, transformers runs the model in this process. A key is read from SGLANG_API_KEY.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "",
+    output: Output,
+    model: Path,
+    pattern: str = "",
+    data: str = "machine",
+    context: str | None = None,
+    batches: int = 4,
+    url: str = "",
 ) -> None:
     """Measure how much of their selection every two layers have in common.
 
@@ -328,6 +201,16 @@ def overlap_command(
     is little, a recent window (a pattern such as uniform:1/4+w8) may keep answers right.
 
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
+
+    Options:
+        pattern (PATTERN): A pattern, in any form, whose blocks are drawn on the heatmap. If it is a
+            YAML file, transformers also runs it, and what its layers have in common is written into
+            the file, for servers to compare with.
+    Data:
+        batches (N): Documents to measure on.
+    Model:
+        url (URL): A server that returns what layers select (--enable-return-indexer-topk). Without
+            it, transformers runs the model in this process. A key is read from SGLANG_API_KEY.
     """
     from sglang_indexcache.library import names_a_file, set_overlap
     from sglang_indexcache.search.calibration import Score

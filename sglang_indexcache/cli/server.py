@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import (
-    AdminApiKeyOption,
-    ApiKeyOption,
-    UrlOption,
-    UrlsOption,
-    connect,
-    group,
-    out,
-)
+from sglang_indexcache.cli.common import AdminApiKey, ApiKey, command, connect, group, out
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 
@@ -26,42 +18,37 @@ if TYPE_CHECKING:
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
-
+HERE = "http://127.0.0.1:30000"
 COLOURS = {True: "green", False: "red", None: "yellow"}
 """Of a line that says whether layers skip, or that nobody knows yet."""
 
 
-@app.command(
+@command(
+    app,
     "doctor",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: indexcache server doctor --model-path MODEL --tp 8 --indexcache-pattern 1/4",
 )
 def doctor_command(
     context: typer.Context,
-    url: UrlsOption = None,
-    api_key: ApiKeyOption = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. "
-            "The default is this machine's GPU, and h200 without one.",
-        ),
-    ] = None,
-    sglang: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="WHEEL",
-            help="Say whether IndexCache can extend this SGLang, and name what moved in it: a "
-            "wheel, or a folder that holds sglang/. It is read, and neither installed nor run.",
-        ),
-    ] = None,
+    url: list[str] | None = None,
+    api_key: ApiKey = None,
+    device: str | None = None,
+    sglang: Path | None = None,
 ) -> None:
     """Say what a server with these flags would do, without loading weights or needing a GPU.
 
     It takes every flag of `sglang serve`. Where SGLang is not installed, it reads the checkpoint's
     config and checks the pattern alone. With --url, repeated for every node, it asks servers that
     run instead: whether every rank has the plugin, and all of them the same plan.
+
+    Servers that run:
+        url (URL): Base URL of a running server. Repeat it.
+    Options:
+        device (NAME): What to check for: cpu, h100, h200, b200, or cuda for the GPU of this
+            machine. The default is this machine's GPU, and h200 without one.
+        sglang (WHEEL): Say whether IndexCache can extend this SGLang, and name what moved in it: a
+            wheel, or a folder that holds sglang/. It is read, and neither installed nor run.
     """
     modes = {"--url": url, "--sglang": sglang}
     given = [flag for flag, value in modes.items() if value]
@@ -83,11 +70,8 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-@app.command("show", epilog="Example: indexcache server show --url http://127.0.0.1:30000")
-def live_show(
-    url: UrlOption = "http://127.0.0.1:30000",
-    api_key: ApiKeyOption = None,
-) -> None:
+@command(app, "show", epilog=f"Example: indexcache server show --url {HERE}")
+def live_show(url: str = HERE, api_key: ApiKey = None) -> None:
     """Show a running server's pattern, and whether its layers skip what the pattern says.
 
     The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
@@ -97,13 +81,11 @@ def live_show(
         raise typer.Exit(1)
 
 
-@app.command("watch", epilog="Example: indexcache server watch --url http://127.0.0.1:30000")
+@command(app, "watch", epilog=f"Example: indexcache server watch --url {HERE}")
 def live_watch(
-    url: UrlOption = "http://127.0.0.1:30000",
-    api_key: ApiKeyOption = None,
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Look again after so many seconds.")
-    ] = 2.0,
+    url: str = HERE,
+    api_key: ApiKey = None,
+    every: Annotated[float, typer.Option(min=0.1)] = 2.0,
 ) -> None:
     """Watch what sharing does on a running server, until you press Ctrl-C.
 
@@ -111,6 +93,9 @@ def live_watch(
     how often each layer ran its indexer, and with --indexcache-shadow how much of their own
     selection layers have in common with what they are given. It asks /server_info, so
     --enable-metrics, which has the same for Prometheus, is not needed.
+
+    Options:
+        every (SECONDS): Look again after so many seconds.
     """
     from sglang_indexcache.serving.watch import watch
 
@@ -119,25 +104,16 @@ def live_watch(
         watch(client, every, out)
 
 
-@app.command(
-    "set",
-    epilog="Example: indexcache server set 'full < 32K <= 1/4' --url http://127.0.0.1:30000",
-)
+@command(app, "set", epilog=f"Example: indexcache server set 'full < 32K <= 1/4' --url {HERE}")
 def live_set(
-    pattern: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATTERN",
-            help="As --indexcache-pattern takes it; or adapter, if the server has one.",
-        ),
-    ],
-    url: UrlOption = "http://127.0.0.1:30000",
-    api_key: ApiKeyOption = None,
-    admin_api_key: AdminApiKeyOption = None,
+    pattern: str, url: str = HERE, api_key: ApiKey = None, admin_api_key: AdminApiKey = None
 ) -> None:
     """Replace the pattern of a server in live mode, for requests to come that name none.
 
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
+
+    Arguments:
+        pattern (PATTERN): As --indexcache-pattern takes it; or adapter, if the server has one.
     """
     from sglang_indexcache.library import Library, names_a_file
 

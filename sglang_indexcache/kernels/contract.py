@@ -7,8 +7,8 @@ of a protocol below, and pass one test grid. Nothing here runs on a device.
 **Names.** T query rows, B requests, H indexer heads, D = 128 their width, Hq MLA heads, k top-k.
 
 **Index-K pages** (SGLang's ``IndexKeyCache``): ``pages`` is ``[P, 8448]`` uint8, contiguous,
-16-byte aligned. A page holds 64 tokens: 64 x 128 bytes of e4m3, then 64 float32 scales. A scale is
-positive and finite, and usually but not necessarily a power of two.
+16-byte aligned. A page holds 64 tokens: 64 x 128 bytes of e4m3, then 64 float32 scales, positive
+and finite, of any value.
 
 **Requests.** ``block_table`` is ``[B, W]`` int32, rows any stride apart: token ``s`` of request
 ``b`` is token ``s % 64`` of page ``block_table[b, s // 64]``. Entries past the pages that a row of

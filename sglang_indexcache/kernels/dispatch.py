@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -58,31 +57,33 @@ class Machine:
         return torch.device("cpu" if self.capability is None else "cuda")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The machines that an implementation is for.
+Reason: TypeAlias = str | None
+"""Why something cannot be, in words, or None if it can."""
 
-    Attributes:
-        oldest: the least compute capability; None means that no GPU is needed.
+
+def _needs(
+    oldest: Capability, *, exactly: bool = False, interpreted: bool = False
+) -> Callable[[Machine], Reason]:
+    """What an implementation says of machines that it is not for.
+
+    Args:
+        oldest: the least compute capability.
         exactly: whether it must be that one.
         interpreted: whether it also runs on a CPU, under Triton's interpreter.
     """
 
-    oldest: Capability | None = None
-    exactly: bool = False
-    interpreted: bool = False
-
-    def obstacle(self, machine: Machine) -> str | None:
-        """Why ``machine`` is not one of them, in words, or None."""
+    def unfit(machine: Machine) -> Reason:
         found = machine.capability
-        if self.oldest is None or (self.interpreted and machine.interpreted):
+        if interpreted and machine.interpreted:
             return None
         if found is None:
             return "needs an NVIDIA GPU"
-        if found == self.oldest or (found > self.oldest and not self.exactly):
+        if found == oldest or (found > oldest and not exactly):
             return None
-        wants = "is for" if self.exactly else "needs compute capability"
-        return "{} {}.{}, this is {}.{}".format(wants, *self.oldest, *found)
+        wants = "is for" if exactly else "needs compute capability"
+        return "{} {}.{}, this is {}.{}".format(wants, *oldest, *found)
+
+    return unfit
 
 
 @dataclass(frozen=True)
@@ -93,23 +94,19 @@ class Implementation:
 
     Attributes:
         name: of its modules.
-        limits: where it can run.
-        missing: why it cannot be built or imported here, or None.
-        is_reference: the truth that the others are compared with, not meant to serve.
-        distrust: why ``auto`` may not take what its compiler made, or None.
+        unfit: why it is not for a machine.
+        missing: why it cannot be built or imported here.
+        distrust: why ``auto`` may not take what its compiler made.
     """
 
     name: str
-    limits: Limits
-    missing: Callable[[], str | None]
-    is_reference: bool = False
-    distrust: Callable[[], str | None] = lambda: None
+    unfit: Callable[[Machine], Reason] = lambda _machine: None
+    missing: Callable[[], Reason] = lambda: None
+    distrust: Callable[[], Reason] = lambda: None
 
-    def obstacle(self, op: OpName, machine: Machine) -> str | None:
-        """Why it cannot run ``op`` on ``machine``, or None."""
-        if find_spec(self._module(op)) is None:
-            return "not written"
-        return self.limits.obstacle(machine) or self.missing()
+    def obstacle(self, machine: Machine) -> Reason:
+        """Why it cannot run on ``machine``."""
+        return self.unfit(machine) or self.missing()
 
     def load(self, op: OpName) -> Callable[..., Any]:
         """The function that implements ``op``, compiled: a first call may be a graph's capture.
@@ -118,40 +115,36 @@ class Implementation:
             KernelError: it cannot be imported or compiled here.
         """
         try:
-            module = importlib.import_module(self._module(op))
+            module = importlib.import_module(f"{__package__}.{OPS[op]}.{self.name}")
         except ImportError as error:
             raise KernelError(f"{op}: {self.name} cannot be loaded: {error}") from error
         getattr(module, "prepare", lambda: None)()
         function: Callable[..., Any] = getattr(module, op)
         return function
 
-    def check(self, op: OpName, machine: Machine) -> Implementation:
+    def check(self, machine: Machine) -> Implementation:
         """Itself, where the user asked for it by name.
 
         Raises:
-            KernelError: it cannot run ``op``; the message says why and what can.
+            KernelError: it cannot run; the message says why and what can.
         """
-        obstacle = self.obstacle(op, machine)
-        if obstacle:
-            can = ", ".join(other.name for other in running(op, machine))
+        if obstacle := self.obstacle(machine):
+            can = ", ".join(other.name for other in running(machine))
             raise KernelError(
-                f"{op}: {self.name} cannot run on {machine.name}: {obstacle}; these can: {can}"
+                f"{self.name} cannot run on {machine.name}: {obstacle}; these can: {can}"
             )
         return self
 
-    def _module(self, op: OpName) -> str:
-        return f"{__package__}.{OPS[op]}.{self.name}"
-
 
 @cache
-def _missing_cuda() -> str | None:
+def _missing_cuda() -> Reason:
     from sglang_indexcache.kernels.cuda import unavailable
 
     return unavailable()
 
 
 @cache
-def _missing_triton() -> str | None:
+def _missing_triton() -> Reason:
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -160,18 +153,18 @@ def _missing_triton() -> str | None:
 
 
 @cache
-def _distrust_cuda() -> str | None:
+def _distrust_cuda() -> Reason:
     from sglang_indexcache.kernels.cuda import doubt
 
     return doubt()
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation("cuda", Limits((9, 0), exactly=True), _missing_cuda, distrust=_distrust_cuda),
-    Implementation("triton", Limits((8, 0), interpreted=True), _missing_triton),
-    Implementation("reference", Limits(), lambda: None, is_reference=True),
+    Implementation("cuda", _needs((9, 0), exactly=True), _missing_cuda, _distrust_cuda),
+    Implementation("triton", _needs((8, 0), interpreted=True), _missing_triton),
+    Implementation("reference"),
 )
-"""Best first."""
+"""Best first; ``reference`` is the truth that the others are compared with, not meant to serve."""
 NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
 
@@ -222,9 +215,9 @@ def named(name: str) -> Implementation:
     return next(one for one in IMPLEMENTATIONS if one.name == name)
 
 
-def running(op: OpName, machine: Machine) -> list[Implementation]:
-    """Every implementation of ``op`` that can run on ``machine``, best first."""
-    return [one for one in IMPLEMENTATIONS if one.obstacle(op, machine) is None]
+def running(machine: Machine) -> list[Implementation]:
+    """Every implementation that can run on ``machine``, best first."""
+    return [one for one in IMPLEMENTATIONS if one.obstacle(machine) is None]
 
 
 def outlook() -> str:

@@ -4,60 +4,49 @@ The reference always runs, Triton under its interpreter (``TRITON_INTERPRET=1``;
 ``test_triton_interpreted.py``). On a card ``tests/gpu/test_kernels.py`` runs it, all sizes.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.contract import FLOAT32_BITS, OPS, OpName
+from sglang_indexcache.kernels.contract import FLOAT32_BITS
 from sglang_indexcache.kernels.grid import cases, suite
 
 MACHINE = dispatch.Machine.here()
-RUNNING = [
-    one.name
-    for one in dispatch.IMPLEMENTATIONS
-    if any(one.obstacle(op, MACHINE) is None for op in OPS)
-]
+RUNNING = dispatch.running(MACHINE)
 DEVICE = torch.device("cpu")
-Op = Callable[..., Any]
 
 
-def op(name: str, which: OpName) -> Op:
-    """One implementation of an op, or skip where it says that it cannot."""
-    implementation = dispatch.named(name)
-    obstacle = implementation.obstacle(which, MACHINE)
-    if obstacle:
-        pytest.skip(f"{which}, {name}: {obstacle}")
-    return implementation.load(which)
-
-
-running = pytest.mark.parametrize("name", RUNNING)
+running = pytest.mark.parametrize("ours", RUNNING, ids=lambda one: one.name)
 
 
 @running
 @pytest.mark.parametrize("case", cases.TOPK, ids=str)
-def test_topk(name: str, case: cases.TopKCase, generator: torch.Generator) -> None:
+def test_topk(
+    ours: dispatch.Implementation, case: cases.TopKCase, generator: torch.Generator
+) -> None:
     logits, visible = cases.topk_inputs(case, generator, DEVICE)
-    assert suite.check_topk(op(name, "topk"), logits, visible, case.topk) == []
+    assert suite.check_topk(ours.load("topk"), logits, visible, case.topk) == []
 
 
 @running
 @pytest.mark.parametrize("case", cases.PREFILL + cases.DECODE, ids=str)
-def test_indexer(name: str, case: cases.IndexerCase, generator: torch.Generator) -> None:
-    logits, select = op(name, "logits"), op(name, "select")
+def test_indexer(
+    ours: dispatch.Implementation, case: cases.IndexerCase, generator: torch.Generator
+) -> None:
+    logits, select = ours.load("logits"), ours.load("select")
     batch = cases.indexer_inputs(case, generator, DEVICE)
     assert suite.check_indexer(logits, select, case, batch, FLOAT32_BITS) == []
 
 
 @running
 @pytest.mark.parametrize("case", cases.ATTENTION, ids=str)
-def test_sparse_mla(name: str, case: cases.AttentionCase, generator: torch.Generator) -> None:
+def test_sparse_mla(
+    ours: dispatch.Implementation, case: cases.AttentionCase, generator: torch.Generator
+) -> None:
     inputs = cases.attention_inputs(case, generator, DEVICE)
-    assert suite.check_sparse_mla(op(name, "sparse_mla"), inputs) == []
+    assert suite.check_sparse_mla(ours.load("sparse_mla"), inputs) == []
 
 
 # Few distinct values make ties, also at the threshold and at infinity.
@@ -81,9 +70,11 @@ def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(problem=matrices())
-def test_topk_of_anything(name: str, problem: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+def test_topk_of_anything(
+    ours: dispatch.Implementation, problem: tuple[torch.Tensor, torch.Tensor, int]
+) -> None:
     logits, visible, k = problem
-    topk = op(name, "topk")
+    topk = ours.load("topk")
     assert suite.check_topk(topk, logits.to(DEVICE), visible.to(DEVICE), k) == []
 
 
@@ -103,7 +94,9 @@ def batches(draw: st.DrawFn) -> cases.IndexerCase:
 @running
 @settings(max_examples=6, deadline=None)
 @given(case=batches(), seed=st.integers(0, 2**31))
-def test_select_of_anything(name: str, case: cases.IndexerCase, seed: int) -> None:
-    logits, select = op(name, "logits"), op(name, "select")
+def test_select_of_anything(
+    ours: dispatch.Implementation, case: cases.IndexerCase, seed: int
+) -> None:
+    logits, select = ours.load("logits"), ours.load("select")
     batch = cases.indexer_inputs(case, torch.Generator().manual_seed(seed), DEVICE)
     assert suite.check_indexer(logits, select, case, batch, FLOAT32_BITS) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -130,13 +129,8 @@ class Judge:
             if fp8_kv:
                 _quantize_inputs(made, _reads_latents)
 
-        # On Hopper SGLang rounds scales to powers of two where queries are quantised by themselves,
-        # and not where that is fused with their rotation (GLM-5), nor where keys are stored.
-        family = json.loads((model / "config.json").read_text())["model_type"]
-        rounds = (family == "deepseek_v32", False)
         exact, rounded = (
-            Oracle(model, dtype, fp8_indexer=True, powers_of_two=rounds)
-            for dtype in (torch.float32, torch.bfloat16)
+            Oracle(model, dtype, fp8_indexer=True) for dtype in (torch.float32, torch.bfloat16)
         )
         exact.prepare = rounded.prepare = prepare
         self._exact, self._rounded = (cache(partial(_read, one)) for one in (exact, rounded))

@@ -82,20 +82,10 @@ class HostBatch:
             int32 of the same shape, -1 where there is no token.
         """
         result = torch.full_like(positions, PADDING, dtype=torch.int32)
-        if all(queries == 1 for queries in self.query_lens):  # decode: no loop over requests
-            own = positions[: self.num_rows]
-            found = self.slots.gather(1, own.clamp_min(0).long()).to(torch.int32)
-            result[: self.num_rows] = found.masked_fill_(own < 0, PADDING)
-            return result
-        start = 0
-        for request, queries in enumerate(self.query_lens):
-            end = start + queries
-            if queries:
-                own = positions[start:end]
-                slots = self.slots[request].to(torch.int32)
-                found = slots.index_select(0, own.clamp_min(0).reshape(-1)).view_as(own)
-                result[start:end] = found.masked_fill_(own < 0, PADDING)
-            start = end
+        own = positions[: self.num_rows].long()
+        first = self.request_of_row * self.slots.shape[1]
+        found = self.slots.flatten()[own.clamp_min(0) + first[:, None]].to(torch.int32)
+        result[: self.num_rows] = found.masked_fill_(own < 0, PADDING)
         return result
 
 
@@ -143,20 +133,26 @@ def select_topk(
         ``[T, topk]`` int32 positions within each row's own request, ascending, -1 padded.
     """
     result = every_visible(batch, q.shape[0], topk, q.device)
-    single, several = _split_by_query_len(batch, topk)
-    for requests in _decode_groups(batch, single, q.shape[1], logits_bytes):
-        _select_single(result, q, weights, gather_keys, batch, requests, topk)
-    for request in several:
-        _select_several(result, q, weights, gather_keys, batch, request, topk, logits_bytes)
+    starts = [0, *accumulate(batch.query_lens)]
+    longer = [b for b, keys in enumerate(batch.key_lens) if keys > topk]
+    decoding = [b for b in longer if batch.query_lens[b] == 1]
+    for group in _decode_groups(batch, decoding, q.shape[1], logits_bytes):
+        rows = torch.tensor([starts[b] for b in group], device=q.device)
+        logits = _decode_logits(q[rows], weights[rows], gather_keys, batch, group)
+        result[rows] = topk_overwriting(logits, batch.visible[rows], topk)
+    for b in longer:
+        queries, total, end = batch.query_lens[b], batch.key_lens[b], starts[b + 1]
+        if queries < 2:
+            continue
+        keys = gather_keys(batch.slots[b, :total])
+        block = max(1, min(ROW_BLOCK, logits_bytes // (total * 4)))
+        scores = _ScoreBlock(block, q, keys)
+        first = max(0, topk - (total - queries))  # rows before it see at most k tokens
+        for low in range(starts[b] + first, end, block):
+            high = min(low + block, end)
+            logits = scores.logits(q[low:high], weights[low:high], keys, total - (end - high))
+            result[low:high] = topk_overwriting(logits, batch.visible[low:high], topk)
     return result
-
-
-def _split_by_query_len(batch: HostBatch, topk: int) -> tuple[list[int], list[int]]:
-    """Requests with more than k tokens: those with one query row, and those with several."""
-    long_enough = [b for b, keys in enumerate(batch.key_lens) if keys > topk]
-    single = [b for b in long_enough if batch.query_lens[b] == 1]
-    several = [b for b in long_enough if batch.query_lens[b] > 1]
-    return single, several
 
 
 def _decode_groups(
@@ -172,51 +168,19 @@ def _decode_groups(
         remaining = remaining[len(group) :]
 
 
-def _row_starts(batch: HostBatch) -> list[int]:
-    return [0, *accumulate(batch.query_lens)]
-
-
-def _select_single(
-    result: torch.Tensor,
+def _decode_logits(
     q: torch.Tensor,
     weights: torch.Tensor,
     gather_keys: GatherKeys,
     batch: HostBatch,
     requests: list[int],
-    topk: int,
-) -> None:
-    """Decode: one query row per request, padded to the longest of the group."""
-    starts = _row_starts(batch)
-    rows = torch.tensor([starts[b] for b in requests], device=q.device)
+) -> torch.Tensor:
+    """``[R, the most that one sees]`` logits of requests with one query row each."""
     longest = max(batch.key_lens[b] for b in requests)
     slots = batch.slots[requests, :longest]
     keys = gather_keys(slots.reshape(-1)).view(len(requests), longest, -1)
-    per_head = torch.bmm(q[rows], keys.transpose(1, 2)).float().relu_()
-    logits = torch.bmm(weights[rows].unsqueeze(1), per_head).squeeze(1)
-    result[rows] = topk_overwriting(logits, batch.visible[rows], topk)
-
-
-def _select_several(
-    result: torch.Tensor,
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    gather_keys: GatherKeys,
-    batch: HostBatch,
-    request: int,
-    topk: int,
-    logits_bytes: int,
-) -> None:
-    """Prefill: the rows of one request that see more than k tokens, a block at a time."""
-    start, end = _row_starts(batch)[request : request + 2]
-    queries, total = end - start, batch.key_lens[request]
-    first = max(0, topk - (total - queries))  # rows before it see at most k tokens
-    keys = gather_keys(batch.slots[request, :total])
-    block = max(1, min(ROW_BLOCK, logits_bytes // (total * 4)))
-    scores = _ScoreBlock(block, q, keys)
-    for low in range(start + first, end, block):
-        high = min(low + block, end)
-        logits = scores.logits(q[low:high], weights[low:high], keys, total - (end - high))
-        result[low:high] = topk_overwriting(logits, batch.visible[low:high], topk)
+    per_head = torch.bmm(q, keys.transpose(1, 2)).float().relu_()
+    return torch.bmm(weights.unsqueeze(1), per_head).squeeze(1)
 
 
 class _ScoreBlock:

@@ -16,14 +16,16 @@ AMAX_FLOOR = 1e-4
 
 
 def quantize_e4m3(
-    x: torch.Tensor, *, power_of_two: bool = True
+    x: torch.Tensor, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row to e4m3.
 
     Args:
         x: ``[..., D]`` floating point.
-        power_of_two: round the scale up to one, as SGLang's ``act_quant`` ("ue8m0") does. Its CUDA
-            kernels that store index keys, and the one that rotates GLM-5's queries, do not.
+        power_of_two: round the scale up to one. SGLang does on a GPU where it quantises queries by
+            themselves (``act_quant`` with "ue8m0": DeepSeek-V3.2's), not where one kernel also
+            rotates them (``fused_q_indexer_rope_first_quant``: GLM-5's), nor where it stores keys
+            (``fused_store_index_k_cache``, ``fused_k_indexer_norm_rope_store``).
 
     Returns:
         ``[..., D]`` float8_e4m3fn and ``[...]`` float32 scales; ``x ~= values * scale``.

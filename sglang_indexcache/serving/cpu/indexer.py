@@ -53,7 +53,7 @@ def indexer_forward(
     if forward_batch.forward_mode.is_idle():
         # A rank without requests keeps step with the others. Its rows, if any, are padding that
         # no layer attends with, so nothing is stored, read or counted.
-        return _nothing(indexer, x)
+        return x.new_full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32)
     wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
     before = backend.index_buffer.held
@@ -112,11 +112,6 @@ def _store_and_select(
     return backend.index_buffer.select(layer_id, selected)
 
 
-def _nothing(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
-    """``[T, index_topk]`` indices that select no token."""
-    return torch.full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32, device=x.device)
-
-
 def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
     """``[T, H]`` float32: the gate of each head times both softmax scales."""
     gates = torch.nn.functional.linear(x.float(), indexer.weights_proj.weight.float())
@@ -126,13 +121,16 @@ def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
 def _queries(
     indexer: Indexer, q_lora: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back."""
+    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back.
+
+    DeepSeek-V3.2's are rounded to FP8 with scales that are powers of two, see ``quantize_e4m3``.
+    """
     queries, _ = indexer.wq_b(q_lora)
     queries = queries.view(-1, indexer.n_heads, indexer.head_dim)
     queries = _rotate(indexer, queries, positions)
     if not backend.index_keys.stores_fp8:
         return queries.to(backend.index_keys.compute_dtype), 1.0
-    values, scales = quantize_e4m3(_spread(indexer, queries))
+    values, scales = quantize_e4m3(_spread(indexer, queries), power_of_two=indexer.is_neox_style)
     return values.to(backend.index_keys.compute_dtype), scales
 
 
@@ -212,16 +210,6 @@ class CpuIndexKeyCache(IndexKeyCache):
     def compute_dtype(self) -> torch.dtype:
         """The dtype that :meth:`load` returns and that queries must have."""
         return torch.float32 if self.stores_fp8 else self.pool.index_k_with_scale_buffer_dtype
-
-    def move(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Relocate single tokens, page layout or not (SGLang's IndexKeyCache.move)."""
-        if self.stores_fp8:
-            super().move(tgt_loc, src_loc)
-            return
-        for layer in range(self.pool.start_layer, self.pool.start_layer + self.pool.layer_num):
-            rows = self._rows(layer)
-            if rows.shape[0]:
-                rows[tgt_loc.view(-1).long()] = rows[src_loc.view(-1).long()]
 
 
 class CpuDSATokenToKVPool(DSATokenToKVPool):

@@ -340,6 +340,24 @@ def _check_overlap(backend: IndexCacheBackend) -> None:
         )
 
 
+def index_queries(
+    indexer: Indexer,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SGLang's indexer multiplies its keys with, for some rows of a forward.
+
+    Returns:
+        ``[R, H, D]`` float32 of what FP8 holds, and ``[R, H]`` float32 weights, all scales in them.
+    """
+    asked, _, gates = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
+    gates = indexer._weights_proj_bf16_in_fp32_out(x) if gates is None else gates.float()
+    values, scales = quantize_e4m3(asked, power_of_two=not indexer.use_dsa_indexer_fusion)
+    return values.float(), gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+
+
 def _indexer_forward(
     original: Callable[..., torch.Tensor | None],
     indexer: Indexer,
@@ -362,13 +380,7 @@ def _indexer_forward(
         return original(indexer, *arguments)
 
     def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = x[rows]
-        asked, _, gates = indexer._get_q_k_bf16(
-            q_lora[rows], hidden, positions[rows], False, forward_batch
-        )
-        gates = indexer._weights_proj_bf16_in_fp32_out(hidden) if gates is None else gates.float()
-        values, scales = quantize_e4m3(asked)
-        return values.float(), gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        return index_queries(indexer, x[rows], q_lora[rows], positions[rows], forward_batch)
 
     if ours.is_full(layer_id):
         selected = original(indexer, *arguments)

@@ -104,7 +104,7 @@ def _by_name(
     """
     for obstacle in _obstacles(op, phase, cfg, model):
         raise KernelError(f"{op} in {phase}: {obstacle}")
-    return Route(op, phase, dispatch.named(asked).check(op, machine), "asked for")
+    return Route(op, phase, dispatch.named(asked).check(machine), "asked for")
 
 
 def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine) -> Route:
@@ -115,7 +115,7 @@ def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch
     if row is None:
         return Route(op, phase, None, UNMEASURED)
     ours = dispatch.named(row.implementation)
-    if obstacle := ours.obstacle(op, machine) or ours.distrust():
+    if obstacle := ours.obstacle(machine) or ours.distrust():
         return Route(op, phase, None, f"{ours.name}: {obstacle}")
     return Route(op, phase, ours, f"measured: benchmarks/results/{row.record}", row.tokens)
 

@@ -110,20 +110,14 @@ def _ragged(
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Indexer._get_topk_ragged``."""
-    kernel = current().select_prefill
-    if kernel is None or _is_unknown(metadata, "prefill") or _is_short(metadata):
-        return original(
-            indexer,
-            enable_dual_stream,
-            forward_batch,
-            layer_id,
-            q_fp8,
-            weights,
-            metadata,
-            topk_result,
-        )
+    kernels = current()
+    kernel = kernels.select_prefill
+    if kernel is None or _is_unknown(metadata, "prefill") or _is_short(metadata, kernels):
+        call = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
+        return original(indexer, *call)
     pages = _pages(indexer, layer_id)
-    return select_prefill(kernel, q_fp8, weights, pages, metadata, indexer.index_topk, topk_result)
+    topk = indexer.index_topk
+    return select(kernel, "prefill", q_fp8, weights, pages, metadata, topk, topk_result)
 
 
 def _paged(
@@ -140,11 +134,12 @@ def _paged(
     if kernel is None or _is_unknown(metadata, "decode"):
         return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
     pages = _pages(indexer, layer_id)
-    return select_decode(kernel, q_fp8, weights, pages, metadata, indexer.index_topk)
+    return select(kernel, "decode", q_fp8, weights, pages, metadata, indexer.index_topk)
 
 
-def select_prefill(
+def select(
     kernel: Select,
+    phase: Phase,
     q_fp8: torch.Tensor,
     weights: torch.Tensor,
     pages: torch.Tensor,
@@ -152,13 +147,13 @@ def select_prefill(
     topk: int,
     result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``Indexer._get_topk_ragged`` returns, selected by ours.
+    """What ``Indexer._get_topk_ragged`` (prefill) or ``_get_topk_paged`` returns, selected by ours.
 
     Args:
         q_fp8: ``[T, H, 128]`` float8_e4m3fn; T counts the rows that dp_attention or a graph pads.
         weights: ``[>= rows, H, 1]`` float32, with the scales of q and of the softmax.
         pages: ``[P, 8448]`` uint8.
-        metadata: SGLang's: the page table ``[B, W]`` has a row a request.
+        metadata: SGLang's: the page table has a row a request, in decode a row a query row.
         result: ``[T, topk]`` int32 to write to; rows of padding keep what they hold. A piecewise
             graph reads it at this address.
 
@@ -166,56 +161,36 @@ def select_prefill(
         ``[T, topk]`` int32: pool slots, offsets into the flattened keys of the batch (RAGGED), or
         positions in the request where SGLang maps them itself; ascending, padded with -1.
     """
-    rows = _prefill_rows(metadata)
+    rows = _rows(metadata, phase)
     if result is None:
-        result = _padding(q_fp8, topk)
+        shape = (q_fp8.shape[0], topk)
+        result = torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
     if rows == 0:
         return result
-    chosen = result[:rows]
+    table, starts = metadata.get_page_table_64(), None
+    if phase == "prefill":
+        starts = metadata.attn_metadata.cu_seqlens_q
+    else:
+        # SGLang repeats a request's row of the table for each of its MTP rows. Ours takes one and
+        # reads the request's keys once for up to four; more than four are requests of their own.
+        requests = metadata.get_seqlens_int32().shape[0]
+        table = table[
+            :: 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests
+        ]
     batch = IndexerBatch(
         q_fp8[:rows].contiguous(),
         weights[:rows].squeeze(-1).contiguous(),
         pages,
-        metadata.get_page_table_64(),
+        table,
         metadata.get_seqlens_expanded(),
-        metadata.attn_metadata.cu_seqlens_q,
+        starts,
     )
-    kernel(batch, topk, as_slots=_wants_slots(metadata), out=chosen)
-    if _wants_offsets(metadata):
+    wanted = None if metadata.force_unfused_topk else metadata.topk_transform_method
+    chosen = result[:rows]
+    kernel(batch, topk, as_slots=wanted == TopkTransformMethod.PAGED, out=chosen)
+    if wanted == TopkTransformMethod.RAGGED:
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
-    return result
-
-
-def select_decode(
-    kernel: Select,
-    q_fp8: torch.Tensor,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    metadata: DSAIndexerMetadata,
-    topk: int,
-) -> torch.Tensor:
-    """What ``Indexer._get_topk_paged`` returns, selected by ours.
-
-    SGLang repeats a request's page-table row for each of its MTP rows. Ours takes one and reads the
-    request's keys once for up to four rows; more rows than four are requests of their own to it.
-
-    Args and result as :func:`select_prefill`, the page table ``[rows, W]``.
-    """
-    rows = _decode_rows(metadata)
-    result = _padding(q_fp8, topk)
-    if rows == 0:
-        return result
-    requests = metadata.get_seqlens_int32().shape[0]
-    shared = 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests
-    batch = IndexerBatch(
-        q_fp8[:rows].contiguous(),
-        weights[:rows].squeeze(-1).contiguous(),
-        pages,
-        metadata.get_page_table_64()[::shared],
-        metadata.get_seqlens_expanded(),
-    )
-    kernel(batch, topk, as_slots=_wants_slots(metadata), out=result[:rows])
     return result
 
 
@@ -223,7 +198,7 @@ def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
     """Why SGLang's metadata is not in the form that we know, or None. Reads shapes only."""
     attention = metadata.attn_metadata
     tables, lengths = len(attention.real_page_table), len(attention.dsa_seqlens_expanded)
-    rows = _prefill_rows(metadata) if phase == "prefill" else _decode_rows(metadata)
+    rows = _rows(metadata, phase)
     wanted = len(attention.cu_seqlens_q) - 1 if phase == "prefill" else rows
     if attention.indexer_logical_page_table is not None:
         return "index keys and latents have page tables of their own"
@@ -244,10 +219,9 @@ def _is_unknown(metadata: DSAIndexerMetadata, phase: Phase) -> bool:
     return problem is not None
 
 
-def _is_short(metadata: DSAIndexerMetadata) -> bool:
+def _is_short(metadata: DSAIndexerMetadata, kernels: EngineKernels) -> bool:
     """Whether SGLang's kernels take less time. A graph's table is as wide as its longest replay."""
-    tokens = metadata.get_page_table_64().shape[1] * PAGE_TOKENS
-    return tokens < current().prefill_tokens
+    return metadata.get_page_table_64().shape[1] * PAGE_TOKENS < kernels.prefill_tokens
 
 
 @functools.cache
@@ -255,27 +229,11 @@ def _say_once(message: str) -> None:
     logger.warning(message)
 
 
-def _prefill_rows(metadata: DSAIndexerMetadata) -> int:
-    return len(metadata.get_indexer_kvcache_range()[0])
-
-
-def _decode_rows(metadata: DSAIndexerMetadata) -> int:
+def _rows(metadata: DSAIndexerMetadata, phase: Phase) -> int:
+    """Query rows without those that pad the batch."""
+    if phase == "prefill":
+        return len(metadata.get_indexer_kvcache_range()[0])
     return sum(metadata.get_dsa_extend_len_cpu())
-
-
-def _wants_slots(metadata: DSAIndexerMetadata) -> bool:
-    paged = metadata.topk_transform_method == TopkTransformMethod.PAGED
-    return paged and not metadata.force_unfused_topk
-
-
-def _wants_offsets(metadata: DSAIndexerMetadata) -> bool:
-    ragged = metadata.topk_transform_method == TopkTransformMethod.RAGGED
-    return ragged and not metadata.force_unfused_topk
-
-
-def _padding(q_fp8: torch.Tensor, topk: int) -> torch.Tensor:
-    shape = (q_fp8.shape[0], topk)
-    return torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
 
 
 def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:

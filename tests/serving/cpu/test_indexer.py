@@ -1,6 +1,8 @@
 """What of the CPU indexer the server tests cannot force to happen."""
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,3 +28,33 @@ def test_an_idle_rank_touches_nothing(rows: int, monkeypatch: pytest.MonkeyPatch
         layer_id=3,
     )
     assert torch.equal(got, torch.full((rows, 64), -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_fp8_is_rounded_as_on_a_gpu(
+    is_neox: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Scales are powers of two for DeepSeek-V3.2's queries alone, and never for keys."""
+    vectors = torch.randn(3, 2, 128, generator=torch.Generator().manual_seed(seed))
+    monkeypatch.setattr(indexer_cpu, "_rotate", lambda _indexer, heads, _positions: heads)
+    monkeypatch.setattr(indexer_cpu, "hadamard", lambda heads: heads)
+    pages = torch.zeros(1, 8448, dtype=torch.uint8)
+    cache = object.__new__(indexer_cpu.CpuIndexKeyCache)
+    cache.pool = SimpleNamespace(  # type: ignore[assignment]
+        index_k_with_scale_buffer_dtype=torch.uint8, start_layer=0, index_head_dim=128
+    )
+    cache.buffer = [pages]
+    indexer: Any = SimpleNamespace(
+        wq_b=lambda x: (x.flatten(1), None), n_heads=2, head_dim=128, is_neox_style=is_neox
+    )
+    backend: Any = SimpleNamespace(index_keys=cache)
+    values, scales = indexer_cpu._queries(indexer, vectors, torch.arange(3), backend)
+    cache.store(0, torch.tensor([5, 6, 7]), vectors[:, 0])
+    for row in range(3):
+        largest = float(vectors[row, 0].abs().max())
+        exact = largest / 448
+        assert float(pages.view(torch.float32)[0, 2048 + 5 + row]) == pytest.approx(exact)
+        if is_neox:
+            exact = 2.0 ** math.ceil(math.log2(exact))
+        assert float(scales[row, 0]) == pytest.approx(exact)
+        assert float(values[row, 0].abs().max()) == pytest.approx(largest / exact, rel=2**-4)

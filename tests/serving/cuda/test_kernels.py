@@ -501,7 +501,7 @@ def test_short_prefills_are_sglangs(
     backend.kernels = replace(REFERENCE, prefill_tokens=tokens)
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
     monkeypatch.setattr(kernels_cuda, "_pages", lambda *_: None)
-    monkeypatch.setattr(kernels_cuda, "select_prefill", lambda *_: "ours")
+    monkeypatch.setattr(kernels_cuda, "select", lambda *_: "ours")
     metadata = backend.get_indexer_metadata(0, batch)
     call = (make_indexer(), True, batch, 3, "q", "weights", metadata, "result")
     assert kernels_cuda._ragged(lambda *_: "SGLang's", *call) == ("ours" if ours else "SGLang's")  # type: ignore

@@ -1,0 +1,87 @@
+"""The tables of benchmarks/results/quality/README.md, each made from the record beside it.
+
+``measures.json`` was written by ``benchmarks/quality_measures.py`` of commit deaf833.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.records import markdown
+
+MEASURES = {"right": "right answers", "answers": "answer NLL", "tokens": "loss of all tokens"}
+"""Each a mean over a document."""
+
+
+def errors(found: Mapping[str, Any]) -> str:
+    """How often simulated evaluations said what is not so, and what is."""
+    rows = []
+    for row in found["rows"]:
+        world, loses = row["world"], row["world"]["loss"] > 0
+        wrong, right = ("no_loss", "loss") if loses else ("any_loss", "no_loss")
+        times = round(world["loss"] * (1 - 2 * world["noise"]) / world["margin"])
+        beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
+        tied = f"{100 * world['discordance']:g} % differ, tied by {world['correlation']:g}{beside}"
+        lost = f"loses {times} x the margin" if loses else "loses nothing"
+        mistake = "" if row["pairing"] == "by context" else row["pairing"]
+        rows.append((tied, lost, mistake, f"{100 * row[wrong]:.1f} %", f"{100 * row[right]:.1f} %"))
+    header = ("questions", "the pattern", "mistake", "wrong", "right")
+    return markdown(header, rows, f"{found['evaluations']:,} simulated evaluations a row")
+
+
+def worlds(found: Mapping[str, Any]) -> str:
+    """How often rare, whole losses were called none."""
+    header = (
+        *("what is lost", "contexts", "loses the margin: no loss (wrong)", "a loss"),
+        *("loses nothing: no loss", "a loss (wrong)"),
+    )
+    each = [(truth, claim) for truth in ("at_margin", "at_none") for claim in ("no_loss", "loss")]
+    rows = [
+        (row["world"], row["contexts"], *(f"{100 * row[a][b]:.1f} %" for a, b in each))
+        for row in found["held_back"]
+    ]
+    return markdown(header, rows, f"{found['evaluations']:,} simulated evaluations a row")
+
+
+def measures(found: Mapping[str, Any]) -> str:
+    """What three measures say of each pattern, and how far they agree on the patterns' order."""
+    rows = [
+        (f"{row['name']} `{row['pattern']}`", *(_measured(row, measure) for measure in MEASURES))
+        for row in sorted(found["patterns"], key=lambda row: row["answers"]["difference"])
+    ]
+    title = (
+        f"{found['documents']} documents with {found['answers']:,} answers; in brackets the "
+        "documents needed to see the loss"
+    )
+    header = ("pattern", "points lost", "nats an answer", "nats a token")
+    return markdown(header, rows, title) + "\n" + _orders(found)
+
+
+def _measured(row: Mapping[str, Any], measure: str) -> str:
+    found = row[measure]
+    scale, digits = (100, 1) if measure == "right" else (1, 3)
+    mean, half = scale * found["difference"], 1.96 * scale * found["error"]
+    seen = "not seen" if found["needed"] is None else f"{found['needed']:,}"
+    return f"{mean:+.{digits}f} ± {half:.{digits}f} ({seen})"
+
+
+def _orders(found: Mapping[str, Any]) -> str:
+    def said(one: Mapping[str, float]) -> str:
+        return f"{one['rho']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+
+    rows = [
+        (" and ".join(MEASURES[name] for name in pair.split("-")), "all, the same", said(one))
+        for pair, one in found["agreement"].items()
+    ]
+    fewest, *_, most = found["foretold"]
+    rows += [
+        (f"{MEASURES[name]} and {MEASURES['right']}", f"{count}, and all others", said(one))
+        for count in (fewest, most)
+        for name, one in found["foretold"][count].items()
+    ]
+    title = (
+        "In brackets a 95 % interval over documents where they are the same, and what 90 % of "
+        "random choices lie between where they are others"
+    )
+    return markdown(("order by", "documents", "Spearman's rho"), rows, title)
