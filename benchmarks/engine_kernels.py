@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_indexcache.kernels.contract import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
+from sglang_indexcache.kernels.contract import PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
 
 if TYPE_CHECKING:
     from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
@@ -135,90 +135,43 @@ class DeepGemm:
         return topk(logits, visible, k)
 
 
-def gathered_keys(pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous e4m3 keys ``[tokens, 128]`` and float32 scales ``[tokens]`` of some pages.
-
-    Args:
-        pages: ``[P, PAGE_BYTES]`` uint8, those of one request.
-        tokens: of the request.
-    """
-    at = PAGE_TOKENS * INDEX_DIM
-    keys = pages[:, :at].reshape(-1, INDEX_DIM)[:tokens].view(torch.float8_e4m3fn)
-    scales = pages[:, at:].contiguous().view(torch.float32).flatten()[:tokens]
-    return keys, scales
-
-
 def make_topk(name: str, visible: torch.Tensor, *, decode: bool) -> TopK:
     """One of :data:`TOPKS`, selecting positions.
 
     Args:
         name: which.
         visible: of all rows, of which a call may get a part.
-        decode: one row of each request.
+        decode: one row of each request, for which SGLang makes a plan once a forward.
     """
-    if name == "torch.topk":
-        return _torch_topk
-    if name == "sgl_kernel.fast_topk_v2":
+    if name == "torch.topk":  # cannot be told where a row ends and reads on; only its time is used
+        return lambda logits, _seen, k: logits.topk(k).indices
+    if name == LEGACY_TOPK:
         fast_topk: TopK = load_module("sgl_kernel").fast_topk_v2  # k is 2048 only
         return lambda logits, seen, k: fast_topk(logits, seen, k)
-    if name == ENGINE_TOPK:
-        return engine_topk_decode(visible, None) if decode else engine_topk_prefill(visible)
-    return _flashinfer_topk(visible)
-
-
-def _torch_topk(logits: torch.Tensor, _visible: torch.Tensor, k: int) -> torch.Tensor:
-    """Cannot be told where a row ends and reads on; only its time is used."""
-    return logits.topk(k).indices
-
-
-def _flashinfer_topk(visible: torch.Tensor) -> TopK:
-    """As SGLang calls it with ``--dsa-topk-backend flashinfer``, with its contiguous copy."""
-    transform = load_module("flashinfer").top_k_ragged_transform
     offsets = torch.zeros_like(visible)
+    if name == ENGINE_TOPK:
+        v2 = load_module(_SGLANG_TOPK)
+        plan = v2.plan_topk_v2(visible) if decode else None
 
-    def topk(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+        def engine(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+            out = seen.new_empty(len(seen), k)
+            if decode:
+                v2.topk_transform_paged_v2(logits, seen, None, out, PAGE_TOKENS, plan)
+            else:
+                rows = offsets[: len(seen)]
+                v2.topk_transform_ragged_v2(logits, seen, out_offsets=rows, out_indices=out)
+            return out
+
+        return engine
+    transform = load_module("flashinfer").top_k_ragged_transform
+
+    def flashinfer(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+        """As SGLang calls it with ``--dsa-topk-backend flashinfer``, with its contiguous copy."""
         rows = offsets[: len(seen)]
         found: torch.Tensor = transform(logits.contiguous(), rows, seen, k, dsa_graph_safe=True)
         return found
 
-    return topk
-
-
-def engine_topk_prefill(visible: torch.Tensor, first_slot: int = 0) -> TopK:
-    """SGLang's default for the rows of one request.
-
-    Args:
-        visible: of all rows.
-        first_slot: added to every position, as SGLang adds a request's place among the keys.
-    """
-    v2 = load_module(_SGLANG_TOPK)
-    offsets = torch.full_like(visible, first_slot)
-
-    def topk(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
-        out = seen.new_empty(len(seen), k)
-        rows = offsets[: len(seen)]
-        v2.topk_transform_ragged_v2(logits, seen, out_offsets=rows, out_indices=out)
-        return out
-
-    return topk
-
-
-def engine_topk_decode(visible: torch.Tensor, block_table: torch.Tensor | None) -> TopK:
-    """SGLang's default for one row of each request; makes the plan that a forward makes once.
-
-    Args:
-        visible: of all rows.
-        block_table: selects slots through it; None selects positions.
-    """
-    v2 = load_module(_SGLANG_TOPK)
-    plan = v2.plan_topk_v2(visible)
-
-    def topk(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
-        out = seen.new_empty(len(seen), k)
-        v2.topk_transform_paged_v2(logits, seen, block_table, out, PAGE_TOKENS, plan)
-        return out
-
-    return topk
+    return flashinfer
 
 
 class FlashMla:

@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import read_arguments
+from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.bench.plan import Deployment, Forwards, choose_patterns
 from sglang_indexcache.bench.results import METRICS, paper_speedup
 from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
 from sglang_indexcache.bench.shapes import checkpoint_of, find_gpu
-from sglang_indexcache.bench.tables import NAMES, Grid
+from sglang_indexcache.bench.tables import NAMES
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -260,7 +260,7 @@ def table(found: dict[str, Any]) -> str:
         " / ".join(f"{papers_gain(metric, '1/4', n):.2f}x" for metric in SHOWN) for n in contexts
     ]
     rows.append((f"{PAPER}, measured", *paper))
-    return Grid("", ("", *map(format_length, contexts)), tuple(rows)).to_markdown()
+    return markdown(("", *map(format_length, contexts)), rows)
 
 
 def _cell(both: list[dict[str, Any] | None]) -> str:
@@ -270,45 +270,33 @@ def _cell(both: list[dict[str, Any] | None]) -> str:
 
 def checks(found: dict[str, Any]) -> str:
     """How far held-out rows, NVIDIA's estimator and the paper are from ours, in Markdown."""
-    held = tuple(
-        (
-            f"{find_gpu(row['card']).name}, {row['phase']}, {row['kind']} layers",
-            str(row["rows"]),
-            f"{row['median']:.1%}",
-            f"{row['worst']:.0%}",
-            str(row["over_a_tenth"]),
-        )
-        for row in found["held_out"]
-    )
-    first = Grid(
-        "each row predicted from its neighbours, from top-k on",
+    first = markdown(
         ("", "rows", "median error", "worst", "over 10 %"),
-        held,
+        [
+            (
+                f"{find_gpu(row['card']).name}, {row['phase']}, {row['kind']} layers",
+                *(row["rows"], f"{row['median']:.1%}", f"{row['worst']:.0%}", row["over_a_tenth"]),
+            )
+            for row in found["held_out"]
+        ],
+        "each row predicted from its neighbours, from top-k on",
     )
-    lines: dict[str, list[dict[str, Any]]] = {}
+    lines: dict[str, list[str]] = {}
     for row in found["table_1"]:
-        lines.setdefault(row["phase"], []).append(row)
-    second = Grid(
+        saved = f"{row['paper_ms']:.3g} and {row['rows_ms']:.3g} ({row['difference']:+.0%})"
+        lines.setdefault(row["phase"], []).append(saved)
+    second = markdown(
+        ("", *map(format_length, found["contexts"])),
+        [(phase, *saved) for phase, saved in lines.items()],
         "what a skipped indexer saves at 1/4, ms a layer: by the paper's Table 1, and by the rows "
         "of an indexer of the same size",
-        ("", *map(format_length, found["contexts"])),
-        tuple(
-            (
-                phase,
-                *(
-                    f"{row['paper_ms']:.3g} and {row['rows_ms']:.3g} ({row['difference']:+.0%})"
-                    for row in rows
-                ),
-            )
-            for phase, rows in lines.items()
-        ),
     )
     away = [abs(row["difference"]) for row in found["nvidias_estimate"]]
     said = (
         f"With every indexer our sums are {median(away):.1%} (at worst {max(away):.0%}) from those "
         f"of NVIDIA's own estimator in the same wheel, over {len(away)} sums."
     )
-    return f"{first.to_markdown()}\n{second.to_markdown()}\n{said}\n"
+    return f"{first}\n{second}\n{said}\n"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

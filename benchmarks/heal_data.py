@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.crossed import crossed_half_width
-from benchmarks.heal_study import HEAL_LR
+from benchmarks.heal_study import HEAL_LR, healed
 from benchmarks.heal_study import heal_data as task_documents
 from benchmarks.records import RUNS, markdown, read_arguments
 from benchmarks.training.scores import Scorer
@@ -42,7 +42,6 @@ from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.data.retrieval import HELD_OUT_EVERY, TEXT_CHARACTERS
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.heal import STEPS
-from sglang_indexcache.heal.heal import HealOptions, heal
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
@@ -162,32 +161,26 @@ def data_of(kind: str, seed: int, work: Path) -> Path:
     return path
 
 
-def healed(run: Run, work: Path) -> Adapter:
+def adapter_of(run: Run, work: Path) -> Adapter:
     """The run's adapter, made if it is not there."""
     assert run.healed_on is not None
-    data = data_of(run.healed_on, run.seed, work)
     rows = max(1, LENGTH // run.length)
     tokens = run.steps * LENGTH
     sparse = tokens // 4 // run.sparse_length if run.sparse_length else 0
-    steps = (tokens - sparse * run.sparse_length) // (run.length * rows)
-    options = HealOptions(
-        checkpoint=shipped_checkpoint(),
-        pattern=run.pattern,
-        data=(str(data),),
-        output=work / run.folder / "adapter",
+    dense = (tokens - sparse * run.sparse_length) // (run.length * rows)
+    return healed(
+        run.pattern,
+        data_of(run.healed_on, run.seed, work),
+        work / run.folder / "adapter",
+        run.seed,
         length=run.length,
         rows=rows,
-        dense_steps=steps,
+        dense_steps=dense,
         sparse_steps=sparse,
         sparse_length=run.sparse_length or None,
         lr=HEAL_LR,
-        held_out=4,
-        evaluate_every=steps,
-        save_every=40,
-        seed=run.seed,
-        dtype="float32",
+        evaluate_every=dense,
     )
-    return heal(options).adapter
 
 
 @functools.cache
@@ -205,7 +198,7 @@ def report(run: Run, asked: int, work: Path, make: bool) -> list[float] | None:
             return None
         scorer = scorer_of(run.pattern, run.healed_on is not None)
         if run.healed_on is not None:
-            scorer.wear(healed(run, work))
+            scorer.wear(adapter_of(run, work))
         found = scorer.scores(asked, ASKED[asked], tasks=("recall",))["tasks"]["recall"]
         write_json(path, found["per_row"])
     kept: list[float] = json.loads(path.read_text())

@@ -222,24 +222,20 @@ def heal_data(seed: int, rows: int, arguments: argparse.Namespace) -> Path:
 
 def train_indexers(run: Run, folder: Path, arguments: argparse.Namespace) -> Served:
     """Heal; how to serve what came of it."""
+    data = heal_data(run.seed or 0, max(arguments.heal_steps), arguments)
     dense = round(run.dense * run.steps)
-    options = HealOptions(
-        checkpoint=shipped_checkpoint(),
-        pattern=run.pattern,
-        data=(str(heal_data(run.seed or 0, max(arguments.heal_steps), arguments)),),
-        output=folder / "adapter",
-        length=LENGTH,
-        rows=1,
-        dense_steps=dense,
-        sparse_steps=run.steps - dense,
-        lr=run.lr,
-        held_out=4,
-        evaluate_every=run.steps,
-        save_every=40,
-        seed=run.seed or 0,
-        dtype="float32",
-    )
-    return Served(shipped_checkpoint(), run.pattern, heal(options).adapter)
+    steps = {"dense_steps": dense, "sparse_steps": run.steps - dense}
+    output = folder / "adapter"
+    adapter = healed(run.pattern, data, output, run.seed or 0, length=LENGTH, lr=run.lr, **steps)
+    return Served(shipped_checkpoint(), run.pattern, adapter)
+
+
+def healed(pattern: str, data: Path, output: Path, seed: int, **more: Any) -> Adapter:
+    """The shipped checkpoint's indexers for a pattern; ``more`` are of :class:`HealOptions`."""
+    steps = more["dense_steps"] + more["sparse_steps"]
+    options = {"held_out": 4, "evaluate_every": steps, "save_every": 40, "dtype": "float32", **more}
+    wanted = HealOptions(shipped_checkpoint(), pattern, (str(data),), output, seed=seed, **options)
+    return heal(wanted).adapter
 
 
 Maker = Callable[[Run, Path, argparse.Namespace], Served]

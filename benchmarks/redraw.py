@@ -21,7 +21,7 @@ from benchmarks import (
     small_checkpoint,
     window_search,
 )
-from benchmarks.paper import shares, table_3
+from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
@@ -29,7 +29,7 @@ from sglang_indexcache.bench.results import load
 
 def _latency(record: Path, picture: Path) -> None:
     result = load(record)
-    draw = shares.draw if picture.stem == "latency-share" else tables.draw_speedups
+    draw = table_1.draw_shares if picture.stem == "latency-share" else tables.draw_speedups
     draw(result, picture)
 
 

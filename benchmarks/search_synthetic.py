@@ -2,7 +2,6 @@
 
 python -m benchmarks.search_synthetic --layers 47 --seeds 8
 python -m benchmarks.search_synthetic --layers 78 --seeds 3
-python -m benchmarks.search_synthetic --races
 
 Each writes one file into the folder ``search``.
 """
@@ -20,15 +19,14 @@ import numpy as np
 from benchmarks.records import read_arguments
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import BatchLosses, Floats
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.race import race
 from sglang_indexcache.search.rules import Constraints, baselines, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.support.files import write_json
 
-QUICK = {"layers": 12, "seeds": 1, "repeats": 20}
+QUICK = {"layers": 12, "seeds": 1}
 MARKS = ("1/2", "1/4", "1/8")
 BATCHES = 32
 FRESH, FRESH_SEED = 3000, 10_001
@@ -185,72 +183,15 @@ def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# -- a race alone ------------------------------------------------------------------------------
-
-
-class Contenders:
-    """Patterns whose losses have nothing to do with layers: means and noise, drawn at random."""
-
-    in_flight = 1
-
-    def __init__(self, count: int, rng: np.random.Generator, *, is_rare: bool) -> None:
-        self.num_layers = count + 1
-        self.batch_tokens = (1,) * BATCHES
-        self.patterns = [Pattern.from_layers(count + 1, [0, i]) for i in range(1, count + 1)]
-        shape = (count, BATCHES)
-        noise = rng.standard_normal(shape) * (0.2 if is_rare else 1.0)
-        self.losses = rng.exponential(1.0, count)[:, None] + noise
-        if is_rare:
-            damage = 16 * rng.exponential(1.0, count)[:, None]
-            self.losses = self.losses + damage * (rng.random(shape) < 1 / 16)
-        self._place = {pattern: place for place, pattern in enumerate(self.patterns)}
-
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See the protocol."""
-        return BatchLosses(self.losses[self._place[pattern]][list(batches)], len(batches))
-
-
-def races(repeats: int) -> list[dict[str, Any]]:
-    """How often a race without any limit ends with another than the best on all batches."""
-    rows = []
-    for is_rare in (False, True):
-        for first in (2, 4):
-            for count in (4, 16, 46):
-                found = [_race(count, first, seed, is_rare=is_rare) for seed in range(repeats)]
-                rows.append(
-                    {
-                        "damage": "rare" if is_rare else "normal",
-                        "first_batches": first,
-                        "contenders": count,
-                        "races": repeats,
-                        "share_wrong": float(np.mean([wrong for wrong, _ in found])),
-                        "share_decided": float(np.mean([decided for _, decided in found])),
-                    }
-                )
-    return rows
-
-
-def _race(count: int, first: int, seed: int, *, is_rare: bool) -> tuple[bool, bool]:
-    field = Contenders(count, np.random.default_rng([seed, count]), is_rare=is_rare)
-    finish = race(Ledger(field), field.patterns, first, allowance=10**9)
-    means = field.losses.mean(axis=1)
-    return bool(means[field.patterns.index(finish.winner)] > means.min()), finish.decided
-
-
 def main() -> None:
     """Simulate and write what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=47)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
-    parser.add_argument("--races", action="store_true", help="races alone, without a search")
-    parser.add_argument("--repeats", type=int, default=600, help="of each race")
     arguments = read_arguments(parser, "search", quick=QUICK)
     output = arguments.output
     told = {"command": arguments.command, "batches": BATCHES}
-    if arguments.races:
-        write_json(output / "races.json", told | {"rows": races(arguments.repeats)})
-        return
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     rows = []
     for kind in KINDS:

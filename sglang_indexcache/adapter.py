@@ -329,11 +329,8 @@ def _check_tensors(
 
 
 def _file_digest(path: Path) -> str:
-    content = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            content.update(block)
-    return content.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _put_in_place(part: Path, folder: Path) -> None:

@@ -125,10 +125,6 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int
     return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
 class StoredTensor(NamedTuple):
     """Where a tensor lies, and in which form.
 
@@ -146,7 +142,7 @@ class StoredTensor(NamedTuple):
 def stored(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by name; no tensor is read."""
     found = {}
-    for path in _files(folder):
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)

@@ -26,10 +26,7 @@ def lines_of(text: str) -> list[str]:
 
 def shell_in(page: str) -> str:
     """The fenced shell blocks of a page in Markdown, and indented lines that are commands."""
-    indented = re.findall(
-        r"^    (?:\$ )?((?:indexcache|sglang|python -m) .*(?:\\\n.*)*)", page, re.M
-    )
-    return "\n".join([*FENCED.findall(page), *indented])
+    return "\n".join([*FENCED.findall(page), *INDENTED.findall(page)])
 
 
 def server_lines(text: str) -> list[str]:

@@ -36,8 +36,6 @@ FILE = re.compile(
 )
 """But what a page says an earlier commit had."""
 COMMAND = re.compile(r"(?<![\w-])indexcache ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)?)(?=[ `\n.,;:)])")
-
-
 MODULE = re.compile(r"python -m ((?:benchmarks|sglang_indexcache)(?:\.[a-z]\w*)+)")
 
 
@@ -83,9 +81,7 @@ def test_the_options_that_a_page_shows_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
-    for name in re.findall(
-        r"python -m ((?:benchmarks|sglang_indexcache)(?:\.[a-z]\w*)+)", page.read_text()
-    ):
+    for name in MODULE.findall(page.read_text()):
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 

@@ -63,7 +63,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         SMALL
         | TABLES
         | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
-        | {"matplotlib", "jinja2", "zstandard"},
+        | {"matplotlib", "jinja2"},
     ),
     "bench": (
         BASE | {"ask", "study", "support"},

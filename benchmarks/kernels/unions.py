@@ -3,7 +3,8 @@
 Runs the small trained checkpoint in transformers over the text that searches use and counts, for
 every layer, the union of 2 to 8 neighbouring rows' lists over the length of one list. Rows that see
 no more tokens than a list has are left out. One small model of byte-like tokens says little of a
-large one with lists of 2,048; but these are selections of a trained indexer, not made ones.
+large one with lists of 2,048; but these are selections of a trained indexer, not made ones. Texts
+longer than 512 tokens are longer than those that it was trained on; its positions end at 8,192.
 
 python -m benchmarks.kernels.unions
 """
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.recent_window import TINY, with_lists
+from benchmarks.recent_window import TINY, TRAINED_FOR, with_lists
 from benchmarks.records import read_arguments
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.search.calibration import Score
@@ -29,7 +30,10 @@ from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
 ROWS = range(1, 9)
-SETTINGS = ((64, 512), (32, 512), (16, 512))
+SETTINGS = (
+    *((64, 512), (32, 512), (16, 512)),
+    *((256, 2048), (256, 4096), (512, 4096), (1024, 8192)),
+)
 """Length of a list, and of the text; the model was trained for texts of 512."""
 
 
@@ -87,10 +91,15 @@ def table(found: Mapping[str, Any]) -> str:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument(
+        "--texts", type=int, default=8, help=f"of {TRAINED_FOR} tokens; fewer of longer ones"
+    )
     options = read_arguments(parser, "kernels/unions.json", quick={"texts": 1})
     with tempfile.TemporaryDirectory() as work:
-        rows = [measure(*setting, options.texts, Path(work)) for setting in SETTINGS]
+        rows = [
+            measure(topk, length, max(1, options.texts * TRAINED_FOR // length), Path(work))
+            for topk, length in SETTINGS
+        ]
     record = {"command": options.command, "model": TINY.name, "machine": machine(), "rows": rows}
     write_json(options.output, record)
     print(table(record))

@@ -1,10 +1,11 @@
-r"""Table 1 and the speed-up figure: prefill and decode at 1/2 and 1/4 against every indexer.
+r"""Table 1 with the speed-up figure, and the introduction's: which share the indexers take.
 
     python -m benchmarks.paper.table_1 --quick
     python -m benchmarks.paper.table_1
     python -m benchmarks.paper.table_1 --model /models/GLM-5-FP8 --pattern full 1/2 1/4 \
         --context 10K 60K 120K 200K -- --tp 8 --dp 8 --enable-dp-attention
 
+Prefill and decode at 1/2 and 1/4 against every indexer; the shares need ``--pattern full`` alone.
 Without ``--model`` this machine's CPU serves a small model with random weights, and only ratios
 mean anything. What follows ``--`` goes to the servers. Writes the folder latency/cpu.
 """
@@ -16,6 +17,10 @@ from pathlib import Path
 
 from benchmarks.paper import indexcache, repeated
 from benchmarks.records import RUNS, read_arguments
+from sglang_indexcache.bench.results import LatencyResult, load
+from sglang_indexcache.bench.tables import PANELS, describe
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.support.lengths import format_length
 
 NAME = "latency/cpu"
 PATTERNS = ["full", "1/2=uniform:1/2", "1/4=uniform:1/4"]
@@ -25,20 +30,34 @@ SHAPE = ["--size", "small", "--field", "num_hidden_layers=4", "--field", "index_
 ON_A_CPU = ["--max-total-tokens", "33536", "--disable-overlap-schedule"]
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Those that ``shares`` has too."""
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder")
-    parser.add_argument("--context", nargs="+", default=CONTEXTS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("server_flags", nargs="*", default=[], metavar="-- FLAGS")
+def draw_shares(result: LatencyResult, path: Path) -> None:
+    """The baseline's shares by metric, where its server told them."""
+    figure, [axis] = make_figure(6.0, 3.6)
+    for metric in result.metrics:
+        shares = [result.indexer_share(metric, length) for length in result.lengths]
+        known = [(n, 100 * share) for n, share in zip(result.lengths, shares, strict=True) if share]
+        axis.plot(*zip(*known, strict=True), marker="o", ms=4, label=PANELS[metric])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(result.lengths, [format_length(n) for n in result.lengths])
+    axis.minorticks_off()
+    axis.set_xlabel("context, tokens")
+    axis.set_ylabel("indexers' share of the time, %")
+    axis.set_ylim(0, 100)
+    axis.set_title(describe(result), fontsize=9, loc="left")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pattern", nargs="+", default=PATTERNS)
-    options(parser)
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder")
+    parser.add_argument("--context", nargs="+", default=CONTEXTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("server_flags", nargs="*", default=[], metavar="-- FLAGS")
     arguments = read_arguments(parser, NAME, argv, QUICK)
     model, flags, note = arguments.model, arguments.server_flags, f"{arguments.command}."
     if model is None:
@@ -52,6 +71,8 @@ def main(argv: list[str] | None = None) -> None:
         *repeated("--context", arguments.context),
         *("--note", note, "--", *flags),
     )
+    if (record := arguments.output / "latency.json").exists():
+        draw_shares(load(record), arguments.output / "latency-share.png")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,7 @@ from benchmarks.training.recipe import Recipe, StageRecipe
 from benchmarks.training.scores import evaluate
 from sglang_indexcache.data.retrieval import MachineText, TaskWords
 from sglang_indexcache.demo.model import random_model, save_checkpoint
-from sglang_indexcache.heal.optimizer import (
-    BETAS,
-    adamw_groups,
-    lr_factor,
-    remember_peaks,
-    set_lr,
-)
+from sglang_indexcache.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.heal.packing import PADDING
 from sglang_indexcache.heal.run_folder import Position, RunLog
 from sglang_indexcache.heal.sharing import Stage
@@ -236,10 +230,10 @@ def make_optimizers(
     if muon:
         # Scaled so that a learning rate means what it means for AdamW.
         lr, adjust = stage.muon_lr or stage.lr, "match_rms_adamw"
+        matrices = [{"params": muon, "peak_lr": lr}]
         optimizers.append(
-            torch.optim.Muon(muon, lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust)
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust)
         )
-    remember_peaks(optimizers)
     return optimizers
 
 

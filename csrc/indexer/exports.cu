@@ -44,14 +44,15 @@ void indexer_logits(TensorView queries, TensorView weights, TensorView pages,
   });
 }
 
-// As indexer_logits; out [T, k], lists [blocks, select_rows(H), kListCapacity] int64 scratch.
+// As indexer_logits; out [T, k], lists [blocks, select_rows(H), kListCapacity] int64 scratch, counter
+// [1] int32: zero, and of no launch that may run at the same time.
 void indexer_select(TensorView queries, TensorView weights, TensorView pages,
                     TensorView block_table, TensorView query_starts, TensorView visible,
-                    bool as_slots, TensorView lists, TensorView out) {
+                    bool as_slots, TensorView lists, TensorView counter, TensorView out) {
   const Operands operands =
       operands_of(queries, weights, pages, block_table, query_starts, 1, visible);
   const SelectOutput output = {data<int>(out), int(out.size(1)), as_slots, data<Entry>(lists),
-                               int(lists.size(0))};
+                               int(lists.size(0)), data<unsigned>(counter)};
   TVM_FFI_CHECK(lists.size(1) == select_rows(int(queries.size(1))), ValueError)
       << "lists has " << lists.size(1) << " rows a block";
   TVM_FFI_CHECK(lists.size(2) == kListCapacity, ValueError)

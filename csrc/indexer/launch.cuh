@@ -51,8 +51,8 @@ void run_select(const Operands& operands, const SelectOutput& output, const Plac
   using T = SelectTile<kHeads, kRows>;
   constexpr size_t kShared = sizeof(SelectShared<T>) + kSwizzlePeriod;
   static_assert(kShared <= 227 * 1024, "shared memory of a block");
-  const SelectParams params = {operands.inputs, output.k, output.data, output.lists,
-                               output.as_slots};
+  const SelectParams params = {operands.inputs, output.k,       output.data,
+                               output.lists,    output.counter, output.as_slots};
   launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), T::kThreads, kShared, 1, place.stream(),
          queries_map<T>(operands), keys_map(operands), params);
 }

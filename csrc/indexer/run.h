@@ -26,6 +26,7 @@ struct SelectOutput {
   bool as_slots;
   Entry* lists;  // [blocks, select_rows, kListCapacity]
   int blocks;
+  unsigned* counter;  // zero
 };
 
 // Query rows of one tile of the fused kernel: as many as fill 256 columns, at most 8.

@@ -1,19 +1,30 @@
 // Logits and selection in one: the streaming gate (gate.h) takes the place of the logits matrix.
 //
-// A persistent block takes every gridDim.x-th tile of kRows query rows. Its lists live in global
-// memory, everything else in shared memory. A row that sees at most k tokens needs no logits.
+// A persistent block takes one tile of kRows query rows after the other (tiles.cuh). Its lists live in
+// global memory, everything else in shared memory. A row that sees at most k tokens needs no logits.
 //
-//   warp 16       loads pages                       ring.empty -> ring.full
+//   warp 16       takes tiles, loads pages          ring.empty -> ring.full
 //   warps 0-15    multiply, and sum over the heads  ring.full -> scored
 //   warps 17-19   the gate                          scored -> ring.empty
 //
 // Nobody else waits in the page loop, and the gate's upkeep costs the tensor cores nothing. At a
 // segment's end all but the loader meet, and the math warps write its rows.
+//
+// Meanwhile the tensor cores have nothing to do: by the yardstick's count for 6 % of a tile's clocks
+// behind 190K tokens, and for up to 26 % behind 32K. The next tile's first eight pages come then, but
+// its products do not begin, because
+//   - they would need histograms of their own, while a row's list lies where the old ones did: 65,536
+//     bytes, and 220,160 and the swizzle's 1,024 of 232,448 are taken (32 heads);
+//   - other warps than those that multiply would have to write the rows: 640 threads of 96 registers
+//     leave 32 a thread for a sixth warpgroup, and writing takes place where a thread has 104 and uses
+//     102. The gate's three warps would take five times as long, and the ring lets the math warps only
+//     eight pages ahead of them.
 #pragma once
 
 #include "indexer/gate.h"
 #include "indexer/pipeline.cuh"
 #include "indexer/scores.h"
+#include "indexer/tiles.cuh"
 
 namespace indexcache::indexer {
 
@@ -33,15 +44,16 @@ constexpr int kTurnBarrier = 4;  // and one more for each further math warpgroup
 struct SelectParams {
   Inputs inputs;
   int k;
-  int* out;      // [rows, k]
-  Entry* lists;  // [blocks, T::kRows, kListCapacity]
+  int* out;           // [rows, k]
+  Entry* lists;       // [blocks, T::kRows, kListCapacity]
+  unsigned* counter;  // of tiles.cuh: zero
   bool as_slots;
 };
 
 // Where a block is in its tiles and their segments; all roles walk them alike.
 struct Walk {
-  int tile;   // how many came before
-  int first;  // row of the tile
+  int tile;   // how many the block had before
+  int first;  // row of the tile; negative behind the last
   int end;    // of its rows
   Segment segment;
 };
@@ -51,6 +63,7 @@ struct SelectShared {
   Ring<T> ring;
   alignas(256) float scores[kStages][T::kRows * kPageScores];
   uint64_t scored[kStages];
+  NextTile next_tile;
   uint32_t places[T::kMathThreads];
   Gate<T::kRows> gate;
   BlockScratch block;
@@ -69,16 +82,17 @@ using MathBlock = DeviceBlock<T::kMathThreads, kMathBarrier>;
 template <class T>
 using GateBlock = DeviceBlock<kGateThreads, kGateBarrier, T::kMathThreads + 32>;
 
-// To the first segment from {-1, ...}, then to the next; false after the last.
-template <class T>
-__device__ __forceinline__ bool advance(Walk& walk, const Inputs& inputs) {
+// To the first segment from {-1, ...}, then to the next; false after the last. `tile_at` gives the
+// block's tiles by their number among them.
+template <class T, class TileAt>
+__device__ __forceinline__ bool advance(Walk& walk, const Inputs& inputs, TileAt tile_at) {
   if (walk.tile < 0 || walk.segment.end == walk.end) {
     ++walk.tile;
-    walk.first = (walk.tile * int(gridDim.x) + int(blockIdx.x)) * T::kRows;
+    walk.first = tile_at(walk.tile) * T::kRows;
     walk.end = smaller(walk.first + T::kRows, inputs.rows);
     walk.segment.end = walk.first;
   }
-  if (walk.first >= inputs.rows) return false;
+  if (walk.first < 0) return false;
   walk.segment = segment_at(inputs.requests, walk.segment.end, walk.end);
   return true;
 }
@@ -208,7 +222,8 @@ __device__ __forceinline__ void select_math(SelectShared<T>& shared, const Selec
   int next = own_page<T>();  // and of the page that is this warpgroup's next
   if (next != 0) pass_turn(operand.other);
 
-  for (Walk walk = {-1}; advance<T>(walk, inputs);) {
+  const auto tile_at = [&](int n) { return hear_tile(shared.next_tile, n); };
+  for (Walk walk = {-1}; advance<T>(walk, inputs, tile_at);) {
     if (walk.segment.first == walk.first) {
       load_weights<T>(weights, inputs, walk.first + own_part<T>() * T::kPartRows);
       mbarrier_wait(&ring.queries_full, walk.tile & 1);
@@ -280,7 +295,8 @@ __device__ __forceinline__ void select_gate(SelectShared<T>& shared, const Selec
   int end = 0;                                             // number of a segment's first page
   int next = int(threadIdx.x - T::kMathThreads) / 32 - 1;  // and of this warp's next
 
-  for (Walk walk = {-1}; advance<T>(walk, inputs);) {
+  const auto tile_at = [&](int n) { return hear_tile(shared.next_tile, n); };
+  for (Walk walk = {-1}; advance<T>(walk, inputs, tile_at);) {
     const int pages = pages_of(walk.segment, inputs.visible, params.k);
     if (pages == 0) continue;
     own.limit = limit_of(inputs, walk.first + own.row, walk.segment);
@@ -303,8 +319,10 @@ __device__ __forceinline__ void select_gate(SelectShared<T>& shared, const Selec
 template <class T>
 __device__ __forceinline__ void select_load(SelectShared<T>& shared, const CUtensorMap* queries,
                                             const CUtensorMap* keys, const SelectParams& params) {
+  const int tiles = ceil_div(params.inputs.rows, T::kRows);
+  const auto tile_at = [&](int n) { return tell_tile(shared.next_tile, params.counter, tiles, n); };
   int n = 0;
-  for (Walk walk = {-1}; advance<T>(walk, params.inputs);) {
+  for (Walk walk = {-1}; advance<T>(walk, params.inputs, tile_at);) {
     if (walk.segment.first == walk.first) {
       if (threadIdx.x % 32 == 0) load_queries(shared.ring, queries, walk.first, walk.tile);
       __syncwarp();
@@ -328,6 +346,7 @@ __global__ void __launch_bounds__(SelectTile<kHeads, kRows>::kThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&shared.scored[stage], T::kMathWarps / kPagesAtOnce);
     }
+    init_next_tile(shared.next_tile, T::kMathWarps + kGateWarps);
   }
   init_ring(shared.ring, 1);
 

@@ -12,6 +12,13 @@
 //
 // One warpgroup multiplies all 64 keys because half of them each would read Q twice: shared memory,
 // not the tensor cores, would set the pace.
+//
+// A block is a tile, so it is the GPU that hands tiles out, each to the SM that is free next: a block
+// whose SM is taken has no others waiting for it. A tile's end is not under the next one's products:
+//   - O is 128 registers of every math thread, of whose 208 up to 193 are in use, so a second O has no
+//     place before the first is written;
+//   - the partial sums, 133,120 bytes, lie where the keys did: 225,456 of 232,448 are taken, so the next
+//     keys cannot come before the end either.
 #pragma once
 
 #include "sparse_mla/combine.cuh"

@@ -57,14 +57,12 @@ class Prompt:
         pattern: F/S, which the request names and the answer must name; "" names none.
         key: its cached prefixes are shared only with prompts of the same key (``extra_key``).
         scored: how many of its last tokens are scored, fewer than all.
-        parameters: ``sampling_params`` besides.
     """
 
     ids: Sequence[int]
     pattern: str = ""
     key: str = ""
     scored: int = 0
-    parameters: Mapping[str, Any] | None = None
 
     @property
     def start(self) -> int:
@@ -79,13 +77,11 @@ class TokenScores:
     Attributes:
         logprobs: ``[scored]`` in nats.
         tops: ``[scored]``, the likeliest tokens at each place; empty if none were asked for.
-        cached: tokens of the prompt that came from the prefix cache.
-        computed: tokens of the prompt that did not.
+        computed: tokens of the prompt that did not come from the prefix cache.
     """
 
     logprobs: list[float]
     tops: list[Top]
-    cached: int
     computed: int
 
 
@@ -94,12 +90,7 @@ def time_allowed(tokens: int) -> float:
     return _LEAST_SECONDS + tokens / _LEAST_RATE
 
 
-def score(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    *,
-    top: int = 0,
-) -> list[TokenScores]:
+def score(engine: Engine, prompts: Sequence[Prompt], *, top: int = 0) -> list[TokenScores]:
     """The log-probabilities of each prompt's last ``scored`` tokens, given all before them.
 
     All prompts go out as one request, so an engine batches them and its data-parallel ranks share
@@ -113,49 +104,38 @@ def score(
         ServerUnavailableError: no answer, or the engine gave a request up.
         ServerError: an answer that is not one to what was asked.
     """
-    body: dict[str, Any] = {
-        "return_logprob": True,
-        "logprob_start_len": [prompt.start for prompt in prompts],
-    }
-    if top:
-        body["top_logprobs_num"] = top
-    replies = ask(engine, prompts, **body)
-    return [
-        _read(reply["meta_info"], prompt, top, engine.name)
-        for reply, prompt in zip(replies, prompts, strict=True)
-    ]
+    body = {"top_logprobs_num": top} if top else {}
+    starts = [prompt.start for prompt in prompts]
+    replies = ask(engine, prompts, return_logprob=True, logprob_start_len=starts, **body)
+    pairs = zip(replies, prompts, strict=True)
+    return [_read(reply["meta_info"], prompt, top, engine.name) for reply, prompt in pairs]
 
 
 def ask(
     engine: Engine,
     prompts: Sequence[Prompt],
-    new_tokens: Sequence[int] | int = 0,
+    new_tokens: int = 0,
     **body: Any,
 ) -> list[dict[str, Any]]:
     """Each prompt's reply, once it is found to be an answer to that prompt under its pattern.
 
     Args:
-        new_tokens: to generate at most, greedily; one number for all, or one for each.
+        new_tokens: to generate at most, greedily.
         body: besides, as SGLang wants it.
 
     Raises:
         ServerUnavailableError: no answer, or the engine gave a request up.
         ServerError: no reply of SGLang's, one to another prompt, or one under another pattern.
     """
-    limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
     if any(prompt.key for prompt in prompts):
         body["extra_key"] = [prompt.key for prompt in prompts]
     replies = engine.generate(
         timeout=time_allowed(sum(len(prompt.ids) for prompt in prompts)),
         input_ids=[list(prompt.ids) for prompt in prompts],
         sampling_params=[
-            {
-                "max_new_tokens": limit,
-                "temperature": 0.0,
-                **(prompt.parameters or {}),
-                **(named(prompt.pattern) if prompt.pattern else {}),
-            }
-            for prompt, limit in zip(prompts, limits, strict=True)
+            {"max_new_tokens": new_tokens, "temperature": 0.0}
+            | (named(prompt.pattern) if prompt.pattern else {})
+            for prompt in prompts
         ],
         **body,
     )
@@ -221,7 +201,6 @@ def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> Tok
     return TokenScores(
         [float(entry[0]) for entry in entries],
         [sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda one: -one[1]) for row in rows],
-        cached,
         int(info["prompt_tokens"]) - cached,
     )
 

@@ -125,16 +125,9 @@ def run_command(
         *(tasks, lengths, contexts, QUESTIONS, selects_all, margin / 100, looks, seed),
         endpoint=endpoint,
     )
-    with out.status("") as status:  # a line in a log, a moving one in a terminal
-
-        def on_row(name: str, rows: int) -> None:
-            if rows == 1:
-                said = f"counting the tokens of {files[name]}"
-                out.print(said, highlight=False, soft_wrap=True, markup=False)
-            status.update(f"{name}: row {rows:,}")
-
-        most = int(longest or lengths[-1])
-        plan, items, told = select_rows(plan, files, tokenizer, most, on_row)
+    for path in files.values():  # long ones take a while
+        out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
+    plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
         *([f"--haystack {haystack.name}"] if haystack else []),
@@ -153,7 +146,7 @@ def run_command(
     )
     if dry_run:
         request.tell(out)
-        request.check_contexts(out)
+        request.corpus.check(request.plan.planned, out)
         return
 
     def agree(question: str) -> None:
@@ -203,9 +196,9 @@ def compare_command(
     Example: indexcache eval compare all-F=runs/full 1of4=runs/quarter -o compared/
 
     Arguments:
-        reference ([NAME=]PATH): A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or
+        reference ([NAME=]PATH): A run's folder or file: lm-eval's samples_*.jsonl, or any
             .jsonl with id and score a line.
-        candidate ([NAME=]PATH): A run's folder or file: lm-eval (samples_*.jsonl), Inspect, or
+        candidate ([NAME=]PATH): A run's folder or file: lm-eval's samples_*.jsonl, or any
             .jsonl with id and score a line.
     How it is judged:
         margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
@@ -216,8 +209,8 @@ def compare_command(
         bad ([NAME=]PATH): A run with a pattern that is known to be bad: without one, nothing shows
             that these questions could have seen a loss.
     """
+    from sglang_indexcache.evaluate.compare import compare_logs
     from sglang_indexcache.evaluate.logs import read_log
-    from sglang_indexcache.evaluate.logs.compare import compare_logs
     from sglang_indexcache.study.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}

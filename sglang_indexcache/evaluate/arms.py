@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from sglang_indexcache.ask import score as asking
-from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed
-from sglang_indexcache.ask.protocol import facts as facts_of
-from sglang_indexcache.ask.score import Engine, Prompt, TokenScores
-from sglang_indexcache.errors import QualityError, ServerError, ServerUnavailableError
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed, facts
+from sglang_indexcache.ask.score import Prompt, TokenScores
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Answer, Arm
-from sglang_indexcache.evaluate.plan import PAGE
 from sglang_indexcache.evaluate.tasks.context import Context, Question
 
 TOP = 20
@@ -32,29 +29,6 @@ _DIGITS = 6
 """Decimals of log-probabilities, so that a journal gives back what was compared."""
 Asking = tuple[Arm, int]
 """As which arm a context is asked, and 1 for the second asking of the reference (A/A)."""
-
-
-class ArmServer(Engine, Protocol):
-    """What arms need of a server: ``client.Client``."""
-
-    def server_info(self) -> dict[str, Any]:
-        """SGLang's ``/server_info``."""
-
-    def is_ready(self) -> bool:
-        """Whether the server answers requests."""
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One arm's answers to the questions of a context.
-
-    Attributes:
-        answers: to each question.
-        computed: tokens that the server computed for them, all together.
-    """
-
-    answers: tuple[Answer, ...]
-    computed: int
 
 
 class Servers:
@@ -68,7 +42,7 @@ class Servers:
         ServerError: it does not run IndexCache.
     """
 
-    def __init__(self, arms: Sequence[Arm], urls: Mapping[str, ArmServer]) -> None:
+    def __init__(self, arms: Sequence[Arm], urls: Mapping[str, Client]) -> None:
         self._shared = set(urls) == {""}
         if without := [arm.name for arm in arms if arm.name not in urls and not self._shared]:
             raise QualityError(
@@ -80,10 +54,9 @@ class Servers:
             _check_alike(self._of)
         for arm in arms[: 1 if self._shared else None]:
             self._states(arm)
-        self._caches = {id(server): _Cache() for server in self.all}
 
     @property
-    def all(self) -> list[ArmServer]:
+    def all(self) -> list[Client]:
         """Each once."""
         return list({id(server): server for server in self._of.values()}.values())
 
@@ -110,36 +83,42 @@ class Servers:
         parts = ([one for one in askings if one[1] == repeat] for repeat in (0, 1))
         return [part for part in parts if part]
 
-    def ask(self, context: Context, askings: Sequence[Asking]) -> list[Answered]:
-        """The answers of the arms of a batch behind a context.
+    def ask(
+        self, context: Context, askings: Sequence[Asking]
+    ) -> list[tuple[tuple[Answer, ...], int]]:
+        """The answers of the arms of a batch behind a context, and the tokens computed for them.
 
         Raises:
             ServerUnavailableError: try again.
             QualityError, ServerError: the server does not do what the arms need.
         """
         server = self._of[askings[0][0].name]
-        cache = self._caches[id(server)]
         before = self._states(askings[0][0])
-        try:
-            warmed, scores = _scores(server, context, askings, cache)
-            check_obeyed(
-                before,
-                self._states(askings[0][0]),
-                [arm.pattern for arm, _ in askings],
-                server.name,
-            )
-        except ServerUnavailableError:
-            self._caches[id(server)] = _Cache()  # it may have cached what it did not answer
-            raise
+        nonce = uuid.uuid4().hex[:8]  # nobody has cached anything under these keys before
+        named = [(arm.pattern, f"{nonce}/{arm.pattern}/{repeat}") for arm, repeat in askings]
+        warmed = asking.ask(server, [Prompt(context.ids, *one) for one in named])
+        prompts = [
+            Prompt(context.ids + question.ids + question.answer, *one, len(question.answer))
+            for one in named
+            for question in context.questions
+        ]
+        scores = asking.score(server, prompts, top=TOP)
+        patterns = [arm.pattern for arm, _ in askings]
+        check_obeyed(before, self._states(askings[0][0]), patterns, server.name)
         found, count = [], len(context.questions)
         for place, (arm, repeat) in enumerate(askings):
-            cached = warmed[place]["cached_tokens"]
-            cache.check(cache.key(arm, repeat), context, cached)
+            info = warmed[place]["meta_info"]
+            if info["cached_tokens"]:
+                raise QualityError(
+                    f"the server took {info['cached_tokens']:,} tokens of {context.name} from its "
+                    "cache, where another arm left them: it shares cached prefixes between "
+                    "patterns. Use an SGLang that keeps extra_key apart, start it with "
+                    "--disable-radix-cache, or take a server for each arm."
+                )
             part = scores[place * count : (place + 1) * count]
-            computed = warmed[place]["prompt_tokens"] - cached + sum(one.computed for one in part)
             pairs = zip(part, context.questions, strict=True)
             answers = tuple(_answer(one, arm, repeat, context, question) for one, question in pairs)
-            found.append(Answered(answers, computed))
+            found.append((answers, info["prompt_tokens"] + sum(one.computed for one in part)))
         return found
 
     def _states(self, arm: Arm) -> list[RankState]:
@@ -161,60 +140,6 @@ class Servers:
         return states
 
 
-class _Cache:
-    """Knows what a server may have cached of a context: what the same arm asked before."""
-
-    def __init__(self) -> None:
-        self._nonce = uuid.uuid4().hex[:8]
-        self._asked: dict[str, set[int]] = {}
-
-    def key(self, arm: Arm, repeat: int) -> str:
-        """Of an arm's cached prefixes; never one of an earlier process or another arm."""
-        return f"{self._nonce}/{arm.pattern}/{repeat}"
-
-    def check(self, key: str, context: Context, cached: int) -> None:
-        """Refuse cached tokens that this arm did not compute."""
-        known = self._asked.setdefault(key, set())
-        marks = _marks(context.ids)
-        own = PAGE * next((n for n, mark in enumerate(marks) if mark not in known), len(marks))
-        if cached >= own + PAGE:  # a page of the server's cache may be smaller
-            raise QualityError(
-                f"the server took {cached:,} tokens of {context.name} from its cache, where "
-                f"another arm left them, and only {own:,} were this arm's own: it shares cached "
-                "prefixes between patterns. Use an SGLang that keeps extra_key apart, start it "
-                "with --disable-radix-cache, or take a server for each arm."
-            )
-        # All of them: a user's prompts may begin alike, or one be the continuation of another,
-        # behind the answer that this one was asked with.
-        known.update(marks)
-        rest, last = context.ids[PAGE * len(marks) :], marks[-1] if marks else 0
-        for question in context.questions:
-            known.update(_marks(rest + question.ids + question.answer, last))
-
-
-def _marks(ids: list[int], mark: int = 0) -> list[int]:
-    """A hash of each prefix of whole pages, after the prefix that ``mark`` stands for."""
-    found = []
-    for start in range(0, len(ids) - PAGE + 1, PAGE):
-        mark = hash((mark, *ids[start : start + PAGE]))
-        found.append(mark)
-    return found
-
-
-def _scores(
-    server: ArmServer, context: Context, askings: Sequence[Asking], cache: _Cache
-) -> tuple[list[dict[str, Any]], list[TokenScores]]:
-    """What each asking's context took, and the scores of its questions, one asking's together."""
-    named = [(arm.pattern, cache.key(arm, repeat)) for arm, repeat in askings]
-    warmed = asking.ask(server, [Prompt(context.ids, pattern, key) for pattern, key in named])
-    prompts = [
-        Prompt(context.ids + one.ids + one.answer, pattern, key, len(one.answer))
-        for pattern, key in named
-        for one in context.questions
-    ]
-    return [reply["meta_info"] for reply in warmed], asking.score(server, prompts, top=TOP)
-
-
 def _answer(
     scores: TokenScores, arm: Arm, repeat: int, context: Context, question: Question
 ) -> Answer:
@@ -230,27 +155,9 @@ def _answer(
     )
 
 
-def facts(server: ArmServer) -> dict[str, Any]:
-    """What a server says of itself that may not change, by SGLang's names.
-
-    Raises:
-        QualityError: it is no SGLang server.
-    """
-    try:
-        info = server.server_info()
-    except ServerUnavailableError:
-        raise
-    except ServerError as error:
-        raise QualityError(
-            f"{server.name} is no SGLang server: it has no /server_info. Run another engine with a "
-            "harness of its own, and give its logs to `indexcache eval compare`."
-        ) from error
-    return facts_of(info, server.name)
-
-
-def _check_alike(servers: Mapping[str, ArmServer]) -> None:
+def _check_alike(servers: Mapping[str, Client]) -> None:
     """They may differ in the pattern alone."""
-    found = {name: facts(server) for name, server in servers.items()}
+    found = {name: facts(one.server_info(), one.name) for name, one in servers.items()}
     (first, known), *others = found.items()
     for name, other in others:
         differing = [

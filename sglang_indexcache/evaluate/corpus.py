@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, Planned, SelectedRows
@@ -18,6 +20,7 @@ from sglang_indexcache.evaluate.tasks import TASKS
 from sglang_indexcache.evaluate.tasks.chat import Tokenizer, has_template
 from sglang_indexcache.evaluate.tasks.context import Context, Question, make_context
 from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
+from sglang_indexcache.study.journal import progress_at_most
 from sglang_indexcache.support.lengths import counted
 
 SKIP, MOST_SKIPPED = 1_000_000, 4
@@ -57,21 +60,19 @@ class Corpus:
         """
         return self._made(planned)[0]
 
-    def check(self, planned: Iterable[Planned], on_context: Callable[[], None]) -> list[str]:
-        """Make every context once, before anything is asked.
+    def check(self, planned: Sequence[Planned], console: Console) -> None:
+        """Make every context once, so that none is found impossible in the middle of a run.
 
-        Returns:
-            A sentence for each context that had to be made from another seed.
+        Tells which had to be made from another seed.
 
         Raises:
             QualityError: see :meth:`make`.
         """
-        told = []
-        for one in planned:
-            if said := self._made(one)[1]:
-                told.append(f"{one.context} is made from {said}")
-            on_context()
-        return told
+        with progress_at_most(console) as progress:
+            for one in progress.track(planned, description="making every context"):
+                if said := self._made(one)[1]:
+                    line = f"{one.context} is made from {said}"
+                    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _made(self, planned: Planned) -> tuple[Context, str]:
         """A context, and from which other seed it had to be made and why; empty if from its own."""
@@ -125,16 +126,11 @@ _FEWEST = 2
 """Items of a cell, whose spread is not known with fewer."""
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 def select_rows(
     plan: EvaluationPlan,
     files: Mapping[str, Path],
     tokenizer: Tokenizer,
     longest: int,
-    on_row: Callable[[str, int], None] = _nothing,
 ) -> tuple[EvaluationPlan, dict[str, dict[int, Item]], tuple[str, ...]]:
     """Read files and choose from them.
 
@@ -142,8 +138,6 @@ def select_rows(
         plan: what is asked besides; an item belongs to the shortest of its lengths that holds it.
         files: by their task in :data:`~sglang_indexcache.evaluate.tasks.FILES`.
         longest: tokens that the model takes.
-        on_row: is called with a file's task and the number of its rows so far, before each is
-            counted: long ones take a while.
 
     Returns:
         The plan with the rows, by task and number what they ask, and a sentence for each file on
@@ -156,7 +150,7 @@ def select_rows(
     items: dict[str, dict[int, Item]] = {}
     told = []
     for name, path in files.items():
-        cells, items[name], said = _choose(name, path, tokenizer, plan, longest, on_row)
+        cells, items[name], said = _choose(name, path, tokenizer, plan, longest)
         taken += cells
         told.append(said)
     if files and not has_template(tokenizer):
@@ -173,7 +167,6 @@ def _choose(
     tokenizer: Tokenizer,
     plan: EvaluationPlan,
     longest: int,
-    on_row: Callable[[str, int], None],
 ) -> tuple[list[SelectedRows], dict[int, Item], str]:
     cells: dict[int, dict[int, int]] = defaultdict(dict)
     items: dict[int, Item] = {}
@@ -181,7 +174,6 @@ def _choose(
     most, rows = min(longest, plan.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
-        on_row(name, rows)
         try:
             why, size = _why_not(item, tokenizer, plan, most)
         except QualityError as error:

@@ -175,17 +175,17 @@ class Evaluation:
     @property
     def reference(self) -> Arm:
         """What the others are compared with."""
-        return self._only(Role.REFERENCE)
+        return next(arm for arm in self.arms if arm.role is Role.REFERENCE)
 
     @property
     def bad(self) -> Arm | None:
         """What must be seen to lose; None if a log has no such arm."""
-        return self._only(Role.BAD) if self.verified or self._arms(Role.BAD) else None
+        return next((arm for arm in self.arms if arm.role is Role.BAD), None)
 
     @property
     def candidates(self) -> tuple[Arm, ...]:
         """From most to fewest full layers."""
-        return self._arms(Role.CANDIDATE)
+        return tuple(arm for arm in self.arms if arm.role is Role.CANDIDATE)
 
     @property
     def others(self) -> list[Arm]:
@@ -227,15 +227,6 @@ class Evaluation:
             if row.context in counts and (number := getattr(row, name)) is not None
         ]
 
-    def _arms(self, role: Role) -> tuple[Arm, ...]:
-        return tuple(arm for arm in self.arms if arm.role is role)
-
-    def _only(self, role: Role) -> Arm:
-        arms = self._arms(role)
-        if len(arms) != 1:
-            raise QualityError(f"an evaluation has one {role.value} arm, this one {len(arms)}")
-        return arms[0]
-
 
 class Record:
     """What a journal's lines amount to; whatever is added goes to the journal first.
@@ -245,7 +236,8 @@ class Record:
         journal: of the same identity, open; None where nothing is added.
 
     Attributes:
-        answers: of every arm (its name and repeat) and context.
+        answers: of every arm (its name and repeat) and context, with the tokens that servers
+            computed and the seconds that it took.
         missing: contexts that an arm could not answer.
         done: contexts that every arm is through with.
         facts: what was noted at the start.
@@ -256,15 +248,14 @@ class Record:
         self._identity, self._journal = identity, journal
         self._plan = TypeAdapter(EvaluationPlan).validate_python(identity["plan"])
         self._planned = {one.context: one for one in self._plan.planned}
-        self.arms = tuple(
+        self._arms = tuple(
             Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
         )
-        self.answers: dict[tuple[str, int, str], tuple[Answer, ...]] = {}
+        self.answers: dict[tuple[str, int, str], tuple[tuple[Answer, ...], int, float]] = {}
         self.missing: dict[str, Missing] = {}
         self.done: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.finished = False
-        self._took: dict[tuple[str, int, str], tuple[int, float]] = {}
         if journal is not None:
             for _ in journal.parsed(self.take):  # takes each, and names the line that is damaged
                 pass
@@ -272,17 +263,16 @@ class Record:
     def take(self, line: Mapping[str, Any]) -> None:
         """One line of the journal."""
         if "said" in line:
-            arm, repeat, context = key = line["arm"], line["repeat"], line["context"]
-            of = self._planned[context]
-            self.answers[key] = tuple(
+            key = line["arm"], line["repeat"], line["context"]
+            of = self._planned[line["context"]]
+            answers = tuple(
                 Answer(
-                    *(arm, repeat, context, one["question"], of.task, of.length),
-                    *(one["depth"], one["right"], one["tokens"], tuple(one["logprobs"])),
-                    one["trace"],
+                    *(*key, one["question"], of.task, of.length, one["depth"], one["right"]),
+                    *(one["tokens"], tuple(one["logprobs"]), one["trace"]),
                 )
                 for one in line["said"]
             )
-            self._took[key] = line["computed"], line["seconds"]
+            self.answers[key] = answers, line["computed"], line["seconds"]
         elif "missing" in line:
             self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
         elif "done" in line:
@@ -309,25 +299,26 @@ class Record:
 
     def evaluation(self) -> Evaluation:
         """All that counts so far."""
-        order = {arm.name: place for place, arm in enumerate(self.arms)}
+        order = {arm.name: place for place, arm in enumerate(self._arms)}
         place = {name: number for number, name in enumerate(self._planned)}
-        counted = sorted(
+        keys = sorted(
             (key for key in self.answers if key[2] in self.done),
             key=lambda key: (place[key[2]], order[key[0]], key[1]),
         )
+        counted = [self.answers[key] for key in keys]
         facts = {name: value for name, value in self.facts.items() if name != "notices"}
         facts |= {name: self._identity[name] for name in ("checkpoint", "server", "material")}
         return Evaluation(
             facts,
             self._plan.design,
             self._plan.selects_all,
-            self.arms,
+            self._arms,
             self._plan.planned,
-            tuple(answer for key in counted for answer in self.answers[key]),
+            tuple(answer for answers, _, _ in counted for answer in answers),
             self._plan.endpoint,
             tuple(one for one in self.missing.values() if one.context in self.done),
-            sum(self._took[key][0] for key in counted),
-            sum(self._took[key][1] for key in counted),
+            sum(computed for _, computed, _ in counted),
+            sum(seconds for _, _, seconds in counted),
             self.finished,
             tuple(self.facts.get("notices", ())),
         )

@@ -168,7 +168,7 @@ class EvaluationPlan:
             if task not in TASKS:
                 raise QualityError(
                     f"no task is called {task!r}; there are {', '.join(TASKS)}. Run other "
-                    "benchmarks with lm-eval or Inspect for each arm, and give both logs to "
+                    "benchmarks with their own harness for each arm, and give both logs to "
                     "`indexcache eval compare`."
                 )
         if len(set(self.tasks)) < len(self.tasks):
@@ -225,11 +225,6 @@ class EvaluationPlan:
     def longest(self) -> int:
         """Tokens of the longest context with its question and answer."""
         return max(self.sizes.values(), default=0) if not self.tasks else max(self.lengths)
-
-    @property
-    def all_lengths(self) -> list[int]:
-        """Of its cells, rising; the longest are asked first."""
-        return sorted({length for _, length in self.cells})
 
     def questions_of(self, task: str) -> int:
         """Behind one of its contexts; one behind a file's."""

@@ -127,13 +127,13 @@ def provenance(evaluation: Evaluation) -> str:
 
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
     """Every arm in every task at every length, A/A first."""
-    look = Look.at(evaluation)
+    look = Look(evaluation)
     own = look.right_share(look.reference)
     arms = [(arm.name, arm.name, 0) for arm in evaluation.others]
     found = []
     for name, arm, repeat in [(NOISE, look.reference, 1), *arms]:
         for cell in sorted(own):
-            here = [row for row in look.long if (row.task, row.length) == cell]
+            here = [row for row in look.long if row.cell == cell]
             if not any((row.arm, row.repeat) == (arm, repeat) for row in here):
                 continue
             pairs = paired(here, arm, look.reference, repeat=repeat)
@@ -148,7 +148,7 @@ def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
 
 def control(evaluation: Evaluation) -> dict[str, Flips]:
     """What differs where every pattern selects everything: nothing, or nothing is claimed."""
-    rows = Look.at(evaluation).control
+    rows = Look(evaluation).control
     asked = {row.arm for row in rows}
     return {
         arm.name: paired(rows, arm.name, evaluation.reference.name).flips
@@ -309,10 +309,10 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
 
     The lengths and tasks are those that the claim is about; cells that could not see are named.
     """
-    rows = Look.at(evaluation, look).long
-    asked = {(row.task, row.length) for row in rows}
+    rows = Look(evaluation, look).long
+    asked = {row.cell for row in rows}
     cells = asked - set(verdict.blind) or asked
-    contexts = {row.context for row in rows if (row.task, row.length) in cells}
+    contexts = {row.context for row in rows if row.cell in cells}
     return Evaluated(
         verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
         margin=evaluation.design.margin,

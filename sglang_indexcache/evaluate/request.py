@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +26,6 @@ from sglang_indexcache.evaluate.plan import (
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
-from sglang_indexcache.study.journal import progress_at_most
 from sglang_indexcache.support.lengths import counted, format_length, points
 
 CONTROLS = ("uniform:1/4", "uniform:1/8")
@@ -87,19 +84,18 @@ class EvaluationRequest:
 
         candidates = [arm(value, Role.CANDIDATE) for value in self.patterns]
         candidates.sort(key=lambda one: -one.pattern.count("F"))
-        given = (arm(self.against, Role.REFERENCE), *candidates)
+        arms = [arm(self.against, Role.REFERENCE), *candidates]
         if self.control:
-            arms = (*given, arm(self.control, Role.BAD))
+            arms.append(arm(self.control, Role.BAD))
         else:
-            first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
             controls = []
             for value in CONTROLS:
                 with suppress(PatternError):  # this checkpoint has no such indexers
                     controls.append(arm(value, Role.BAD))
-            taken = {one.pattern for one in given}
+            first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
             controls.append(Arm(LAST_CONTROL, first, Role.BAD))
-            left = [one for one in controls if one.pattern not in taken]
-            arms = (*given, (left or controls)[0])
+            taken = {one.pattern for one in arms}
+            arms.append(next((one for one in controls if one.pattern not in taken), controls[0]))
         for place, one in enumerate(arms):
             for other in arms[:place]:
                 if one.pattern == other.pattern:
@@ -109,24 +105,22 @@ class EvaluationRequest:
                     )
                 if one.name == other.name:
                     raise QualityError(f"two patterns are called {one.name}; give each once")
-        return arms
+        return tuple(arms)
 
-    def tokens(self) -> Counter[int]:
-        """What the whole plan computes, by length, if nothing is decided early.
+    def tokens(self) -> int:
+        """What the whole plan computes if nothing is decided early.
 
         A question and its answer are computed behind the whole pages of their context; those of a
         file's row are counted as context.
         """
-        tails, arms = self._tails, len(self.patterns) + 2
-        tokens: Counter[int] = Counter()
+        tails, arms, tokens = self._tails(), len(self.patterns) + 2, 0
         for planned in self.plan.planned:
             size = self.plan.sizes.get(planned.context, planned.length)
             tail = tails.get(planned.task, 0)
             one = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
-            tokens[planned.length] += one * (arms + planned.again)
+            tokens += one * (arms + planned.again)
         return tokens
 
-    @cached_property
     def _tails(self) -> dict[str, int]:
         """Tokens of a question with its answer, on average, from a short context of each task."""
         found, length = {}, min(self.plan.lengths)
@@ -143,7 +137,7 @@ class EvaluationRequest:
         Returns:
             The cost.
         """
-        cost = Cost(sum(self.tokens().values()), self.rate)
+        cost = Cost(self.tokens(), self.rate)
         arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms())
         rows = [
             ("arms", f"{arms}; the reference again on every {AGAIN_EVERY}th context (A/A)"),
@@ -158,13 +152,6 @@ class EvaluationRequest:
         ]
         print_plan(console, rows)
         return cost
-
-    def check_contexts(self, console: Console) -> None:
-        """Make every context once, so that none is found impossible in the middle of a run."""
-        with progress_at_most(console) as progress:
-            task = progress.add_task("making every context", total=len(self.plan.planned))
-            for line in self.corpus.check(self.plan.planned, lambda: progress.advance(task)):
-                console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def contexts_in_words(plan: EvaluationPlan) -> str:

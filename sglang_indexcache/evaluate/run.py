@@ -17,12 +17,13 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import facts
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
-from sglang_indexcache.evaluate.arms import Answered, ArmServer, Asking, Servers, facts
+from sglang_indexcache.evaluate.arms import Asking, Servers
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, Record, recorded
+from sglang_indexcache.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE, Planned
 from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.tasks.context import Context
@@ -41,7 +42,7 @@ PAUSES = (1.0, 5.0, 25.0)
 
 def run_evaluation(
     request: EvaluationRequest,
-    servers: Mapping[str, ArmServer],
+    servers: Mapping[str, Client],
     output: Path,
     console: Console,
     *,
@@ -62,7 +63,7 @@ def run_evaluation(
     cost, arms = request.tell(console), request.arms()
     asking = Servers(arms, servers)
     asking.check_fits(request.plan.longest)
-    server = facts(asking.all[0])
+    server = facts(asking.all[0].server_info(), asking.all[0].name)
     if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
         server["model_path"] = Path(server["model_path"]).name
     with recorded(
@@ -87,48 +88,20 @@ def run_evaluation(
                 }
             )
         if not record.done:
-            request.check_contexts(console)
+            request.corpus.check(request.plan.planned, console)
         confirm(cost, agree)
         resuming(console, len(record.done), "contexts", output / NAME)
-        run = Run(asking, request.corpus, record, console)
-        if request.rate is None:
-            run.pace = Pace(request, console, agree)
+
+        def on_rate(rate: float) -> None:
+            longest = max(length for _, length in request.plan.cells)
+            known = Rate(rate, f"measured at {format_length(longest)}, the longest")
+            whole = Cost(cost.tokens, known)
+            console.print(f"the plan takes at most {whole.hours_in_words()}", highlight=False)
+            confirm(whole, agree)
+
+        run = Run(asking, request.corpus, record, console, None if cost.rate else on_rate)
         with resumable(console, output, "what was asked"):
             return run.run()
-
-
-class Pace:
-    """How long an evaluation takes: told, and asked about once, when the longest was measured.
-
-    The longest contexts are asked first. At their rate, the slowest, everything else takes no
-    longer than is said then, and nothing is asked of the user again.
-    """
-
-    def __init__(
-        self, request: EvaluationRequest, console: Console, agree: Callable[[str], None]
-    ) -> None:
-        self._plan, self._tokens = request.plan, request.tokens()
-        self._console, self._agree = console, agree
-        self._rates: dict[int, float] = {}
-
-    def measured(self, length: int, rate: float, progress: Progress) -> None:
-        """Take the tokens a second of the first context of a length; ``progress`` is on show."""
-        lengths = self._plan.all_lengths
-        if length in self._rates or length not in lengths:
-            return
-        self._rates[length] = rate
-        if length == lengths[-1]:
-            measured = Rate(rate, f"measured at {format_length(length)}, the longest")
-            whole = Cost(sum(self._tokens.values()), measured)
-            self._console.print(f"the plan takes at most {whole.hours_in_words()}", highlight=False)
-            progress.stop()
-            confirm(whole, self._agree)
-            progress.start()
-        elif len(self._rates) == len(lengths):
-            hours = {one: self._tokens[one] / self._rates[one] / 3600 for one in lengths}
-            parts = ", ".join(f"{format_length(one)}: {took:.2g}" for one, took in hours.items())
-            said = f"hours by length, at most: {parts}; {sum(hours.values()):.2g} together"
-            self._console.print(said, highlight=False)
 
 
 class Run:
@@ -137,14 +110,21 @@ class Run:
     Args:
         record: of this evaluation, with its journal open.
         console: where a line is written when something happens that a user should know.
-
-    Attributes:
-        pace: is told how fast contexts are answered; None if nobody asks.
+        on_rate: is told once how many tokens a second were computed behind one of the longest
+            contexts, which are asked first. At their rate, the slowest, everything else takes no
+            longer, so it may ask the user whether to go on.
     """
 
-    def __init__(self, servers: Servers, corpus: Corpus, record: Record, console: Console) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        corpus: Corpus,
+        record: Record,
+        console: Console,
+        on_rate: Callable[[float], None] | None = None,
+    ) -> None:
         self._servers, self._corpus, self._record, self._console = servers, corpus, record, console
-        self.pace: Pace | None = None
+        self._on_rate = on_rate
         self._start = record.evaluation()
         self._progress = progress_at_most(console)
         self._decided: set[str] = set()
@@ -203,7 +183,7 @@ class Run:
 
         There it is asked no more, so what was seen stays so, in this process and the next.
         """
-        bad, look = self._start.bad, Look.at(self._record.evaluation())
+        bad, look = self._start.bad, Look(self._record.evaluation())
         if bad and cell not in self._seen and look.sees_loss(bad.name, cell):
             self._seen.add(cell)
 
@@ -211,13 +191,18 @@ class Run:
         started = time.monotonic()
         found = self._patiently(context, askings)
         seconds = time.monotonic() - started
-        computed = sum(one.computed for one in found)
-        for one in found:
-            self._record.append(one.answers, one.computed, seconds * one.computed / computed)
-        if self.pace and computed:
-            self.pace.measured(context.length, computed / seconds, self._progress)
+        computed = sum(tokens for _, tokens in found)
+        for answers, tokens in found:
+            self._record.append(answers, tokens, seconds * tokens / computed)
+        if self._on_rate and computed and context.length == max(self._start.lengths):
+            tell, self._on_rate = self._on_rate, None
+            self._progress.stop()
+            tell(computed / seconds)
+            self._progress.start()
 
-    def _patiently(self, context: Context, askings: Sequence[Asking]) -> list[Answered]:
+    def _patiently(
+        self, context: Context, askings: Sequence[Asking]
+    ) -> list[tuple[tuple[Answer, ...], int]]:
         """What was answered; nothing if the context is missing, which is then recorded."""
         for pause in (*PAUSES, None):
             try:
@@ -270,7 +255,7 @@ def check_control(evaluation: Evaluation) -> None:
     Raises:
         QualityError: they do.
     """
-    look = Look.at(evaluation, CONTROL_LOOK)
+    look = Look(evaluation, CONTROL_LOOK)
     asked = {row.arm for row in look.control}
     for name in (arm.name for arm in evaluation.others if arm.name in asked):
         if differs := look.control_differs(name):
@@ -321,7 +306,7 @@ def check_floor(evaluation: Evaluation) -> None:
     Raises:
         QualityError: the reference is at the floor in every cell.
     """
-    look = Look.at(evaluation)
+    look = Look(evaluation)
     low = look.at_floor()
     if low and low.keys() == look.cells:
         said = ", ".join(
@@ -343,7 +328,7 @@ def check_noise(evaluation: Evaluation) -> None:
     Raises:
         QualityError: it would need more contexts than are planned.
     """
-    design, noise = evaluation.design, Look.at(evaluation).noise
+    design, noise = evaluation.design, Look(evaluation).noise
     if noise is None:
         return
     estimate = Estimate(noise)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -148,47 +148,54 @@ class Look:
     is the same, and what could not be checked is said after it.
 
     Attributes:
-        number: which of the planned looks this is, from 1.
-        design: as it was fixed before the run.
-        outcomes: of every arm, the endpoint's values; of the reference twice where A/A was asked.
-        reference: the arm that every other is compared with.
-        bad: the arm that must be seen to lose; None for logs without one.
-        selects_all: ``index_topk``; cells of at most this length are the control. None for logs.
+        evaluation: whose it is.
+        at: which of the planned looks this is, from 1; None for all that was asked so far.
     """
 
-    number: int
-    design: Design
-    outcomes: Sequence[Outcome]
-    reference: str
-    bad: str | None = None
-    selects_all: int | None = None
+    evaluation: Evaluation
+    at: int | None = None
 
-    @classmethod
-    def at(cls, evaluation: Evaluation, number: int | None = None) -> Look:
-        """What counts at a look; by default all that was asked so far."""
-        bad, looks = evaluation.bad, evaluation.design.looks
-        return cls(
-            *(looks if number is None else number, evaluation.design),
-            *(evaluation.outcomes(number), evaluation.reference.name),
-            *(bad.name if bad else None, evaluation.selects_all),
-        )
+    @property
+    def number(self) -> int:
+        """Of the look, whose share of alpha a claim may spend."""
+        return self.design.looks if self.at is None else self.at
+
+    @property
+    def design(self) -> Design:
+        """As it was fixed before the run."""
+        return self.evaluation.design
+
+    @property
+    def reference(self) -> str:
+        """The arm that every other is compared with."""
+        return self.evaluation.reference.name
+
+    @property
+    def bad(self) -> str | None:
+        """The arm that must be seen to lose; None for logs without one."""
+        return self.evaluation.bad.name if self.evaluation.bad else None
+
+    @cached_property
+    def outcomes(self) -> list[Outcome]:
+        """Of every arm, the endpoint's values; of the reference twice where A/A was asked."""
+        return self.evaluation.outcomes(self.at)
 
     @cached_property
     def control(self) -> list[Outcome]:
         """Where every pattern selects everything, and none may differ; nothing of a log."""
-        most = self.selects_all
+        most = self.evaluation.selects_all
         return [row for row in self.outcomes if most is not None and row.length <= most]
 
     @cached_property
     def long(self) -> list[Outcome]:
         """Where a pattern can matter; all of a log, which does not tell."""
-        most = self.selects_all
+        most = self.evaluation.selects_all
         return [row for row in self.outcomes if most is None or row.length > most]
 
     @property
     def cells(self) -> set[Cell]:
         """Those of the claim, as long as they can see."""
-        return {(row.task, row.length) for row in self.long}
+        return {row.cell for row in self.long}
 
     @cached_property
     def noise(self) -> Differences | None:
@@ -201,7 +208,7 @@ class Look:
         found: dict[Cell, list[float]] = defaultdict(list)
         for row in self.long:
             if (row.arm, row.repeat) == (arm, 0):
-                found[row.task, row.length].append(row.value)
+                found[row.cell].append(row.value)
         return {cell: sum(values) / len(values) for cell, values in found.items()}
 
     def at_floor(self) -> dict[Cell, float]:
@@ -214,7 +221,7 @@ class Look:
 
     def sees_loss(self, arm: str, cell: Cell) -> bool:
         """Whether an arm was asked in a cell, and seen to lose there."""
-        here = [row for row in self.long if (row.task, row.length) == cell]
+        here = [row for row in self.long if row.cell == cell]
         if not any((row.arm, row.repeat) == (arm, 0) for row in here):
             return False
         return bool(sees(paired(here, arm, self.reference), self.design.alpha))
@@ -256,7 +263,7 @@ class Look:
     @property
     def seeing_design(self) -> Design:
         """The design with the contexts of cells that see; every cell came equally far."""
-        cells = {row.context: (row.task, row.length) for row in self.long}
+        cells = {row.context: row.cell for row in self.long}
         seeing = sum(cell not in self.blind for cell in cells.values())
         contexts = round(self.design.contexts * seeing / len(cells))
         return replace(self.design, contexts=max(contexts, self.design.looks))
@@ -275,11 +282,11 @@ class Look:
 
     def unsound(self, arm: str) -> str:
         """Why nothing may be claimed of an arm; empty if all is as it must be."""
-        if self.selects_all is not None:
+        if self.evaluation.selects_all is not None:
             if not self.control:
                 raise QualityError(
-                    f"no outcome at or below {self.selects_all} tokens; the control that must not "
-                    "differ is obligatory"
+                    f"no outcome at or below {self.evaluation.selects_all} tokens; the control "
+                    "that must not differ is obligatory"
                 )
             if differs := self.control_differs(arm):
                 return differs
@@ -335,7 +342,7 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
     """
     found: dict[str, tuple[int, Verdict]] = {}
     for number in range(1, evaluation.look + 1):
-        look, permitted = Look.at(evaluation, number), True
+        look, permitted = Look(evaluation, number), True
         for arm in evaluation.candidates:
             if arm.name not in found or found[arm.name][1].kind not in DECIDED:
                 verdict = judge(look, arm.name, permitted)
@@ -355,13 +362,8 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
             sequence).
 
     Raises:
-        QualityError: a look that is none, an arm without outcomes, or a run without its control.
+        QualityError: an arm without outcomes, or a run without its control.
     """
-    if not 1 <= look.number <= look.design.looks:
-        raise QualityError(
-            f"look {look.number} is none of the {look.design.looks} planned ones; a run that goes "
-            "on beyond its plan has no alpha left: plan a new one"
-        )
     if unsound := look.unsound(pattern):
         return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
     if not look.cells - look.blind.keys():
@@ -394,13 +396,19 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     more = None
     if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
         more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
+    mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
+    worst = _worst(differences, design, look.number)
+    claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
+    where = ""
+    if worst and worst.difference < 0:
+        where = f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
     verdict = Verdict(
         kind,
         pattern,
-        "",
-        difference=float(estimate.mean),
-        levels=(estimate.level, estimate.level + float(estimate.mean)),
-        worst=_worst(differences, design, look.number),
+        f"{pattern}: {claim} ({look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}{where}).",
+        difference=mean,
+        levels=levels,
+        worst=worst,
         interval=(lower, upper),
         exact=bool(estimate.exact),
         detectable=design.detectable(*estimate.spread),
@@ -410,11 +418,7 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
         noise=look.noise.flips if look.noise else None,
         blind=tuple(sorted(look.blind)),
     )
-    return replace(
-        verdict,
-        headline=_headline(verdict, look, forbidden),
-        details=_details(verdict, differences, look),
-    )
+    return replace(verdict, details=_details(verdict, differences, look))
 
 
 def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
@@ -429,34 +433,29 @@ def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
     return Worst(*differences.names[cell], float(estimates[cell].mean), bound)
 
 
-def _headline(verdict: Verdict, look: Look, forbidden: str) -> str:
-    assert verdict.levels is not None
-    assert verdict.difference is not None
-    assert verdict.interval is not None
-    design = look.design
-    loss, margin = f"{-100 * verdict.difference:.1f} points", points(design.margin)
-    within = verdict.interval[0] > -design.margin
-    if verdict.kind is Kind.NO_LOSS:
-        claim = f"no loss beyond {margin}"
-    elif verdict.kind in (Kind.SMALL_LOSS, Kind.LOSS):
-        claim = f"a loss of {loss}" + (f", less than the margin of {margin}" if within else "")
-    elif forbidden and within:
-        claim = f"not claimed, because {forbidden}"
-    elif verdict.more is None:
-        claim = "undecided: somewhere a task has a single context so far, whose spread is not known"
-    elif look.number < design.looks:
-        claim = f"undecided so far; about {counted(verdict.more, 'more context')} would decide"
-    else:
-        whole = verdict.contexts + verdict.more
-        claim = f"undecided; a new run of {counted(whole, 'context')} would probably decide"
-    worst = ""
-    if verdict.worst and verdict.worst.difference < 0:
-        at = place((verdict.worst.task, verdict.worst.length))
-        worst = f"; worst: {at}, {_points(verdict.worst.difference)}"
-    return (
-        f"{verdict.pattern}: {claim} ({look.reference} {verdict.levels[0]:.1%}, {verdict.pattern} "
-        f"{verdict.levels[1]:.1%}{worst})."
-    )
+def _claim_in_words(
+    kind: Kind,
+    difference: float,
+    lower: float,
+    more: int | None,
+    contexts: int,
+    look: Look,
+    forbidden: str,
+) -> str:
+    margin, within = points(look.design.margin), lower > -look.design.margin
+    if kind is Kind.NO_LOSS:
+        return f"no loss beyond {margin}"
+    if kind in (Kind.SMALL_LOSS, Kind.LOSS):
+        less = f", less than the margin of {margin}" if within else ""
+        return f"a loss of {-100 * difference:.1f} points{less}"
+    if forbidden and within:
+        return f"not claimed, because {forbidden}"
+    if more is None:
+        return "undecided: somewhere a task has a single context so far, whose spread is not known"
+    if look.number < look.design.looks:
+        return f"undecided so far; about {counted(more, 'more context')} would decide"
+    whole = counted(contexts + more, "context")
+    return f"undecided; a new run of {whole} would probably decide"
 
 
 def _details(verdict: Verdict, differences: Differences, look: Look) -> str:

@@ -94,24 +94,22 @@ class FrozenBody:
         self._ready: dict[int, Tensors] = {}
         self._stored: dict[int, dict[str, Weight]] = {}
         self._sources = [self._layer_sources(number) for number in range(len(self._layers))]
-        self._files.check({name for layer in self._sources for s in layer.values() for name in s})
-        self._files.check({EMBEDDING})
-        loads = [self.bytes_held(number) for number in range(len(pattern))]
+        layers = range(len(pattern))
+        self._files.check({EMBEDDING, *(name for layer in layers for name in self._names(layer))})
+        loads = [self.bytes_held(layer) for layer in layers]
         self.shares = shared_out(pattern, loads, len(devices))
         self.devices = [
             device for device, share in zip(devices, self.shares, strict=True) for _ in share
         ]
-        self.indexers: dict[int, LightningIndexer] = {}
-        for number in pattern.full_layers:
-            self.indexers[number] = self._load_indexer(number)
+        self.indexers = {number: self._load_indexer(number) for number in pattern.full_layers}
         self._embedding = self._files.read(EMBEDDING, self.devices[0]).plain(dtype)
         self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
 
     def bytes_held(self, number: int) -> int:
         """What a layer takes for good: weights, the embedding before the first, training state."""
-        names = [name for source in self._sources[number].values() for name in source]
         held = None if self.is_quantised(number) else self._dtype
-        found = 0 if self.from_disk else sum(self._files.bytes_of(n, held) for n in names)
+        names = () if self.from_disk else self._names(number)
+        found = sum(self._files.bytes_of(name, held) for name in names)
         if number == 0:
             found += self._files.bytes_of(EMBEDDING, self._dtype)
         return found + self.bytes_of_state(number)
@@ -124,8 +122,7 @@ class FrozenBody:
 
     def stored_bytes(self, number: int) -> int:
         """What is read of a layer."""
-        sources = self._sources[number].values()
-        return sum(self._files.bytes_of(name) for source in sources for name in source)
+        return sum(map(self._files.bytes_of, self._names(number)))
 
     def kind_of(self, number: int) -> str:
         """Layers of the same kind have the same tensors: the shapes and forms of all of them."""
@@ -204,8 +201,11 @@ class FrozenBody:
 
     def is_quantised(self, number: int) -> bool:
         """Whether any of a layer's weights are stored in block FP8."""
-        sources = self._sources[number].values()
-        return any(self._files.kind(name) == E4M3 for source in sources for name in source)
+        return any(self._files.kind(name) == E4M3 for name in self._names(number))
+
+    def _names(self, number: int) -> list[str]:
+        """The stored tensors of a layer, without its indexer's."""
+        return [name for source in self._sources[number].values() for name in source]
 
     def _weights(self, number: int) -> Tensors:
         """A layer's parameters and buffers."""
@@ -214,7 +214,7 @@ class FrozenBody:
         device = self.devices[number]
         kept = not self.from_disk
         if kept and self.is_quantised(number) and number not in self._stored:
-            names = [name for source in self._sources[number].values() for name in source]
+            names = self._names(number)
             self._stored[number] = {name: self._files.read(name, device) for name in names}
         held = self._stored.get(number)
         read = held.__getitem__ if held else lambda name: self._files.read(name, device)
@@ -250,9 +250,7 @@ def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[ran
         loads: bytes of each layer.
         devices: how many; some get no layer where there are too few.
     """
-    starts = list(pattern.full_layers)
-    groups = [range(a, b) for a, b in zip(starts, [*starts[1:], len(pattern)], strict=True)]
-    whole = _evenly(groups, loads, devices)
+    whole = _evenly([group.layers for group in pattern.groups], loads, devices)
     split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
     fullest = [max(sum(loads[n] for n in share) for share in found) for found in (whole, split)]
     return whole if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,16 @@ from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.local import LocalForward, LocalSharing
 from sglang_indexcache.heal.losses import DEFAULT_BLOCK
-from sglang_indexcache.heal.optimizer import (
-    BETAS,
-    adamw_groups,
-    lr_factor,
-    remember_peaks,
-    set_lr,
-)
+from sglang_indexcache.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.heal.packing import Layout, PackedBatch
 from sglang_indexcache.heal.passing import Passing, pass_through
-from sglang_indexcache.heal.run_folder import HealRun, HeldOutEvaluation, Position, State
+from sglang_indexcache.heal.run_folder import (
+    HealRun,
+    HeldOutEvaluation,
+    Position,
+    State,
+    Tensors,
+)
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -61,14 +61,13 @@ class NotFiniteError(TrainingError):
     """The loss is infinite or not a number."""
 
 
-Tensors = dict[str, torch.Tensor]
 OnStep = Callable[[int, Callable[[], Tensors]], None]
 """Called after each step with how many are done, and what gives the adapter's tensors then."""
 
 
 @dataclass(frozen=True)
 class HealOptions:
-    """What to heal, on what, and how.
+    """What to heal, on what, and how: the options of ``indexcache heal run``, which tells of them.
 
     Attributes:
         checkpoint: folder of a DSA checkpoint; it is only read.
@@ -78,19 +77,10 @@ class HealOptions:
         length: tokens of a row; eight times the model's index_topk if None.
         sparse_length: the same of the sparse stage; as in the dense warm-up if None.
         rows: rows of a step over all processes.
-        micro_rows: rows that run through a layer at a time.
-        dense_steps: steps of the dense warm-up.
-        sparse_steps: steps of the sparse stage after it.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
         clip: largest gradient norm.
-        held_out: rows that are judged by and not trained on.
-        evaluate_every: steps between evaluations; one comes before and after each stage.
-        patience: end a stage after so many evaluations in a row without a lower held-out loss;
-            0 to never do so.
         save_every: steps between states.
         seed: of the documents that are drawn, and of the order of rows.
-        dtype: of the body: "bfloat16" or "float32".
-        from_disk: read a layer's weights each time it runs, for a model that does not fit.
         block: queries per block of chunked work.
 
     Raises:
@@ -244,17 +234,12 @@ class Target:
         return f"index_topk ({self.topk})" + f" and a recent window of {window}" * bool(window)
 
 
-@dataclass
 class _Sums:
     """Over the rows of a step or an evaluation, of every layer; float64 on the CPU."""
 
-    layers: int
-    loss: torch.Tensor = field(init=False)
-    mass: torch.Tensor = field(init=False)
-    choosing: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loss, self.mass, self.choosing = torch.zeros(3, self.layers, dtype=torch.float64)
+    def __init__(self, layers: int) -> None:
+        self.all = torch.zeros(3, layers, dtype=torch.float64)
+        self.loss, self.mass, self.choosing = self.all
 
     def add(self, run: LocalForward) -> None:
         for layer, loss in run.losses.items():
@@ -421,7 +406,7 @@ class _Healing:
             if last or done % self.options.save_every == 0:
                 self._save(Position(number, done), state, optimizer)
             if self.on_step is not None:
-                self.on_step(self._before(number) + done, self.tensors)
+                self.on_step(self._before(number) + done, self._tensors)
         self._set(state.best)
 
     def _before(self, number: int) -> int:
@@ -436,11 +421,8 @@ class _Healing:
         }
 
     def _optimizer(self, lr: float) -> torch.optim.Optimizer:
-        parameters: list[nn.Parameter] = list(self.trained.values())
-        groups = adamw_groups(parameters, lr, WEIGHT_DECAY)
-        optimizer = torch.optim.AdamW(groups, betas=BETAS)
-        remember_peaks([optimizer])
-        return optimizer
+        groups = adamw_groups(list(self.trained.values()), lr, WEIGHT_DECAY)
+        return torch.optim.AdamW(groups, betas=BETAS)
 
     def _step(
         self, number: int, step: int, stage: HealStage, optimizer: torch.optim.Optimizer
@@ -483,8 +465,7 @@ class _Healing:
             for one in passing:
                 sums.add(one.run)
         if self.accelerator.num_processes > 1:
-            for part in (sums.loss, sums.mass, sums.choosing):
-                part.copy_(self._summed(part))
+            sums.all.copy_(self._summed(sums.all))
         if not sums.loss.isfinite().all():
             raise NotFiniteError(
                 "the distillation loss is not finite any more. Lower the learning rate; if it was "
@@ -535,10 +516,10 @@ class _Healing:
     def _masters(self) -> Tensors:
         return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
 
-    def tensors(self) -> Tensors:
-        """The adapter's tensors: the indexers in the checkpoint's dtypes."""
-        found = self._masters()
-        return {name: tensor.to(self.body.plain_dtype(name)) for name, tensor in found.items()}
+    def _tensors(self) -> Tensors:
+        """The adapter's: the indexers in the checkpoint's dtypes."""
+        plain = self.body.plain_dtype
+        return {name: tensor.to(plain(name)) for name, tensor in self._masters().items()}
 
     @torch.no_grad()
     def _set(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -575,7 +556,7 @@ class _Healing:
                 self.options.output,
                 pattern=self.pattern,
                 checkpoint=self.options.checkpoint,
-                tensors=self.tensors(),
+                tensors=self._tensors(),
                 record=self._record(evaluations),
             )
             self.files.log.say(f"wrote {self.options.output}")

@@ -16,7 +16,6 @@ Everything is computed in float32 (float64 inputs in float64), whatever autocast
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -221,32 +220,36 @@ def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 
 
-class _Keys(ABC):
-    """The S keys that a block of queries is scored with, and which of them each may use.
+class _VisibleKeys:
+    """Every key that a block of queries sees, or masked to the selected ones of them.
+
+    What comes after the block's last query is not scored.
 
     Attributes:
         rows: the queries.
-        allowed: ``[B, rows, S]`` bool.
+        allowed: ``[B, rows, S]`` bool, which of the S keys each may use.
     """
 
-    rows: slice
-    allowed: torch.Tensor
+    def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:
+        self.rows, self.allowed = rows, layout.attended(rows, selected)
 
-    @abstractmethod
     def take(self, keys: torch.Tensor) -> torch.Tensor:
         """These of ``[B, T, D]`` keys, in at least float32."""
+        return _at_least_float32(keys[:, : self.rows.stop])
 
-    @abstractmethod
     def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         """``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
+        flat = queries.flatten(1, 2) @ taken.transpose(-1, -2)
+        return flat.view(*queries.shape[:3], -1)
 
-    @abstractmethod
     def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         """The queries' gradient ``[B, rows, heads, D]`` for that of the dots, ``pull``."""
+        return (pull.flatten(1, 2) @ taken).view(*pull.shape[:3], -1)
 
-    @abstractmethod
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
         """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
+        found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
+        total[:, : self.rows.stop] += found
 
     def scores(self, index: IndexInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The index scores of the block.
@@ -274,31 +277,7 @@ class _Keys(ABC):
         return (p / target.queries.shape[1]).masked_fill(hidden, 0.0)
 
 
-class _VisibleKeys(_Keys):
-    """Every key that a query sees, or masked to the selected ones of them.
-
-    What comes after the block's last query is not scored.
-    """
-
-    def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:
-        self.rows, self.allowed = rows, layout.attended(rows, selected)
-
-    def take(self, keys: torch.Tensor) -> torch.Tensor:
-        return _at_least_float32(keys[:, : self.rows.stop])
-
-    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        flat = queries.flatten(1, 2) @ taken.transpose(-1, -2)
-        return flat.view(*queries.shape[:3], -1)
-
-    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        return (pull.flatten(1, 2) @ taken).view(*pull.shape[:3], -1)
-
-    def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
-        found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
-        total[:, : self.rows.stop] += found
-
-
-class _SelectedKeys(_Keys):
+class _SelectedKeys(_VisibleKeys):
     """The keys that each query selected, gathered; a -1, or one it may not see, is not allowed."""
 
     def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor) -> None:
@@ -334,7 +313,7 @@ class _Job:
     block: int
     average: Callable[[torch.Tensor], torch.Tensor] | None
 
-    def keys(self, rows: slice) -> _Keys:
+    def keys(self, rows: slice) -> _VisibleKeys:
         """What the queries ``rows`` are scored with."""
         chosen = self.selected
         if chosen is not None and GATHERED_FROM * chosen.shape[-1] <= self.layout.length:
@@ -407,27 +386,19 @@ def _check(
     layout: Layout,
     selected: torch.Tensor | None,
 ) -> None:
-    batch, length = layout.documents.shape
     if not targets:
         raise TrainingError("distillation needs at least one served layer's attention")
-    shapes = {
-        "index queries": index.queries.shape[:2],
-        "index keys": index.keys.shape[:2],
-        "index weights": index.weights.shape[:2],
-    }
+    shapes = [(f"index {name}", part.shape[:2]) for name, part in vars(index).items()]
     for target in targets:
-        shapes["attention queries"] = target.queries.shape[0::2]
-        shapes["attention keys"] = target.keys.shape[0::2]
-        _check_shapes(shapes, (batch, length))
+        shapes.append(("attention queries", target.queries.shape[0::2]))
+        shapes.append(("attention keys", target.keys.shape[0::2]))
     if selected is not None:
-        _check_shapes({"selected": selected.shape[:2]}, (batch, length))
-
-
-def _check_shapes(shapes: dict[str, torch.Size], wanted: tuple[int, int]) -> None:
-    for name, shape in shapes.items():
-        if tuple(shape) != wanted:
+        shapes.append(("selected", selected.shape[:2]))
+    for name, shape in shapes:
+        if shape != layout.documents.shape:
             raise TrainingError(
-                f"{name} are for [batch, tokens] = {list(shape)}, the layout is for {list(wanted)}"
+                f"{name} are for [batch, tokens] = {list(shape)}, the layout is for "
+                f"{list(layout.documents.shape)}"
             )
 
 

@@ -5,30 +5,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import nn
 
 BETAS = (0.9, 0.98)
 
 
-def remember_peaks(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Note every group's learning rate as its ``peak_lr``."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-
-
 def adamw_groups(
     parameters: list[nn.Parameter], lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups for AdamW: matrices decay, vectors do not."""
+    """Groups for AdamW: matrices decay, vectors do not. ``peak_lr`` is for :func:`set_lr`."""
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "lr": lr, "weight_decay": weight_decay},
-        {"params": vectors, "lr": lr, "weight_decay": 0.0},
+    return [
+        {"params": some, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+        for some, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if some
     ]
-    return [group for group in groups if group["params"]]
 
 
 def lr_factor(step: int, steps: int, warmup_steps: int, final_lr: float) -> float:

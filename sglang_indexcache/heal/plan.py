@@ -7,23 +7,31 @@ memory. What they would hold at a time and multiply is counted, layers of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.frozen import FrozenBody
-from sglang_indexcache.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOptions, Target
+from sglang_indexcache.heal.heal import (
+    DTYPES,
+    RATES,
+    TRIAL_STEPS,
+    HealOptions,
+    HealStage,
+    Target,
+)
 from sglang_indexcache.heal.local import LocalSharing
-from sglang_indexcache.heal.meter import Meter
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing, pipelined
-from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.heal.weights import META
-from sglang_indexcache.pattern import Pattern
 
 GB = 1e9
 
@@ -51,25 +59,6 @@ class GpuMachine:
     bandwidth: float
     reached: float = 0.3
     disk: float = 5e9
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is healed, as far as it costs.
-
-    Attributes:
-        lengths: tokens of a row of each stage.
-        rows: of a step.
-        micro_rows: that run through a layer at a time.
-        steps: of each stage.
-        judged_rows: rows of all evaluations together.
-    """
-
-    lengths: dict[Stage, int]
-    rows: int
-    micro_rows: int
-    steps: dict[Stage, int]
-    judged_rows: int
 
 
 @dataclass(frozen=True)
@@ -168,14 +157,84 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
     places = [META] * (1 if options.from_disk else machine.gpus)
     dtype = DTYPES[options.dtype]
     body = FrozenBody(options.checkpoint, target.pattern, sharing, dtype, places, options.from_disk)
-    steps = {stage.kind: stage.steps for stage in options.stages}
-    judged = sum(1 + -(-count // options.evaluate_every) for count in steps.values())
-    if options.lr is None:  # first it tries some learning rates
-        steps[options.stages[0].kind] += len(RATES) * TRIAL_STEPS
-        judged += len(RATES)
     micro_rows = min(options.micro_rows, options.rows)
-    job = Job(target.lengths, options.rows, micro_rows, steps, judged * options.held_out)
-    return plan(body, sharing, job, machine)
+    batches = math.ceil(options.rows / micro_rows)
+    at_once = pipelined(body, batches)
+    total, working, busy = 0.0, [0] * len(body.shares), 0.0
+    for number, stage in enumerate(options.stages):
+        shape = (micro_rows, target.lengths[stage.kind])
+        costs = _layer_costs(body, sharing, stage, shape, machine)
+        apart = [costs[share.start : share.stop] for share in body.shares]
+        for place, share in enumerate(apart):
+            # The other rows of the step wait: between two layers, or for their turn.
+            others = (batches - 1) * max((c.waiting for c in share), default=0)
+            peaks = max((c.peak for c in share), default=0)
+            working[place] = max(working[place], others + peaks)
+        seconds, work = _step(apart, batches, at_once)
+        tried = 0 if options.lr or number else len(RATES)  # first some learning rates
+        judged = 1 + math.ceil(stage.steps / options.evaluate_every) + tried
+        passes = stage.steps + tried * TRIAL_STEPS + judged * options.held_out / options.rows
+        total += passes * seconds
+        busy += passes * work
+    held = [sum(map(body.bytes_held, share)) for share in body.shares]
+    shares = tuple(map(Share, body.shares, held, working))
+    return HealPlan(shares, total / 3600, busy / total, body.is_quantised(0))
+
+
+def _step(shares: list[list[LayerCost]], batches: int, at_once: bool) -> tuple[float, float]:
+    """Seconds of a step, and of work on all GPUs in it."""
+    if not at_once:
+        seconds = sum(c.weights + batches * c.rows for share in shares for c in share)
+        return seconds, seconds
+    each = [sum(c.weights + c.rows for c in share) for share in shares]
+    return sum(each) + (batches - 1) * max(each), batches * sum(each)
+
+
+def _layer_costs(
+    body: FrozenBody,
+    sharing: LocalSharing,
+    stage: HealStage,
+    shape: tuple[int, int],
+    machine: GpuMachine,
+) -> list[LayerCost]:
+    """Of every layer for rows of this shape; groups of the same layers are run once."""
+    known: dict[tuple[str, ...], list[LayerCost]] = {}
+    found: list[LayerCost] = []
+    for group in sharing.pattern.groups:
+        kind = tuple(map(body.kind_of, group.layers))
+        if kind not in known:
+            known[kind] = list(_group_costs(body, sharing, group.layers, stage, shape, machine))
+        found += known[kind]
+    return found
+
+
+def _group_costs(
+    body: FrozenBody,
+    sharing: LocalSharing,
+    group: Sequence[int],
+    stage: HealStage,
+    shape: tuple[int, int],
+    machine: GpuMachine,
+) -> Iterator[LayerCost]:
+    for number in group:
+        body.layer(number)  # what stays in memory is counted as held
+    with Meter() as meter:
+        ids = torch.zeros(shape, dtype=torch.int64, device=META)
+        one = Passing(sharing.begin(stage.kind, Layout(ids), 1.0), *body.start(ids, ids))
+        for number in group:
+            meter.restart()
+            layer = body.layer(number)
+            stored = body.stored_bytes(number) / machine.disk if body.from_disk else 0.0
+            weights = stored + meter.moved / machine.bandwidth
+            meter.restart()
+            one.through(layer, META, sharing)
+            del layer
+            rates = {torch.float32: machine.float32}
+            seconds = sum(
+                flops / (machine.reached * rates.get(dtype, machine.bf16))
+                for dtype, flops in meter.flops.items()
+            )
+            yield LayerCost(meter.peak, meter.alive, weights, seconds)
 
 
 def machine_of(text: str, sheet: Callable[[str], Any]) -> GpuMachine:
@@ -193,95 +252,6 @@ def machine_of(text: str, sheet: Callable[[str], Any]) -> GpuMachine:
         raise TrainingError(f"GPUs are written as 8xh200, got {text!r}")
     rates = sheet(name)
     return GpuMachine(int(count), name, rates.memory, rates.bf16, rates.float32, rates.bandwidth)
-
-
-def plan(body: FrozenBody, sharing: LocalSharing, job: Job, machine: GpuMachine) -> HealPlan:
-    """Count what healing takes.
-
-    Args:
-        body: on the meta device.
-        sharing: of the body.
-        job: what is done.
-        machine: its GPUs; as many as the body has shares.
-    """
-    batches = math.ceil(job.rows / job.micro_rows)
-    at_once = pipelined(body, batches)
-    total, working, busy = 0.0, [0] * len(body.shares), 0.0
-    for stage, steps in job.steps.items():
-        costs = layer_costs(body, sharing, stage, job, machine)
-        apart = [[costs[number] for number in share] for share in body.shares]
-        for place, share in enumerate(apart):
-            # The other rows of the step wait: between two layers, or for their turn.
-            others = (batches - 1) * max((c.waiting for c in share), default=0)
-            peaks = max((c.peak for c in share), default=0)
-            working[place] = max(working[place], others + peaks)
-        seconds, work = _step(apart, batches, at_once)
-        passes = steps + job.judged_rows / job.rows * steps / sum(job.steps.values())
-        total += passes * seconds
-        busy += passes * work
-    held = [sum(body.bytes_held(number) for number in share) for share in body.shares]
-    shares = tuple(Share(*one) for one in zip(body.shares, held, working, strict=True))
-    return HealPlan(shares, total / 3600, busy / total, body.is_quantised(0))
-
-
-def _step(shares: list[list[LayerCost]], batches: int, at_once: bool) -> tuple[float, float]:
-    """Seconds of a step, and of work on all GPUs in it."""
-    if not at_once:
-        seconds = sum(c.weights + batches * c.rows for share in shares for c in share)
-        return seconds, seconds
-    each = [sum(c.weights + c.rows for c in share) for share in shares]
-    return sum(each) + (batches - 1) * max(each), batches * sum(each)
-
-
-def layer_costs(
-    body: FrozenBody, sharing: LocalSharing, stage: Stage, job: Job, machine: GpuMachine
-) -> list[LayerCost]:
-    """Of every layer; groups of the same layers are run once."""
-    kinds = [body.kind_of(number) for number in range(len(sharing.pattern))]
-    known: dict[tuple[str, ...], list[LayerCost]] = {}
-    found: list[LayerCost] = []
-    for group in _groups(sharing.pattern):
-        kind = tuple(kinds[number] for number in group)
-        if kind not in known:
-            known[kind] = list(_group_costs(body, sharing, group, stage, job, machine))
-        found += known[kind]
-    return found
-
-
-def _groups(pattern: Pattern) -> Iterator[range]:
-    """An F layer with those that it serves."""
-    starts = [*pattern.full_layers, len(pattern)]
-    yield from (range(start, stop) for start, stop in pairwise(starts))
-
-
-def _group_costs(
-    body: FrozenBody,
-    sharing: LocalSharing,
-    group: range,
-    stage: Stage,
-    job: Job,
-    machine: GpuMachine,
-) -> Iterator[LayerCost]:
-    shape = (job.micro_rows, job.lengths[stage])
-    for number in group:
-        body.layer(number)  # what stays in memory is counted as held
-    with Meter() as meter:
-        ids = torch.zeros(shape, dtype=torch.int64, device=META)
-        one = Passing(sharing.begin(stage, Layout(ids), 1.0), *body.start(ids, ids))
-        for number in group:
-            meter.restart()
-            layer = body.layer(number)
-            stored = body.stored_bytes(number) / machine.disk if body.from_disk else 0.0
-            weights = stored + meter.moved / machine.bandwidth
-            meter.restart()
-            one.through(layer, META, sharing)
-            del layer
-            rates = {torch.float32: machine.float32}
-            seconds = sum(
-                flops / (machine.reached * rates.get(dtype, machine.bf16))
-                for dtype, flops in meter.flops.items()
-            )
-            yield LayerCost(meter.peak, meter.alive, weights, seconds)
 
 
 def describe(found: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
@@ -306,3 +276,60 @@ def describe(found: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
         )
     )
     return rows
+
+
+@dataclass
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a block of torch code takes; also on the meta device.
+
+    Attributes:
+        alive: bytes of all tensors that were made and are still there.
+        peak: the most of them.
+        moved: bytes that operations read and wrote.
+        flops: of products, by dtype.
+    """
+
+    alive: int = 0
+    peak: int = 0
+    moved: int = 0
+    flops: dict[torch.dtype, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: set[int] = set()
+
+    def restart(self) -> None:
+        """Count anew what is moved and multiplied; the peak begins at what is alive."""
+        self.peak, self.moved = self.alive, 0
+        self.flops.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and take note of it."""
+        found = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.moved += sum(t.numel() * t.itemsize for t in (*given, *tensors))
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            counted = flop_registry[packet](*args, **(kwargs or {}), out_val=found)
+            self.flops[tensors[0].dtype] += counted
+        elif "grouped_mm" in str(packet):  # each row meets the matrix of one expert
+            self.flops[tensors[0].dtype] += 2 * given[0].numel() * tensors[0].shape[-1]
+        theirs = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in tensors:
+            if tensor.untyped_storage()._cdata not in theirs:  # else a view, or written in place
+                self._see(tensor.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or not size:
+            return
+        self._known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._drop, key, size).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.alive -= size

@@ -47,6 +47,11 @@ class Outcome:
     repeat: int = 0
     right: float | None = None
 
+    @property
+    def cell(self) -> Cell:
+        """Its stratum."""
+        return self.task, self.length
+
 
 @dataclass(frozen=True)
 class Flips:
@@ -124,33 +129,17 @@ def paired(
         repeat: of ``arm``; ``paired(outcomes, ref, ref, repeat=1)`` is the A/A comparison.
 
     Raises:
-        QualityError: a question twice in an arm, a context in two cells, or no pair at all.
+        QualityError: no pair at all.
     """
     kept = None if cells is None else set(cells)
     first: dict[tuple[str, str], Outcome] = {}
     second: dict[tuple[str, str], Outcome] = {}
-    cell_of: dict[str, Cell] = {}
     for row in outcomes:
-        cell = (row.task, row.length)
-        if kept is not None and cell not in kept:
-            continue
-        sides = [
-            side
-            for side, wanted in ((first, (reference, 0)), (second, (arm, repeat)))
-            if (row.arm, row.repeat) == wanted
-        ]
-        for side in sides:
-            if cell_of.setdefault(row.context, cell) != cell:
-                raise QualityError(
-                    f"context {row.context!r} is in two cells, {cell_of[row.context]} and {cell}; "
-                    "name each context once"
-                )
-            if (row.context, row.question) in side:
-                raise QualityError(
-                    f"question {row.question!r} of context {row.context!r} is there twice for "
-                    f"{row.arm!r}; give a second asking of it another repeat"
-                )
-            side[row.context, row.question] = row
+        if kept is None or row.cell in kept:
+            if (row.arm, row.repeat) == (reference, 0):
+                first[row.context, row.question] = row
+            if (row.arm, row.repeat) == (arm, repeat):
+                second[row.context, row.question] = row
     groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
     for key, one in first.items():
         if key in second:
@@ -159,11 +148,12 @@ def paired(
         raise QualityError(
             f"{arm!r} and {reference!r} have no question in common; ask both the same contexts"
         )
-    names = tuple(sorted({cell_of[context] for context in groups}))
+    places = [pairs[0][0].cell for pairs in groups.values()]
+    names = tuple(sorted(set(places)))
     changes = [_right(after) - _right(one) for pairs in groups.values() for one, after in pairs]
     return Differences(
         np.array([np.mean([b.value - a.value for a, b in pairs]) for pairs in groups.values()]),
-        np.array([names.index(cell_of[context]) for context in groups], dtype=np.int64),
+        np.array([names.index(cell) for cell in places], dtype=np.int64),
         names,
         Flips(sum(one < 0 for one in changes), sum(one > 0 for one in changes), len(changes)),
         np.array([len(pairs) for pairs in groups.values()], dtype=np.int64),

@@ -44,8 +44,6 @@ class Design:
             raise QualityError(
                 f"a margin of {100 * self.margin:g} points is not above 0 and below 100"
             )
-        if not (0 < self.alpha < 0.5 < self.power < 1):
-            raise QualityError(f"alpha {self.alpha} must be below 0.5 and power {self.power} above")
         if not 1 <= self.looks <= self.contexts:
             raise QualityError(
                 f"{self.looks} looks need at least as many contexts, not {self.contexts}"

@@ -53,8 +53,8 @@ def test_the_last_tokens_are_scored_under_the_prompts_own_pattern_and_key() -> N
     engine = Cardboard()
     whole = Prompt((7, 8, 9), "FFFF", "other", scored=2)
     assert score(engine, [PROMPT, whole], top=2) == [
-        TokenScores([-0.3, -0.4], [[(3, -0.3), (1, -9.0)], [(4, -0.4), (1, -9.0)]], 0, 4),
-        TokenScores([-0.8, -0.9], [[(8, -0.8), (1, -9.0)], [(9, -0.9), (1, -9.0)]], 0, 3),
+        TokenScores([-0.3, -0.4], [[(3, -0.3), (1, -9.0)], [(4, -0.4), (1, -9.0)]], 4),
+        TokenScores([-0.8, -0.9], [[(8, -0.8), (1, -9.0)], [(9, -0.9), (1, -9.0)]], 3),
     ]
     [body] = engine.bodies
     assert body["logprob_start_len"] == [1, 0]
@@ -64,15 +64,11 @@ def test_the_last_tokens_are_scored_under_the_prompts_own_pattern_and_key() -> N
 
 
 def test_what_is_not_asked_for_is_not_named() -> None:
-    """A server of any engine, whose requests name no pattern; and other sampling parameters."""
     engine = Cardboard()
-    ask(engine, [Prompt((1, 2), parameters={"stop": ["."]}), Prompt((3,))], [5, 6])
+    ask(engine, [Prompt((1, 2))], 5)
     [body] = engine.bodies
     assert set(body) == {"input_ids", "sampling_params", "timeout"}
-    assert body["sampling_params"] == [
-        {"max_new_tokens": 5, "temperature": 0.0, "stop": ["."]},
-        {"max_new_tokens": 6, "temperature": 0.0},
-    ]
+    assert body["sampling_params"] == [{"max_new_tokens": 5, "temperature": 0.0}]
 
 
 def test_the_last_token_of_the_vocabulary_is_reported_as_0() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import heal_data
+from benchmarks import heal_data, heal_study
 from benchmarks.heal_data import ALL_F, FEW, LENGTH, PATTERN, SOURCE, TASK, Run
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.heal import HealOptions
@@ -62,10 +62,10 @@ def test_a_mixture_reads_as_many_tokens(tmp_path: Path, monkeypatch: pytest.Monk
         return SimpleNamespace(adapter=None)
 
     monkeypatch.setattr(heal_data, "data_of", lambda *_: tmp_path / "data")
-    monkeypatch.setattr(heal_data, "heal", noted)
+    monkeypatch.setattr(heal_study, "heal", noted)
     runs = {run for run, _ in heal_data.all_cells([0]) if run.healed_on and run.steps == STEPS}
     for run in runs:
-        heal_data.healed(run, tmp_path)
+        heal_data.adapter_of(run, tmp_path)
     for one in asked:
         assert one.length is not None
         sparse = one.sparse_steps * (one.sparse_length or one.length)

@@ -15,12 +15,10 @@ from benchmarks.heal_study import (
     ALL_F,
     FREE,
     HEALED,
-    PATTERNS,
     TRAINED,
     Run,
     all_runs,
     cost_of_a_step,
-    grid,
     main,
     parse,
     summarise,
@@ -38,18 +36,6 @@ def report(run: Run, values: Sequence[float], seconds: float | None = None) -> d
 
 
 BASE = report(Run(ALL_F, FREE), [1.0, 2.0])
-
-
-def test_every_pattern_is_served_healed_and_trained_with_every_seed() -> None:
-    runs = all_runs([0, 1], [2, 8], 4)
-    assert len({run.folder for run in runs}) == len(runs) == 1 + 3 + 2 * (3 * 2 + 4)
-    for name in PATTERNS:
-        mine = [(run.way, run.steps, run.seed) for run in runs if run.name == name]
-        for seed in (0, 1):
-            for one in ((HEALED, 2, seed), (HEALED, 8, seed), (TRAINED, 4, seed)):
-                assert one in mine
-    assert {run.steps for run in grid(80)} == {80}
-    assert len({run.folder for run in grid(80)}) == len(grid(80))
 
 
 def test_the_trained_recipe_has_both_stages_and_all_steps() -> None:
@@ -87,12 +73,6 @@ def test_differences_by_hand() -> None:
     assert line["recall"]["over_all_f"] == pytest.approx((0.5 + 0.5 + 0.5 + 1.5) / 4)
     (free,) = summarise([BASE, report(Run("1/2 uniform", FREE), [1.5, 3.0])])[1:]
     assert free["recall"]["half_width"] == pytest.approx(half_width([0.5, 1.0]))
-
-
-def test_other_ways_to_heal_are_other_lines() -> None:
-    ways = [report(run, [1.0, 2.0]) for run in grid(80)]
-    lines = summarise([BASE, *ways])[1:]
-    assert [(line["dense"], line["lr"]) for line in lines] == list(heal_study.GRID_POINTS)
 
 
 def test_cost_is_a_ratio_of_the_longest_runs() -> None:

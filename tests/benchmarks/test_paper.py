@@ -13,13 +13,12 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper import shares, table_1, table_2, table_4
+from benchmarks.paper import table_1, table_2, table_4
 from sglang_indexcache.cli import app
 from sglang_indexcache.search.calibration import Calibration
 from tests.search.oracle import every_pattern, source
 
 SCRIPTS = {
-    shares: ["demo model", "bench latency"],
     table_1: ["demo model", "bench latency"],
     table_4: ["eval run"],
 }

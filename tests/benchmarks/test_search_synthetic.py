@@ -41,13 +41,6 @@ def test_a_landscape_is_the_same_again_and_other_data_is_of_the_same_model(kind:
     assert abs(first.mean() - other.mean()) < 5 * error
 
 
-def test_the_base_kind_is_the_packages_landscape() -> None:
-    made = simulation.Landscape(simulation.KINDS["base"], 12, 4, 3)
-    other = SyntheticEvaluator(12, 4, 3)
-    for pattern in (Pattern.full(12), Pattern.uniform(12, 4)):
-        assert (made.loss(pattern, range(4)).values == other.loss(pattern, range(4)).values).all()
-
-
 def test_noise_of_its_own_averages_out_and_all_f_has_none() -> None:
     kind = simulation.KINDS["noise per pattern"]
     noisy = simulation.Landscape(kind, 12, 4000, 3)
@@ -66,7 +59,3 @@ def test_every_search_is_compared_within_its_tokens() -> None:
     for search in row["searches"].values():
         assert set(search["added"]) == set(simulation.MARKS)
         assert all(value > 0 for value in search["added"].values())
-
-
-def test_races_of_two_equal_fields_are_equal() -> None:
-    assert simulation._race(4, 2, 1, is_rare=False) == simulation._race(4, 2, 1, is_rare=False)

@@ -1,6 +1,7 @@
 """One yardstick for our kernels and the engine's: what it rests on, and what it may not say."""
 
 import json
+import re
 from importlib.util import find_spec
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from benchmarks.kernels import unions, yardstick
 from benchmarks.records import RESULTS
+from sglang_indexcache.bench.rows import ENGINE, Wheel
 
 PAGE = RESULTS / "kernels" / "README.md"
 COMMITTED = json.loads((RESULTS / "kernels" / "yardstick.json").read_text())
@@ -55,6 +57,30 @@ def test_a_kernel_with_the_engine_s_clocks_is_as_fast_as_the_engine(
 def test_the_record_is_what_the_rows_give() -> None:
     made = json.loads(json.dumps(yardstick.record(UNION)))
     assert made == {name: COMMITTED[name] for name in made}
+
+
+@needs_rows
+@pytest.mark.parametrize("card", yardstick.CARDS)
+def test_what_the_page_says_that_the_rows_do_not_hold(card: str) -> None:
+    """Else a table of the page could have a line more."""
+    import pyarrow.parquet as parquet
+
+    folder = Wheel(card)._folder / "sparse_attention" / ENGINE
+    names = ["op_name", "kernel_source", "model", "num_heads"]
+    tables = [parquet.read_table(file, columns=names) for file in folder.glob("*.parquet")]
+    rows = [row for table in tables for row in table.group_by(names).aggregate([]).to_pylist()]
+    ours = [row for row in rows if not row["op_name"].startswith("dsv4")]
+    modules = {row["kernel_source"] for row in ours if row["op_name"].startswith("dsa")}
+    alone = {(row["kernel_source"], row["model"]) for row in ours}
+    alone = {(kernel, model) for kernel, model in alone if kernel not in modules}
+    kernels = ("deep_gemm.fp8_mqa_logits", "fast_topk_transform_fused", "flash_mla_sparse_fwd")
+    assert alone == {(kernel, "zai-org/GLM-5") for kernel in kernels}
+    assert not [kernel for kernel in modules if re.search("triton|q8", kernel)]
+    bare = [row for row in ours if row["op_name"].endswith("skip_indexer")]
+    assert {row["num_heads"] for row in bare} == {8, 16, 32, 64}
+    others = {row["kernel_source"]: row["model"] for row in rows if row not in ours}
+    for kernel in ("deep_gemm.fp8_paged_mqa_logits", "topk_transform_v2"):
+        assert "DeepSeek-V4" in others[kernel]
 
 
 def test_the_union_of_lists_is_that_of_sets() -> None:

@@ -14,7 +14,7 @@ from sglang_indexcache.evaluate.evaluation import load
 from sglang_indexcache.support.files import shipped
 from tests.evaluate.evaluate import evaluate
 from tests.evaluate.fake_server import Fake
-from tests.evaluate.logs.made import DATA, lm_eval
+from tests.evaluate.harness_logs import lm_eval, plain
 from tests.evaluate.tasks.published import mrcr_row, prompt_row, write
 from tests.fakes.server import serving
 
@@ -79,7 +79,6 @@ def test_hours_are_told_from_the_longest_length_and_asked_about_once(
     assert refused.output.count("Continue?") == 1
     assert "(measured at 256, the longest). Continue?" in words(refused)
     assert again.exit_code == 0, again.output
-    assert "hours by length, at most: 160: " in words(again)
 
 
 def test_options_may_stand_in_a_file(tmp_path: Path, haystack: Path) -> None:
@@ -233,16 +232,14 @@ def compare(*arguments: object) -> tuple[int, str]:
 
 
 def test_compare_names_the_runs_and_writes_the_report(tmp_path: Path) -> None:
-    code, said = compare(
-        f"all-F={DATA / 'inspect-a.eval'}", f"1of4={DATA / 'inspect-b.eval'}",
-        "-o", tmp_path, "--margin", 20,
-    )  # fmt: skip
+    full, quarter = (plain(tmp_path / name, lambda n: n % 5 / 4) for name in "ab")
+    code, said = compare(f"all-F={full}", f"1of4={quarter}", "-o", tmp_path, "--margin", 20)
     assert code == 0, said
     assert said.startswith("1of4: ")
     assert "margin 20 points" in said
     data = json.loads((tmp_path / "eval.json").read_text())
     assert [arm["name"] for arm in data["arms"]] == ["all-F", "1of4"]
-    assert data["facts"]["logs"] == "inspect"
+    assert data["facts"]["logs"] == "plain"
     assert (tmp_path / "report.html").exists()
 
 
@@ -261,7 +258,8 @@ def test_compare_takes_a_second_run_and_a_bad_one(tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_compared_end_with_one_line(tmp_path: Path) -> None:
     place = lm_eval(tmp_path, lambda _: 1.0)
-    code, said = compare(place, DATA / "inspect-a.eval", "-o", tmp_path / "out")
+    other = plain(tmp_path, lambda _: 1.0)
+    code, said = compare(place, other, "-o", tmp_path / "out")
     assert code == 1
     assert "compare runs of one harness" in said
     assert not (tmp_path / "out").exists()

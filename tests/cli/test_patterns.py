@@ -94,10 +94,6 @@ def test_show_has_the_provenance_of_those_that_have_one(tmp_path: Path) -> None:
     assert "found by" not in run("patterns", "show", "FSSFS")
 
 
-def test_show_unknown_name() -> None:
-    assert "no pattern is called 'nope'" in fail("patterns", "show", "nope")
-
-
 def test_show_checks_every_file(tmp_path: Path) -> None:
     shipped = [str(path) for path in sorted(Path("patterns").glob("*.yaml"))]
     assert run("patterns", "show", *shipped).count("layers keep") == len(shipped)

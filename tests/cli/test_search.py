@@ -193,14 +193,6 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
     assert not (tmp_path / "out" / "search.json").exists()
 
 
-def test_an_output_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for command in (["run"], ["compare", "full", "1/2"], ["overlap"]):
-        result = call("search", *command, "--model", "missing", "-o", tmp_path / "file")
-        assert result.exit_code == 1
-        assert "cannot write to the folder" in said(result)
-
-
 def test_a_server_cannot_tell_what_a_pattern_file_wants_to_know() -> None:
     """Its S layers do not select; refused before the data is read or a server asked."""
     arguments = ("--model", TINY, "--data", "missing", "--url", "http://h", "--pattern", "a.yaml")

@@ -229,12 +229,6 @@ def test_the_median_comes_with_its_range_if_shown(rounds: list[tuple[float, floa
     assert speedup(rounds[::-1]) == found
 
 
-@given(ROUNDS)
-def test_nobody_is_favoured(rounds: list[tuple[float, float]]) -> None:
-    swapped = speedup([(other, base) for base, other in rounds])
-    assert (UNSHOWN in speedup(rounds)) == (UNSHOWN in swapped)
-
-
 def test_servers_of_equal_speed_are_told_apart_as_rarely_as_stated() -> None:
     """Each round of equal servers is a coin: of all that six coins can show, 2 in 64 mislead."""
     tosses = [of_ratios(*ratios) for ratios in product((0.9, 1.1), repeat=LEAST)]

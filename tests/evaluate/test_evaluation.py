@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
 from sglang_indexcache.evaluate.plan import Planned
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
@@ -93,6 +93,11 @@ def test_values_that_were_not_measured_are_left_out() -> None:
     assert len(found.outcomes(look=1)) < len(found.outcomes())
 
 
-def test_one_reference_and_one_bad_pattern() -> None:
-    with pytest.raises(QualityError, match="one bad arm, this one 0"):
-        _ = replace(evaluation(lambda *_: False), arms=ARMS[:3]).bad
+def test_an_answers_numbers_are_those_of_all_its_tokens() -> None:
+    def answer(*logprobs: float) -> Answer:
+        return Answer("arm", 0, "c", "q0", "needles", 4096, 0.5, 1.0, logprobs=logprobs)
+
+    assert answer(-0.1, -2.2).nll == pytest.approx(1.15)
+    assert answer(-0.1, -2.2).probability == pytest.approx(math.exp(-2.3))
+    assert (answer().nll, answer().probability) == (None, None)
+    assert answer(5e-7, 0.0).probability == 1.0  # rounding may put one a little above zero

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate import corpus
@@ -84,8 +86,7 @@ def test_the_cost_is_what_would_be_computed() -> None:
         kept = len(made.ids) // 64 * 64
         asked = sum(len(made.ids) - kept + len(q.ids) + len(q.answer) for q in made.questions)
         counted += (3 + planned.again) * (len(made.ids) + asked)
-    assert sum(found.values()) == pytest.approx(counted, rel=0.1)
-    assert found.keys() == {48, 256, 512}
+    assert found == pytest.approx(counted, rel=0.1)
 
 
 def test_a_task_without_a_control_is_refused() -> None:
@@ -130,7 +131,6 @@ def test_the_longest_contexts_are_asked_first() -> None:
     """Their rate, the slowest, tells how long everything takes at most."""
     long = [p for p in PLAN.planned if p.look != CONTROL_LOOK]
     assert [p.length for p in long[:4]] == [512, 512, 256, 256]
-    assert PLAN.all_lengths == [256, 512]
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,16 @@ def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.Monk
         return made(name, task, *of, **rest)
 
     monkeypatch.setattr(corpus, "make_context", picky)
-    counted: list[int] = []
     whole = (
         replace(PLAN, tasks=("notes",)),
         replace(PLAN, tasks=("tracking",), lengths=(512,), selects_all=240),
     )
-    assert CORPUS.check(whole[0].planned, lambda: counted.append(1)) == []
-    assert len(counted) == len(whole[0].planned)
-    [told] = CORPUS.check(whole[1].planned, lambda: None)
-    assert told == ("tracking-512-3 is made from seed 1000003 instead: tracking does not fit")
+    told = io.StringIO()
+    for plan in whole:
+        CORPUS.check(plan.planned, Console(file=told))
+    assert told.getvalue().strip() == (
+        "tracking-512-3 is made from seed 1000003 instead: tracking does not fit"
+    )
     [planned] = [one for one in whole[1].planned if one.context == "tracking-512-3"]
     found, other = (
         CORPUS.make(planned),

@@ -15,14 +15,15 @@ import pytest
 
 from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
 from sglang_indexcache.evaluate import run
-from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, load
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, SelectedRows
-from sglang_indexcache.evaluate.tasks.files import Item
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
+from sglang_indexcache.evaluate.run import check_floor, check_noise
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
+from sglang_indexcache.stats.power import Design, spread
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
-from tests.evaluate.fake_server import HAYSTACK, TOPK, Fake, Words
+from tests.evaluate.evaluations import LENGTHS, TASKS, evaluation
+from tests.evaluate.fake_server import Fake
 from tests.fakes.server import serving
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,8 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PAUSES", (0.0, 0.0, 0.0))
 
 
-def timeless(evaluation: Evaluation) -> Evaluation:
-    return replace(evaluation, seconds=0.0)
+def timeless(found: Evaluation) -> Evaluation:
+    return replace(found, seconds=0.0)
 
 
 def test_a_whole_evaluation(tmp_path: Path) -> None:
@@ -109,22 +110,18 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
             evaluate(tmp_path / "b", urls)
 
 
+# What is refused of a single answer is in tests/ask/test_score.py.
 REFUSED = {
     "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
     "idle layers": "ignores the pattern: .* layers .* did not do what that says",
     "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
-    "truncation": r"read 1\d\d of a prompt's 1\d\d tokens: it cuts long prompts.*--allow-auto-tr",
-    "nan": "a log-probability that is none.*NaN",
-    "other tokens": "scored other tokens than those that were asked for",
-    "nothing scored": "scored 0 tokens where 1 were asked for",
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
-    "list of garbage": "no reply of SGLang's /generate.*another program",
     "stops": "stopped answering.*is kept: start the same command again",
     "control": r"control failed at 48 tokens: .*(half|few) differs from full \(\d+ lost",
     "deaf to names": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
     "names no pattern": "asked for pattern F.* and answered without saying under which pattern",
 }
-SINCE_LONG = ("ignores", "one cache", "truncation")
+SINCE_LONG = ("ignores", "one cache")
 """Faults that begin behind the control, where they can be seen."""
 AFTER_CONTROL = 2 * 2
 """Calls for the control: two contexts, each computed and then asked about."""
@@ -169,19 +166,6 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
         found = evaluate(tmp_path / "b", url, told=told)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
     assert "restarted meanwhile: it counts anew" in told.getvalue()
-
-
-def test_turns_of_a_conversation_are_no_shared_cache(tmp_path: Path) -> None:
-    """A server caches the answer too, which the next turn begins with."""
-    first = ({"role": "user", "content": "a " * 100},)
-    answer = "b " * 149 + "b"
-    then = ({"role": "assistant", "content": answer}, {"role": "user", "content": "c " * 50})
-    items = {"prompts": {1: Item(first, " " + answer), 2: Item((*first, *then), " yes")}}
-    taken = (SelectedRows("prompts", 1024, (1, 2), (260, 320), 2),)
-    plan = EvaluationPlan((), (1024,), 2, 4, TOPK, margin=0.1, looks=1, taken=taken)
-    corpus = Corpus(Words(), HAYSTACK, 4, items)
-    with serving(Fake()) as url:
-        assert evaluate(tmp_path, url, plan, corpus=corpus).finished
 
 
 def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:
@@ -265,3 +249,48 @@ def test_the_control_comes_first() -> None:
     assert looks == sorted(looks)
     assert looks[0] == CONTROL_LOOK
     assert [looks.count(look) for look in (0, 1, 2)] == [2, 8, 8]
+
+
+CELLS = len(TASKS) * len(LENGTHS)
+
+
+def restless(flips: float, contexts: int, margin: float) -> Evaluation:
+    """The reference gives another answer so often when it is asked again."""
+    record, draw = evaluation(contexts), random.Random(4)
+    answers = tuple(
+        replace(row, right=abs(row.right - (draw.random() < flips))) if row.repeat else row
+        for row in record.answers
+    )
+    return replace(record, answers=answers, design=Design(CELLS * contexts, margin=margin))
+
+
+def test_an_engine_that_flips_too_much_for_the_margin_is_refused() -> None:
+    with pytest.raises(QualityError) as caught:
+        check_noise(restless(0.6, 60, 0.03))
+    for part in ("A/A: ", "a margin of 3 points needs ", "240 are planned", "deterministic"):
+        assert part in str(caught.value)
+    check_noise(restless(0.02, 60, 0.03))
+
+
+def test_the_noise_of_single_contexts_is_not_known_yet() -> None:
+    # One context of each cell was asked twice: their spread is nobody's to know.
+    record = restless(0.6, 4, 0.3)
+    again = [row for row in record.answers if row.repeat and row.length in LENGTHS]
+    assert len({row.context for row in again}) == CELLS
+    check_noise(record)
+
+
+@pytest.mark.parametrize("margin", [0.005, 0.0225])
+def test_a_plan_too_small_for_its_margin_is_not_blamed_on_the_engine(margin: float) -> None:
+    """Four questions behind a context tell less than eight, with which the second would do."""
+    small = Design(CELLS * 60, margin=margin).needed(*spread(DISCORDANCE, CORRELATION, 8)) > 240
+    assert small == (margin == 0.005)
+    check_noise(restless(0.6, 60, margin))
+
+
+def test_a_reference_that_only_guesses_is_refused() -> None:
+    record = evaluation(12)
+    check_floor(record)
+    wrong = tuple(replace(row, right=0.0) for row in record.answers)
+    with pytest.raises(QualityError, match="hardly more than guessing"):
+        check_floor(replace(record, answers=wrong))

@@ -25,7 +25,7 @@ from sglang_indexcache.evaluate.request import EvaluationRequest, shown_in_words
 from sglang_indexcache.evaluate.tasks.files import Item
 from sglang_indexcache.stats.power import spread
 from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
-from tests.evaluate.tasks.published import graphwalks_row, mrcr_row, prompt_row, write
+from tests.evaluate.tasks.published import graphwalks_row, prompt_row, write
 
 PLAN = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2)
 
@@ -123,12 +123,6 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
         select_rows(PLAN, {"prompts": path}, Strict(), 4096)
 
 
-def test_rows_are_told_while_they_are_counted(mixed: Path) -> None:
-    told: list[tuple[str, int]] = []
-    select_rows(PLAN, {"prompts": mixed}, Words(), 4096, lambda *one: told.append(one))
-    assert told == [("prompts", row) for row in range(1, 13)]
-
-
 def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "short.jsonl", [prompt_row(n, " yes", 3) for n in range(4)])
     said = r"short.jsonl has nothing that can be asked. prompts: 0 of 4 rows are asked. Left out: 4"
@@ -184,7 +178,7 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
     request = EvaluationRequest(
         Path(), "full", ("1/4",), "", plan, Corpus(Words(), HAYSTACK, 4), ""
     )
-    found = sum(request.tokens().values())
+    found = request.tokens()
     pages = 64 * sum(times)  # what is left of a page is computed once more
     assert least <= found - control <= least + pages
 
@@ -281,10 +275,3 @@ def test_turns_of_a_conversation_are_one_observation(tmp_path: Path) -> None:
     found = selection(write(tmp_path / "talks.jsonl", rows))
     assert [len(cell.rows) for cell in found.taken] == [4]
     assert "4 that begin as another row does" in found.told[0]
-
-
-def test_mrcr_is_taken_as_it_is_published(tmp_path: Path) -> None:
-    path = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(4)])
-    found = selection(path, "mrcr")
-    assert [cell.rows for cell in found.taken] == [found.taken[0].rows]
-    assert sorted(found.taken[0].rows) == [1, 2, 3, 4]

@@ -200,8 +200,6 @@ class FakeServer:
         if "logprob_start_len" in body:
             shown = self.pattern if fault == "ignores" else pattern
             entries, rows = self.score(ids, start, shown, fault)
-            if fault == "nothing scored":
-                entries, rows = [], []
             info["input_token_logprobs"] = [[None, ids[start], None], *entries]
             info["input_top_logprobs"] = [None, *rows]
         return {"meta_info": info | OF_AN_ANSWER.get(fault, {}), "text": "", "output_ids": []}
@@ -238,8 +236,7 @@ class FakeServer:
         entries, rows = [], []
         for token in ids[start + 1 :]:
             own, other = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
-            own = float("nan") if fault == "nan" else own
-            entries.append([own, token + (fault == "other tokens"), None])
+            entries.append([own, token, None])
             rows.append(sorted([[own, token, None], [other, 7, None], [-6.0, 9, None]])[::-1])
         return entries, rows
 
@@ -279,8 +276,6 @@ class Handler(BaseHTTPRequestHandler):
             self._answer({}, 503)
         elif fake.fault == "stops" and fake.calls > fake.after:
             self._answer({}, 503)
-        elif fake.fault == "stranger" and self.path != "/health":
-            self._answer({}, 404)
         else:
             with fake.guard:
                 self._answer(fake.server_info() if self.path == "/server_info" else {})
@@ -338,8 +333,6 @@ class Handler(BaseHTTPRequestHandler):
             self._answer({"error": "too hard"}, 500)
         elif fault in ("reset", "cut", "half json"):
             self._half(replies, with_length=fault != "half json", reset=fault == "reset")
-        elif fault == "list of garbage":
-            self._answer([{"hello": "world"}] * len(replies))
         else:
             self._answer(*REFUSALS.get(fault, (replies,)))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -40,11 +38,6 @@ def random_index(dtype: torch.dtype = torch.float64, grad: bool = True) -> Index
 def random_attention(dtype: torch.dtype = torch.float64) -> AttentionInputs:
     queries, keys = (torch.randn(B, N, T, W, dtype=dtype) for _ in range(2))
     return AttentionInputs(queries, keys, W**-0.5)
-
-
-def kl_divergence(p: torch.Tensor, scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """KL(p || softmax(scores)) over ``support``."""
-    return losses._divergence(p, losses._log_softmax(scores, support))
 
 
 def packed() -> Layout:
@@ -267,56 +260,6 @@ def test_autocast_changes_no_bit(topk: int | None) -> None:
         assert torch.equal(a, b)
 
 
-def test_an_infinitely_bad_score_costs_only_where_p_is() -> None:
-    infinity = float("inf")
-    scores = torch.tensor([[1.0, -infinity, 2.0]], dtype=torch.float64, requires_grad=True)
-    everything = torch.ones(1, 3, dtype=torch.bool)
-    p = torch.tensor([[0.25, 0.0, 0.75]], dtype=torch.float64)
-    loss = kl_divergence(p, scores, everything)
-    short = scores.detach()[:, [0, 2]]
-    expected = (p[:, [0, 2]] * (p[:, [0, 2]].log() - short.log_softmax(-1))).sum(-1)
-    torch.testing.assert_close(loss, expected)
-    (gradient,) = torch.autograd.grad(loss.sum(), scores)
-    torch.testing.assert_close(gradient, scores.detach().softmax(-1) - p)
-    assert kl_divergence(p.roll(1, -1), scores, everything).item() == infinity
-
-
-def test_kl_over_no_key_is_zero_with_zero_gradient() -> None:
-    scores = torch.randn(2, 3, requires_grad=True)
-    loss = kl_divergence(torch.zeros(2, 3), scores, torch.zeros(2, 3, dtype=torch.bool))
-    assert loss.tolist() == [0, 0]
-    assert not torch.autograd.grad(loss.sum(), scores)[0].any()
-
-
-def test_gradcheck() -> None:
-    index, target, layout = random_index(), random_attention(), packed()
-
-    def loss(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return distillation_loss(IndexInputs(queries, keys, weights), [target], layout, block=4)
-
-    assert torch.autograd.gradcheck(loss, (index.queries, index.keys, index.weights))
-
-
-@pytest.mark.parametrize("topk", [K, FEW], ids=["masked", "gathered"])
-def test_gradcheck_of_the_sparse_form_with_a_fixed_selection(topk: int) -> None:
-    index, target, layout = random_index(), random_attention(), packed()
-    selected = select_top_k(index, layout, topk, 5)
-
-    def loss(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        given = IndexInputs(queries, keys, weights)
-        return distillation_loss(given, [target], layout, selected, block=4)
-
-    assert torch.autograd.gradcheck(loss, (index.queries, index.keys, index.weights))
-
-
-def test_an_upstream_factor_scales_the_gradient() -> None:
-    index, target, layout = random_index(), random_attention(), packed()
-    once = gradients(distillation_loss(index, [target], layout), index)
-    thrice = gradients(3 * distillation_loss(index, [target], layout), index)
-    for a, b in zip(once, thrice, strict=True):
-        torch.testing.assert_close(3 * a, b)
-
-
 def test_nothing_but_the_indexer_gets_a_gradient() -> None:
     index, layout = random_index(), packed()
     queries, keys = (torch.randn(B, N, T, W, requires_grad=True) for _ in range(2))
@@ -405,24 +348,6 @@ def test_extreme_scores_stay_finite_in_float32(scale: float) -> None:
     assert torch.isfinite(loss)
     assert loss >= 0
     assert all(torch.isfinite(g).all() for g in gradients(loss, index))
-
-
-def test_kl_of_equal_distributions_is_zero_and_of_disjoint_ones_is_large() -> None:
-    scores = torch.randn(3, 8, dtype=torch.float64)
-    everything = torch.ones(3, 8, dtype=torch.bool)
-    same = kl_divergence(scores.softmax(-1), scores, everything)
-    torch.testing.assert_close(same, torch.zeros(3, dtype=torch.float64), atol=1e-14, rtol=0)
-    p = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    q_scores = torch.tensor([1000.0, 0.0], dtype=torch.float64)
-    assert kl_divergence(p, q_scores, torch.ones(2, dtype=torch.bool)).item() == 1000.0
-
-
-def test_kl_by_hand() -> None:
-    p = torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)
-    support = torch.tensor([True, True, True, False])
-    uniform = torch.zeros(4, dtype=torch.float64)
-    expected = math.log(3) - 1.5 * math.log(2)  # log n minus the entropy of p
-    assert kl_divergence(p, uniform, support).item() == pytest.approx(expected, abs=1e-15)
 
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:

@@ -70,6 +70,10 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(base: Path, tmp_path: Path) -> Adapter:
+    return adapter_of(base, tmp_path)
+
+
+def adapter_of(base: Path, tmp_path: Path) -> Adapter:
     tensors = {
         f"model.layers.{layer}.self_attn.indexer.{name}": torch.randn(shape)
         for layer in PATTERN.full_layers
@@ -156,13 +160,6 @@ def test_a_base_whose_indexers_are_stored_in_another_form(base: Path, tmp_path: 
     name = "model.layers.2.self_attn.indexer.wk.weight"
     tensors[name] = tensors[name].char()
     save_file(tensors, path)
-    shapes = indexer_shapes(SHAPE).items()
-    new = {
-        f"model.layers.{layer}.self_attn.indexer.{inside}": torch.ones(shape)
-        for layer in PATTERN.full_layers
-        for inside, shape in shapes
-    }
-    folder = tmp_path / "adapter"
-    write_adapter(folder, pattern=PATTERN, checkpoint=base, tensors=new, record={})
+    folder = adapter_of(base, tmp_path).folder
     with pytest.raises(CheckpointError, match=r"indexer.wk.weight as I8; other weights can take"):
         merge(folder, base, tmp_path / "merged", quiet)

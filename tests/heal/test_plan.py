@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,8 @@ from sglang_indexcache.heal.heal import HealOptions
 from sglang_indexcache.heal.local import LocalSharing
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.passing import Passing
-from sglang_indexcache.heal.plan import (
-    GpuMachine,
-    HealPlan,
-    Job,
-    dry_run,
-    machine_of,
-    plan,
-    plan_of,
-)
+from sglang_indexcache.heal.plan import GpuMachine, HealPlan, dry_run, machine_of, plan_of
 from sglang_indexcache.heal.sharing import Stage
-from sglang_indexcache.heal.weights import META
 from sglang_indexcache.pattern import Pattern
 from tests.heal.checkpoints import checkpoint, quantise
 from tests.heal.models import LAYERS, TOPK, tokens
@@ -31,6 +23,11 @@ from tests.heal.test_frozen import Memory
 
 LENGTH = 40
 MACHINE = GpuMachine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=1e12)
+
+
+def options(folder: Path, **changes: object) -> HealOptions:
+    given = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
+    return HealOptions(**{**given, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -42,18 +39,16 @@ def test_the_peak_of_each_device_is_as_planned(
     """Every tensor that a step makes is counted, and what is held is what loading added."""
     checkpoint(tmp_path, dtype=torch.bfloat16)
     quantise(tmp_path)
-
-    def body_on(places: list[torch.device]) -> tuple[FrozenBody, LocalSharing]:
-        sharing = LocalSharing(Pattern(pattern), TOPK, block=16)
-        body = FrozenBody(tmp_path, Pattern(pattern), sharing, torch.bfloat16, places)
-        return body, sharing
-
-    job = Job({stage: LENGTH}, rows=1, micro_rows=1, steps={stage: 1}, judged_rows=0)
-    planned = plan(*body_on([META] * devices), job, MACHINE)
+    dense = int(stage is Stage.WARMUP)
+    steps = {"dense_steps": dense, "sparse_steps": 1 - dense, "lr": 1e-3}
+    asked = options(tmp_path, pattern=pattern, block=16, **steps)
+    planned = plan_of(asked, replace(MACHINE, gpus=devices))
 
     ids, positions = tokens(1, LENGTH), torch.arange(LENGTH)[None]
     with Memory() as seen:
-        body, sharing = body_on([torch.device("cpu")] * devices)
+        sharing = LocalSharing(Pattern(pattern), TOPK, block=16)
+        cpus = [torch.device("cpu")] * devices
+        body = FrozenBody(tmp_path, Pattern(pattern), sharing, torch.bfloat16, cpus)
         held = []
         for number in range(LAYERS):
             before = seen._alive
@@ -77,11 +72,6 @@ def test_the_peak_of_each_device_is_as_planned(
             embedding = body._embedding.nbytes if 0 in share else 0
             measured = sum(held[n] for n in share) + state + embedding + seen.peak - start
             assert found.peak == pytest.approx(measured, rel=0.1)
-
-
-def options(folder: Path, **changes: object) -> HealOptions:
-    given = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
-    return HealOptions(**{**given, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
 
 
 def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
@@ -116,20 +106,13 @@ def test_a_stage_is_counted_at_its_own_length(tmp_path: Path) -> None:
 
 def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
     checkpoint(tmp_path)
-    sharing = LocalSharing(Pattern("FSFS"), TOPK)
-    body = FrozenBody(tmp_path, Pattern("FSFS"), sharing, torch.bfloat16, [META] * 2)
-    found = [
-        plan(
-            body,
-            sharing,
-            Job({Stage.WARMUP: LENGTH}, rows, 1, {Stage.WARMUP: 8 // rows}, 0),
-            MACHINE,
-        )
+    one, eight = (
+        plan_of(options(tmp_path, rows=rows, dense_steps=8 // rows, lr=1e-3), MACHINE)
         for rows in (1, 8)
-    ]
-    assert found[0].busy == pytest.approx(1)
-    assert 1.2 < found[1].busy < 2
-    assert found[1].hours == pytest.approx(found[0].hours / found[1].busy)
+    )
+    assert one.busy == pytest.approx(1)
+    assert 1.2 < eight.busy < 2
+    assert eight.hours == pytest.approx(one.hours / eight.busy)
 
 
 def test_gpus_are_written_as_a_count_and_a_name() -> None:

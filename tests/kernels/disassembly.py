@@ -1,9 +1,11 @@
 """What the compiler made of the kernels: registers and spills (its log), instructions (SASS)."""
 
+import hashlib
 import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 _NAME = re.compile(r"(?<=\d)([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?")
 _FUNCTION = re.compile(r"Function : (\w+)")
 _LINE = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+([^;]+?)\s*;", re.MULTILINE)
+_JUMP = re.compile(r"\bBRA\S*\s.*?(0x[0-9a-f]+)$")
 _NAME_OF_INSTRUCTION = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -117,3 +120,37 @@ def instructions(code: list[tuple[int, str]]) -> Counter[str]:
     """How often each instruction stands in a kernel, without its predicate and operands."""
     found = (_NAME_OF_INSTRUCTION.match(line) for _, line in code)
     return Counter(match[1] for match in found if match)
+
+
+def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[str]:
+    """The names of a loop's instructions, in order: of the shortest that holds what it must.
+
+    What its registers are called and where it lies does not show, so that a change elsewhere in the
+    kernel leaves it as it is, if the compiler does.
+
+    Args:
+        code: of one kernel.
+        holds: instructions that it has at least so many of, by how their names begin.
+
+    Raises:
+        KernelError: there is no such loop.
+    """
+    index = {address: at for at, (address, _) in enumerate(code)}
+    names = [found[1] if (found := _NAME_OF_INSTRUCTION.match(line)) else "" for _, line in code]
+    loops = []
+    for at, (address, line) in enumerate(code):
+        jump = _JUMP.search(line)
+        if jump and int(jump[1], 16) < address:
+            loops.append(names[index[int(jump[1], 16)] : at + 1])
+
+    def fits(loop: list[str]) -> bool:
+        return all(sum(x.startswith(name) for x in loop) >= n for name, n in holds.items())
+
+    if not any(map(fits, loops)):
+        raise KernelError(f"no loop holds {holds}")
+    return min(filter(fits, loops), key=len)
+
+
+def fingerprint(loop: list[str]) -> str:
+    """How many instructions a loop has, and a digest of which, in their order."""
+    return f"{len(loop)}, {hashlib.sha256(' '.join(loop).encode()).hexdigest()[:12]}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.kernels import yardstick
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build as building
 from sglang_indexcache.kernels import cuda
@@ -119,6 +120,8 @@ def test_indexer_uses_fp8_wgmma_and_tma(
     assert count(code, "UTMALDG.2D") >= 1, "queries"
     assert count(code, "UTMALDG.3D") >= 1, "keys from their pages"
     assert count(code, "UBLKCP") >= 1, "scales"
+    asks = kernel.startswith("select")
+    assert count(code, "ATOMG.E.INC") == count(code, "ATOMG") == asks, "for a tile"
     # 96 or 192 registers of accumulators and weights; a thread has 96 of 640, 168 of 384.
     wide = columns == (128 if kernel.startswith("select") else 256)
     assert (count(code, "USETMAXREG") == 2) == wide, "registers move to the math warpgroups"
@@ -298,6 +301,51 @@ def most_registers(code: Code) -> dict[int, bool]:
     return found
 
 
+LOOPS = {
+    "page": {"QGMMA": 4},
+    "gate": {"LDS.128": 2, "ATOMS.POPC": 1},
+    "step": {"HGMMA": 40},
+    "gather": {"LDGSTS": 72},
+    "conversion": {"F2FP": 100, "LDGSTS": 16},
+}
+"""What a hot loop must hold: so it is found, wherever it lies."""
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("kernel", "loop"), yardstick.COUNTED)
+def test_the_yardstick_counts_the_loops_of_today(
+    kernel: str, loop: str, code: dict[str, Code]
+) -> None:
+    if building.nvcc_version() != yardstick.COUNTED_OF:
+        pytest.skip("another nvcc makes other loops")
+    found = report.fingerprint(report.innermost(code[kernel], LOOPS[loop]))
+    assert found == yardstick.COUNTED[kernel, loop], (
+        "this hot loop is not the one whose clocks benchmarks/kernels/yardstick.py holds: count "
+        "them again as is said there, and run it with --publish"
+    )
+
+
+def test_a_changed_loop_has_another_fingerprint() -> None:
+    """Registers and addresses may differ; an instruction, or two in another order, may not."""
+
+    def loop(*body: str, start: int = 16) -> Code:
+        lines = ["NOP", *body, f"@P0 BRA {hex(start)}", "EXIT"]
+        return [(16 * at, line) for at, line in enumerate(lines)]
+
+    def print_of(code: Code) -> str:
+        return report.fingerprint(report.innermost(code, {"QGMMA": 1}))
+
+    counted = print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "FMUL R3, R3, R3"))
+    assert counted.startswith("4, ")
+    assert print_of(loop("FADD R7, R8, R2", "@!P1 QGMMA.64x8 R9", "FMUL R1, R1, R3")) == counted
+    assert print_of(loop("FMUL R3, R3, R3", "QGMMA.64x8 R4", "FADD R0, R1, R2")) != counted
+    assert print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "NOP", "FMUL R3, R3, R3")) != counted
+    outer = [*loop("QGMMA.64x8 R4")[:-1], (48, "NOP"), (64, "@P1 BRA 0x0"), (80, "EXIT")]
+    assert report.innermost(outer, {"QGMMA": 1}) == ["QGMMA.64x8", "BRA"]
+    with pytest.raises(KernelError, match="no loop holds"):
+        report.innermost(outer, {"HGMMA": 1})
+
+
 @needs_nvcc
 def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> None:
     """Every export takes what the Python side gives it, and then wants it on a GPU."""
@@ -321,7 +369,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
         lambda: topk.topk_of_requests(logits, rows, None, 2, None, chosen),
         lambda: indexer.indexer_logits(q, weights, pages, table, starts, 1, rows, logits),
         lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
-        lambda: indexer.indexer_select(*batch, True, lists, chosen),
+        lambda: indexer.indexer_select(*batch, True, lists, rows[:1], chosen),
         lambda: mla.sparse_mla_pack(slots, 2, *packed),
         lambda: mla.sparse_mla_clusters(cache, 8),
         lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),

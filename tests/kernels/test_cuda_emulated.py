@@ -167,22 +167,65 @@ class Batch:
 SELECT_TILES = [(8, 8), (32, 8), (64, 4)]
 
 
+def new_counter() -> NDArray:
+    """Of the tiles that blocks have taken: what each launch expects and leaves."""
+    return np.zeros(1, dtype=np.uint32)
+
+
+def select(
+    batch: Batch,
+    tile_rows: int,
+    k: int,
+    blocks: int,
+    *,
+    slow: int = -1,
+    as_slots: bool = False,
+    counter: NDArray | None = None,
+) -> NDArray:
+    """The fused kernel over a batch; raises AssertionError with what went wrong.
+
+    Args:
+        slow: a block that gets to run only while the others wait or have ended; -1: none.
+    """
+    out = np.full((batch.rows, k), 7777777, dtype=np.int32)
+    sizes = batch.q.shape[1], tile_rows, k, blocks, slow
+    counter = new_counter() if counter is None else counter
+    run("select", byref(batch.call), *sizes, c_bool(as_slots), pointer(counter), pointer(out))
+    return out
+
+
 @pytest.mark.parametrize(("heads", "tile_rows"), SELECT_TILES)
 @pytest.mark.parametrize("as_slots", [False, True])
 def test_select(heads: int, tile_rows: int, as_slots: bool, random: np.random.Generator) -> None:
     """Ragged requests over tiles, an empty one, rows that see fewer than k tokens, padding rows."""
     batch = Batch(random, heads, [3, 0, 11, 1, 6], [130, 40, 200, 1, 300], padding=5)
     k, blocks = 50, 2
-    out = np.full((batch.rows, k), 7777777, dtype=np.int32)
-    run("select", byref(batch.call), heads, tile_rows, k, blocks, c_bool(as_slots), pointer(out))
+    out = select(batch, tile_rows, k, blocks, as_slots=as_slots)
     np.testing.assert_array_equal(out, batch.selected(k, as_slots=as_slots))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slow"), [(1, -1), (3, 0), (3, 2), (7, -1)], ids=["one", "first", "last", "many"]
+)
+def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Generator) -> None:
+    """Four tiles, the last of one row: for one block; for three, one of which is so slow that it
+    finds none left; for seven. Each launch goes on with the counter as the one before left it."""
+    batch = Batch(random, 8, [9, 0, 13, 3], [700, 30, 70, 200])
+    expected, counter, tiles = batch.selected(40, as_slots=True), new_counter(), 4
+    for _ in range(3):
+        batch.call.seed = int(random.integers(1 << 40))
+        out = select(batch, 8, 40, blocks, slow=slow, as_slots=True, counter=counter)
+        np.testing.assert_array_equal(out, expected)
+        assert counter[0] == 0, "no question too many, none too few"
+        asked = [emulator().emulated_questions(block) for block in range(blocks)]
+        assert sum(asked) == tiles + blocks, "every tile is taken once, and all hear of the end"
+        assert min(asked) == 1 if blocks == 7 else slow < 0 or asked[slow] == 1
 
 
 def test_select_through_many_checks(random: np.random.Generator) -> None:
     """Long enough for the floors to rise several times."""
     batch = Batch(random, 32, [4, 3], [9500, 2500])
-    out = np.full((batch.rows, 32), 7777777, dtype=np.int32)
-    run("select", byref(batch.call), 32, 8, 32, 1, c_bool(False), pointer(out))
+    out = select(batch, 8, 32, 1)
     np.testing.assert_array_equal(out, batch.selected(32, as_slots=False))
 
 
@@ -191,14 +234,13 @@ def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
     batch = Batch(random, 8, [2], [12_000])
     batch.weights[:] = 0
     batch.logits = [logits * 0 for logits in batch.logits]
-    out = np.full((batch.rows, 40), 7777777, dtype=np.int32)
-    run("select", byref(batch.call), 8, 8, 40, 1, c_bool(False), pointer(out))
+    out = select(batch, 8, 40, 1)
     np.testing.assert_array_equal(out, batch.selected(40, as_slots=False))
 
 
+MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "known", "read")
 MUTANTS = [
-    *(("wait", name) for name in ("full", "empty", "scored", "queries_full", "queries_empty")),
-    *(("arrive", name) for name in ("full", "empty", "scored", "queries_full", "queries_empty")),
+    *((what, name) for what in ("wait", "arrive") for name in MBARRIERS),
     ("pass", "turn"),
     ("sync", "segment"),
     ("sync", "gate"),
@@ -211,7 +253,7 @@ would still be right, and slower."""
 def test_a_role_that_does_not_wait_is_found(what: str, barrier: str) -> None:
     """A deadlock, a misused barrier or a wrong selection, in one of a dozen orders of execution."""
     random = np.random.default_rng(7)
-    long = Batch(random, 8, [8, 3, 9], [2100, 900, 40])
+    long = Batch(random, 8, [9, 3, 8], [40, 900, 2100])
     ties = Batch(random, 8, [2], [16_500])  # a list that must be cut, by all gate warps together
     ties.weights[:] = 0
     ties.logits = [logits * 0 for logits in ties.logits]
@@ -220,10 +262,10 @@ def test_a_role_that_does_not_wait_is_found(what: str, barrier: str) -> None:
 
     def goes_wrong(seed: int) -> bool:
         batch.call.seed = seed
-        out = np.full((batch.rows, k), 7777777, dtype=np.int32)
-        call = byref(batch.call), 8, 8, k, 1, c_bool(False), pointer(out)
-        problem = emulator().emulate_select(*call)
-        return bool(problem) or not np.array_equal(out, expected)
+        try:
+            return not np.array_equal(select(batch, 8, k, 1), expected)
+        except AssertionError:
+            return True
 
     assert not goes_wrong(1)
     emulator().emulate_fault(what.encode(), barrier.encode())

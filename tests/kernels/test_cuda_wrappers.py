@@ -70,12 +70,16 @@ class Emulated:
         tile = {1: 1, 2: 2}.get(rows, 4) if q.shape[1] >= 32 else 4
         run("logits", byref(call), q.shape[1], tile, rows, 2, at(out), c_int64(out.stride(0)))
 
-    def indexer_select(self, q, weights, pages, table, starts, visible, slots, lists, out) -> None:
+    def indexer_select(
+        self, q, weights, pages, table, starts, visible, slots, lists, counter, out
+    ) -> None:
         self.calls.append("indexer_select")
+        assert counter.tolist() == [0]
         assert lists.shape[1:] == (indexer.select_rows(q.shape[1]), indexer.LIST_CAPACITY)
         call = call_of(q, weights, pages, table, starts, 1, visible)
         tile, k, blocks = lists.shape[1], out.shape[1], lists.shape[0]
-        run("select", byref(call), q.shape[1], tile, k, blocks, c_bool(slots), at(out))
+        results = c_bool(slots), at(counter), at(out)
+        run("select", byref(call), q.shape[1], tile, k, blocks, -1, *results)
 
     def topk(self, logits, visible, out) -> None:
         self.calls.append("topk")

@@ -103,22 +103,26 @@ const char* emulate_logits(const IndexerCall* call, int heads, int tile_rows, in
   return report(failure);
 }
 
+// All blocks run at once; `slow` is one that gets to run only while the others wait, or -1.
 const char* emulate_select(const IndexerCall* call, int heads, int tile_rows, int k, int blocks,
-                           bool as_slots, int* out) {
+                           int slow, bool as_slots, unsigned* counter, int* out) {
   std::string failure = "no such kernel";
   with_select_tile(heads, tile_rows, [&](auto* tile) {
     using T = std::remove_pointer_t<decltype(tile)>;
     std::vector<Entry> lists(size_t(blocks) * T::kRows * indexer::kListCapacity, ~Entry(0));
-    const indexer::SelectParams params = {inputs_of(*call), k, out, lists.data(), as_slots};
+    const indexer::SelectParams params = {inputs_of(*call), k,       out,
+                                          lists.data(),     counter, as_slots};
     const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
     const CUtensorMap keys = keys_map(call->pages, call->page_count);
-    failure = simt::launch(dim3(blocks, 1, 1), 1, T::kThreads,
-                           sizeof(indexer::SelectShared<T>) + 1024, call->seed, [&] {
-                             indexer::select_kernel<T::kHeads, T::kRows>(queries, keys, params);
-                           });
+    failure = simt::launch(
+        dim3(blocks, 1, 1), 1, T::kThreads, sizeof(indexer::SelectShared<T>) + 1024, call->seed,
+        [&] { indexer::select_kernel<T::kHeads, T::kRows>(queries, keys, params); }, blocks, slow);
   });
   return report(failure);
 }
+
+// How often a block of the last launch asked for a tile.
+int emulated_questions(int block) { return simt::machine().blocks[block]->questions; }
 
 // From now on "sync", "pass", "arrive" or "wait" is left out on a barrier of select_kernel<8, 8>; on
 // none if that is not the name of one.
@@ -139,6 +143,8 @@ void emulate_fault(const char* what, const char* barrier) {
   shared("queries_full", offsetof(Shared, ring.queries_full), 8);
   shared("queries_empty", offsetof(Shared, ring.queries_empty), 8);
   shared("scored", offsetof(Shared, scored), sizeof(Shared::scored));
+  shared("known", offsetof(Shared, next_tile.known), 8);
+  shared("read", offsetof(Shared, next_tile.read), 8);
 }
 
 // The next launches lack the barrier of a number, of those that the launches since a call with -1,

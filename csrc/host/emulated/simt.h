@@ -1,10 +1,10 @@
 // A GPU in slow motion: the kernels' own device code, run on the host to see whether its barriers,
 // phases, shuffles and addresses do what was meant.
 //
-// Every thread of a block (or of a cluster's blocks) is a fibre. A fibre runs until it waits for
-// others; which one goes on is random, so that a barrier that is missing shows as a wrong result and
-// one that nobody completes as a deadlock, which is reported. TMA copies land at a random later
-// moment, cp.async when it is waited for, WGMMA when it is waited for.
+// Every thread of a block (of a cluster's blocks, or of blocks that share what is left to do) is a
+// fibre. A fibre runs until it waits for others; which one goes on is random, so that a barrier that is
+// missing shows as a wrong result and one that nobody completes as a deadlock, which is reported. TMA
+// copies land at a random later moment, cp.async when it is waited for, WGMMA when it is waited for.
 //
 // Not modelled: memory proxies and their fences, memory ordering finer than a wait, time.
 #pragma once
@@ -89,8 +89,10 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   uint3 index;
-  int rank;
-  int running;  // threads that have not ended
+  int place;    // among those that run together, which its shared memory's addresses begin with
+  int rank;     // of its cluster
+  int running;        // threads that have not ended
+  int questions = 0;  // that it asked of a counter
 };
 
 struct Fibre {
@@ -123,7 +125,7 @@ inline bool fails(const char* what, uint32_t barrier) {
 }
 
 constexpr size_t kStack = 256 << 10;
-constexpr uint32_t kRankShift = 20;
+constexpr uint32_t kPlaceShift = 20;
 
 struct Machine {
   dim3 grid;
@@ -133,8 +135,9 @@ struct Machine {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fibre>> fibres;
   std::vector<std::function<void()>> in_flight;  // TMA copies
-  Meeting cluster_meeting;
-  uint64_t asleep = 0;  // warps of the cluster, modulo 64
+  std::map<int, Meeting> cluster_meetings;       // by the place of the cluster's first block
+  uint64_t asleep = 0;                           // warps of all blocks, modulo 64
+  int slow = -1;                                 // a block that runs only while all others wait
   Fibre* current = nullptr;
   ucontext_t scheduler;
   std::function<void()> kernel;
@@ -153,6 +156,9 @@ inline int missing_barrier = -1;
 
 inline Fibre& self() { return *machine().current; }
 inline Block& block() { return *self().block; }
+inline Meeting& cluster_meeting() {
+  return machine().cluster_meetings[block().place - block().rank];
+}
 inline int lane() { return self().thread.x % 32; }
 inline Warp& warp() { return block().warps[self().thread.x / 32]; }
 
@@ -226,8 +232,8 @@ inline const uint64_t* warp_meet(uint32_t mask, uint64_t value) {
 }
 
 inline unsigned char* shared_pointer(uint32_t address) {
-  Block& owner = *machine().blocks[address >> kRankShift];
-  const uint32_t offset = address & ((1u << kRankShift) - 1);
+  Block& owner = *machine().blocks[address >> kPlaceShift];
+  const uint32_t offset = address & ((1u << kPlaceShift) - 1);
   if (owner.running == 0) fail("the shared memory of a block that has ended");
   if (offset >= owner.memory.size()) fail("shared memory address out of range");
   return owner.memory.data() + offset;
@@ -237,7 +243,7 @@ inline uint32_t shared_offset(const void* pointer) {
   Block& own = block();
   const auto offset = static_cast<const unsigned char*>(pointer) - own.memory.data();
   if (offset < 0 || size_t(offset) >= own.memory.size()) fail("not a shared memory pointer");
-  return uint32_t(offset) | uint32_t(own.rank) << kRankShift;
+  return uint32_t(offset) | uint32_t(own.place) << kPlaceShift;
 }
 
 inline void entry(unsigned low, unsigned high) {
@@ -252,9 +258,9 @@ inline void entry(unsigned low, unsigned high) {
 }
 
 // Half of the warps, or all but one, get far ahead of the others, as far as barriers let them: then
-// others do.
+// others do. A slow block's are behind all others.
 inline bool sleeps(const Fibre& fibre) {
-  const int warp = fibre.block->rank * (machine().threads / 32) + fibre.thread.x / 32;
+  const int warp = fibre.block->place * (machine().threads / 32) + fibre.thread.x / 32;
   return machine().asleep >> (warp % 64) & 1;
 }
 
@@ -262,20 +268,24 @@ inline void run_blocks() {
   Machine& m = machine();
   for (;;) {
     std::vector<Fibre*> ready;
+    std::vector<Fibre*> slow;
     bool alive = false;
     bool others = false;
     for (auto& fibre : m.fibres) {
       if (fibre->done) continue;
       alive = true;
       if (fibre->ready && !fibre->ready()) continue;
-      if (sleeps(*fibre)) {
+      if (fibre->block->place == m.slow) {
+        slow.push_back(fibre.get());
+      } else if (sleeps(*fibre)) {
         others = true;
       } else {
         ready.push_back(fibre.get());
       }
     }
+    if (ready.empty() && !others && m.in_flight.empty()) ready.swap(slow);
     if (m.random() % 64 == 0 || (ready.empty() && others)) {
-      const int warps = m.threads / 32 * m.cluster;
+      const int warps = m.threads / 32 * int(m.blocks.size());
       m.asleep = m.random() % 2 ? m.random() : uint64_t(1) << m.random() % warps % 64;
     }
     if (ready.empty() && others) continue;
@@ -302,46 +312,59 @@ inline void run_blocks() {
   }
 }
 
-// Run a kernel; returns what went wrong, or nothing.
+inline std::unique_ptr<Block> new_block(int place, uint3 index, size_t shared) {
+  Machine& m = machine();
+  auto block = std::make_unique<Block>();
+  block->memory.resize(shared);
+  for (auto& byte : block->memory) byte = static_cast<unsigned char>(m.random());
+  block->warps.resize(m.threads / 32);
+  block->warpgroups.resize((m.threads + 127) / 128);
+  block->index = index;
+  block->place = place;
+  block->rank = place % m.cluster;
+  block->running = m.threads;
+  return block;
+}
+
+inline std::unique_ptr<Fibre> new_fibre(Block* block, int thread) {
+  auto fibre = std::make_unique<Fibre>();
+  fibre->block = block;
+  fibre->thread = make_uint3(thread, 0, 0);
+  fibre->stack.reset(new char[kStack]);
+  getcontext(&fibre->context);
+  fibre->context.uc_stack.ss_sp = fibre->stack.get();
+  fibre->context.uc_stack.ss_size = kStack;
+  fibre->context.uc_link = nullptr;
+  const auto address = reinterpret_cast<uintptr_t>(fibre.get());
+  makecontext(&fibre->context, reinterpret_cast<void (*)()>(entry), 2, unsigned(address),
+              unsigned(address >> 32));
+  return fibre;
+}
+
+// Run a kernel; returns what went wrong, or nothing. So many clusters run at once; the block `slow` of
+// them gets to run only while all others wait or have ended.
 inline std::string launch(dim3 grid, int cluster, int threads, size_t shared, uint64_t seed,
-                          std::function<void()> kernel) {
+                          std::function<void()> kernel, int at_once = 1, int slow = -1) {
   Machine& m = machine();
   m = Machine();
   m.random.seed(seed);
   m.grid = grid;
   m.threads = threads;
   m.cluster = cluster;
+  m.slow = slow;
   m.kernel = std::move(kernel);
   for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; x += cluster) {
+    for (unsigned x = 0; x < grid.x; x += cluster * at_once) {
       m.blocks.clear();
       m.fibres.clear();
       m.in_flight.clear();
-      m.cluster_meeting = Meeting();
-      for (int rank = 0; rank < cluster; ++rank) {
-        auto block = std::make_unique<Block>();
-        block->memory.resize(shared);
-        for (auto& byte : block->memory) byte = static_cast<unsigned char>(m.random());
-        block->warps.resize(threads / 32);
-        block->warpgroups.resize((threads + 127) / 128);
-        block->index = make_uint3(x + rank, y, 0);
-        block->rank = rank;
-        block->running = threads;
+      m.cluster_meetings.clear();
+      const int count = std::min<int>(cluster * at_once, grid.x - x);
+      for (int place = 0; place < count; ++place) {
+        m.blocks.push_back(new_block(place, make_uint3(x + place, y, 0), shared));
         for (int t = 0; t < threads; ++t) {
-          auto fibre = std::make_unique<Fibre>();
-          fibre->block = block.get();
-          fibre->thread = make_uint3(t, 0, 0);
-          fibre->stack.reset(new char[kStack]);
-          getcontext(&fibre->context);
-          fibre->context.uc_stack.ss_sp = fibre->stack.get();
-          fibre->context.uc_stack.ss_size = kStack;
-          fibre->context.uc_link = nullptr;
-          const auto address = reinterpret_cast<uintptr_t>(fibre.get());
-          makecontext(&fibre->context, reinterpret_cast<void (*)()>(entry), 2, unsigned(address),
-                      unsigned(address >> 32));
-          m.fibres.push_back(std::move(fibre));
+          m.fibres.push_back(new_fibre(m.blocks.back().get(), t));
         }
-        m.blocks.push_back(std::move(block));
       }
       run_blocks();
       if (!m.failure.empty()) return m.failure;
@@ -441,6 +464,15 @@ inline int atomicAdd(int* address, int value) {
   simt::stumble();
   const int old = *address;
   *address += value;
+  return old;
+}
+
+// One more, or zero from `most` on.
+inline unsigned atomicInc(unsigned* address, unsigned most) {
+  simt::stumble();
+  ++simt::block().questions;
+  const unsigned old = *address;
+  *address = old >= most ? 0 : old + 1;
   return old;
 }
 

@@ -113,12 +113,14 @@ class Room:
         tokens: of opening and lines together.
         questions: to draft.
         tokenizer: of the model.
+        haystack: running text, for the tasks that hide something in it.
         known: pieces of text that were tokenized before, with their ids.
     """
 
     tokens: int
     questions: int
     tokenizer: Tokenizer
+    haystack: str = ""
     known: dict[str, list[int]] = field(default_factory=dict)
 
     def encode(self, pieces: Iterable[str]) -> list[list[int]]:
@@ -158,8 +160,8 @@ class Room:
         return taken
 
 
-Task = Callable[[random.Random, Room, str], Draft]
-"""From a source of chance, the room and a haystack to a draft."""
+Task = Callable[[random.Random, Room], Draft]
+"""From a source of chance and the room to a draft."""
 
 
 def strata(draw: random.Random, count: int, total: int) -> list[int]:
@@ -195,16 +197,16 @@ def make_context(
         task: in :data:`~sglang_indexcache.evaluate.tasks.TASKS`.
         length: tokens of the context with its longest question and that question's answer.
         seed: which context of the task.
-        haystack: running text for the tasks that hide something in it.
+        haystack: see :class:`Room`.
 
     Raises:
         QualityError: a length too small for the task, or a haystack that is too short.
     """
-    room = Room(length, questions, tokenizer)
+    room = Room(length, questions, tokenizer, haystack)
     reserve = over = 0
     for last in (*[False] * (_DRAFTS - 1), True):
         draw = random.Random(f"{name} {length} {seed}")
-        draft = task(draw, replace(room, tokens=length - reserve), haystack)
+        draft = task(draw, replace(room, tokens=length - reserve))
         before, behind = around(tokenizer) if draft.chat else (beginning(tokenizer), [])
         asked = [_question(n, one, room, behind) for n, one in enumerate(draft.asked)]
         pieces = room.encode(f"\n{piece}" for piece in (draft.opening, *draft.lines))

@@ -45,9 +45,8 @@ _SEARCH = _OPENING.format(
 _BEGUN = "\nFinal Answer: ["
 
 
-def parents(draw: random.Random, room: Room, haystack: str) -> Draft:
+def parents(draw: random.Random, room: Room) -> Draft:
     """A random graph, and who leads to a node."""
-    del haystack
     graph = _edges(draw, room, _PARENTS, DEGREE)
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for line, (source, target) in enumerate(graph):
@@ -64,8 +63,7 @@ def parents(draw: random.Random, room: Room, haystack: str) -> Draft:
 def search(depth: int) -> Task:
     """A random graph, and what a breadth-first search reaches at a depth."""
 
-    def task(draw: random.Random, room: Room, haystack: str) -> Draft:
-        del haystack
+    def task(draw: random.Random, room: Room) -> Draft:
         graph = _edges(draw, room, _SEARCH, SEARCHED_DEGREE)
         leaving: dict[int, list[int]] = defaultdict(list)
         for line, (source, _) in enumerate(graph):

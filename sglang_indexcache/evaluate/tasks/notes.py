@@ -1,7 +1,7 @@
 """Notes: a word for a word, in running text.
 
 Needles in the form in which this project's small checkpoint learned to find them
-(``heal/data/retrieval.py``): ``# name is value`` hidden in text, ``? name is`` at the end.
+(``data/retrieval.py``): ``# name is value`` hidden in text, ``? name is`` at the end.
 Names and values are words that the tokenizer has in one piece, every other one a name as in
 training, so an answer is one token, and all that a model without the right passage can do is guess
 among the notes. For models that are too small for the published forms; a released model finds it
@@ -22,14 +22,14 @@ SHORTEST = 3
 _OPENING = "# notes"
 
 
-def notes(draw: random.Random, room: Room, haystack: str) -> Draft:
+def notes(draw: random.Random, room: Room) -> Draft:
     """Notes between the lines of a text, which is repeated if it is too short.
 
     Raises:
         QualityError: a haystack without words, or a tokenizer with too few words of one token.
     """
-    needs_haystack("notes", haystack, 1)
-    text = [line for line in haystack.splitlines() if line.strip()]
+    needs_haystack("notes", room.haystack, 1)
+    text = [line for line in room.haystack.splitlines() if line.strip()]
     begin = draw.randrange(len(text))
     pairs = _pairs(draw, room)
     hidden = [f"# {name} is {value}" for name, value in pairs]
@@ -48,16 +48,15 @@ def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:
     names, values = (
         [word for word in half if len(word) >= SHORTEST] for half in (words[0::2], words[1::2])
     )
-    if len(names) < room.questions:
-        raise QualityError(
-            f"notes with {room.questions} questions needs as many one-token words for names, and "
-            f"the tokenizer has {len(names)}; ask for fewer questions, or for another task"
-        )
-    chosen = draw.sample(names, room.questions)
+    chosen = _sample(draw, names, room.questions)
     others = [word for word in values if not any(word in name for name in chosen)]
-    if len(others) < room.questions:
+    return list(zip(chosen, _sample(draw, others, room.questions), strict=True))
+
+
+def _sample(draw: random.Random, words: list[str], count: int) -> list[str]:
+    if len(words) < count:
         raise QualityError(
-            f"notes with {room.questions} questions needs as many one-token words for values, and "
-            f"the tokenizer has {len(others)}; ask for fewer questions, or for another task"
+            f"notes with {count} questions needs as many one-token words for names and values, and "
+            f"the tokenizer has {len(words)}; ask for fewer questions, or for another task"
         )
-    return list(zip(chosen, draw.sample(others, room.questions), strict=True))
+    return draw.sample(words, count)

@@ -39,17 +39,17 @@ _QUESTION = (
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th", "9th")
 
 
-def rounds(draw: random.Random, room: Room, haystack: str) -> Draft:
+def rounds(draw: random.Random, room: Room) -> Draft:
     """A conversation full of look-alike requests.
 
     Raises:
         QualityError: a haystack of too few different passages, or more turns than requests.
     """
     words = min(64, max(8, room.tokens // 96))
-    needs_haystack("rounds", haystack, 2 * words * room.questions)
+    needs_haystack("rounds", room.haystack, 2 * words * room.questions)
     longest = _TURN.format(form="review", topic="squirrel", passage="{}")
     turns = room.fill(
-        (longest.format(passage) for passage in windows(draw, haystack, words)),
+        (longest.format(passage) for passage in windows(draw, room.haystack, words)),
         beside=[_OPENING],
         least=room.questions,
     )

@@ -39,9 +39,8 @@ _CHAIN_BEGUN = (
 )
 
 
-def needles(draw: random.Random, room: Room, haystack: str) -> Draft:
+def needles(draw: random.Random, room: Room) -> Draft:
     """A haystack that is made of needles."""
-    del haystack
     pairs: list[tuple[str, str]] = []
 
     def lines() -> Iterator[str]:
@@ -62,9 +61,8 @@ def _uuid(draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
-def tracking(draw: random.Random, room: Room, haystack: str) -> Draft:
+def tracking(draw: random.Random, room: Room) -> Draft:
     """Chains of assignments in noise."""
-    del haystack
     count = HOPS + 1
     variables = _variables(draw, count * room.questions)
     values = draw.sample(range(10_000, 100_000), room.questions)

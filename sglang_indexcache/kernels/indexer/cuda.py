@@ -74,6 +74,8 @@ def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
     blocks = min(_tiles_and_sms(batch))
     shape = (blocks, select_rows(batch.q.shape[1]), LIST_CAPACITY)
     lists = torch.empty(shape, dtype=torch.int64, device=batch.q.device)
+    # A launch's own: one that is kept would be counted at by launches on two streams at once.
+    counter = torch.zeros(1, dtype=torch.int32, device=batch.q.device)
     library("indexer").indexer_select(
         _bytes(batch.q),
         batch.weights,
@@ -83,6 +85,7 @@ def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
         batch.visible,
         as_slots,
         lists,
+        counter,
         out,
     )
 

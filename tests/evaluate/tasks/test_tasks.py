@@ -249,9 +249,9 @@ def test_no_place_is_drawn_twice(count: int, total: int) -> None:
         assert 0 <= places[0] <= places[-1] < total
 
 
-def stubborn(draw: random.Random, room: Room, haystack: str) -> Draft:
+def stubborn(draw: random.Random, room: Room) -> Draft:
     """As many lines whatever room there is; every third must stay, and an answer is in the last."""
-    del draw, haystack
+    del draw
     lines = [f"line {number} says something" for number in range(60)]
     asked = [Asked(f"What says line {number}?", " something", (number,)) for number in (0, 59)]
     return Draft("Read.", lines, asked[: room.questions], frozenset(range(0, 60, 3)))
@@ -278,8 +278,8 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
 
 def test_lines_that_an_answer_rests_on_are_kept() -> None:
     """The i-th of look-alike turns is another one without those before it."""
-    room = Room(16384, 8, Words())
-    draft = TASKS["rounds"](random.Random(1), room, haystack())
+    room = Room(16384, 8, Words(), haystack())
+    draft = TASKS["rounds"](random.Random(1), room)
     sizes = [len(ids) for ids in room.encode(f"\n{line}" for line in draft.lines)]
     shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))
     assert over <= 0

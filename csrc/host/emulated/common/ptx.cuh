@@ -69,7 +69,7 @@ inline void named_barrier_arrive_now(int id, int threads) {
 }
 
 inline simt::Mbarrier& mbarrier_at(uint32_t address) {
-  auto& all = simt::machine().blocks[address >> simt::kRankShift]->mbarriers;
+  auto& all = simt::machine().blocks[address >> simt::kPlaceShift]->mbarriers;
   const auto found = all.find(address);
   if (found == all.end()) simt::fail("an mbarrier that was not initialised");
   return found->second;
@@ -224,15 +224,15 @@ inline uint32_t cluster_rank() { return simt::block().rank; }
 inline uint32_t cluster_size() { return simt::machine().cluster; }
 
 __forceinline__ void cluster_sync() {
-  simt::barrier(simt::machine().cluster_meeting,
-                simt::machine().threads * simt::machine().cluster);
+  simt::barrier(simt::cluster_meeting(), simt::machine().threads * simt::machine().cluster);
 }
 
 // The same barrier: that it orders nothing is not modelled.
 __forceinline__ void cluster_leave() { cluster_sync(); }
 
 inline uint32_t peer_address(uint32_t address, uint32_t rank) {
-  return (address & ((1u << simt::kRankShift) - 1)) | rank << simt::kRankShift;
+  const uint32_t place = simt::block().place - simt::block().rank + rank;
+  return (address & ((1u << simt::kPlaceShift) - 1)) | place << simt::kPlaceShift;
 }
 
 inline float load_peer(uint32_t address) {

@@ -25,13 +25,13 @@ struct Operand {
   uint32_t start;
   uint32_t leading;
   uint32_t stride;
-  uint32_t block;  // bits of the rank
+  uint32_t block;  // bits of the place
 
-  Operand(uint64_t bits, uint32_t rank) {
+  Operand(uint64_t bits, uint32_t place) {
     start = (bits & 0x3FFF) << 4;
     leading = (bits >> 16 & 0x3FFF) << 4;
     stride = (bits >> 32 & 0x3FFF) << 4;
-    block = rank << simt::kRankShift;
+    block = place << simt::kPlaceShift;
     if (bits >> 62 != 1 || (bits >> 49 & 7) != 0) simt::fail("not a 128-byte swizzle descriptor");
   }
 
@@ -70,10 +70,10 @@ inline float bf16(const unsigned char* bytes) {
 }
 
 // The 16 rows of one warp.
-inline void multiply(simt::Warpgroup& group, int warp, size_t number, int rank) {
+inline void multiply(simt::Warpgroup& group, int warp, size_t number, int place) {
   const simt::WgmmaStep& first = group.steps[warp * 32][number];
-  const Operand a(first.a, rank);
-  const Operand b(first.b, rank);
+  const Operand a(first.a, place);
+  const Operand b(first.b, place);
   const int depth = first.kind == 0 ? 32 : 16;
   std::vector<float> left(64 * depth);
   std::vector<float> right(first.columns * depth);
@@ -135,7 +135,7 @@ void wgmma_wait(float (&d)[kCount]) {
     }
   }
   for (size_t number = 0; number < lanes[0].size(); ++number) {
-    emulated::multiply(group, warp, number, simt::block().rank);
+    emulated::multiply(group, warp, number, simt::block().place);
   }
   for (int lane = 0; lane < 32; ++lane) lanes[lane].clear();
   group.waiting[warp] = 0;

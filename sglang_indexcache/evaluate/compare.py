@@ -15,8 +15,7 @@ from typing import Any
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
-from sglang_indexcache.evaluate.logs import Log
-from sglang_indexcache.evaluate.logs.sample import Sample
+from sglang_indexcache.evaluate.logs import Log, Sample
 from sglang_indexcache.evaluate.plan import Planned
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.stats.power import Design
@@ -53,28 +52,27 @@ def compare_logs(
     """
     base = _questions(reference)
     runs = {(reference.name, 0): base}
-    for log, key in (
-        (candidate, (candidate.name, 0)),
-        (again, (reference.name, 1)),  # the reference's second answer
-        (bad, (bad.name if bad else "", 0)),
-    ):
-        if log is not None:
-            runs[key] = _questions(log)
-            _check_same(reference, log, base, runs[key])
-            _check_reported(log, runs[key])
     _check_reported(reference, base)
+    arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
+    others = [(candidate, candidate.name, 0)]
+    if again:  # the reference's second answer
+        others.append((again, reference.name, 1))
+    if bad:
+        others.append((bad, bad.name, 0))
+        arms.append(Arm(bad.name, "", Role.BAD))
+    for log, arm, repeat in others:
+        runs[arm, repeat] = _questions(log)
+        _check_same(reference, log, base, runs[arm, repeat])
+        _check_reported(log, runs[arm, repeat])
     unscored = {key for run in runs.values() for key, one in run.items() if one.value is None}
     if len(unscored) > MOST_UNSCORED * len(base):
         raise QualityError(
             f"{len(unscored):,} of {len(base):,} questions have no score in one of the runs, more "
             f"than {MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
         )
-    arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
-    arms += [Arm(bad.name, "", Role.BAD)] if bad else []
     planned = {
-        name: Planned(name, one.task, one.length, 1, again is not None)
+        _context(one): Planned(_context(one), one.task, one.length, 1, again is not None)
         for one in base.values()
-        for name in [_context(one)]
     }
     answers = tuple(
         Answer(
@@ -87,12 +85,9 @@ def compare_logs(
     )
     left = {answer.context for answer in answers}
     checked = bool(reference.reported and candidate.reported)
+    metrics = ", ".join(sorted({one.metric for one in base.values()}))
     return Evaluation(
-        {
-            "logs": reference.kind,
-            "metric": ", ".join(sorted({one.metric for one in base.values()})),
-            **(facts or {}),
-        },
+        {"logs": reference.kind, "metric": metrics, **(facts or {})},
         design=Design(contexts=max(len(left), 1), margin=margin, looks=1),
         selects_all=None,
         arms=tuple(arms),

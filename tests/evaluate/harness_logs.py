@@ -1,7 +1,4 @@
-"""Logs in each harness's published form, with the scores that a test wants.
-
-Inspect's in ``data/`` were written by inspect-ai 0.3.285 itself; lm-eval's follow `SampleResult`.
-"""
+"""Logs in each harness's form, with the scores that a test wants; lm-eval's as `SampleResult`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parent / "data"
 Score = Callable[[int], float]
 COUNT = 40
 
@@ -29,10 +25,13 @@ def hashed(text: str) -> str:
 def lm_eval(
     folder: Path, score: Score, *, metrics: tuple[str, ...] = ("acc",), **changes: Any
 ) -> Path:
-    """LongBench-like: four questions a document."""
+    """LongBench-like: four questions a document, or as many as ``groups`` says of each."""
+    count = changes.get("count", COUNT)
+    groups = changes.get("groups", [4] * -(-count // 4))
+    texts = [text for text, questions in enumerate(groups) for _ in range(questions)]
     rows = []
-    for number in range(changes.get("count", COUNT)):
-        doc = {"context": f"document {number // 4}", "input": f"question {number}"}
+    for number, text in enumerate(texts[:count]):
+        doc = {"context": f"document {text}", "input": f"question {number}"}
         rows.append(
             {
                 "doc_id": number,
@@ -88,39 +87,4 @@ def lm_eval_results(samples: Path, values: dict[str, float]) -> Path:
     task, date = samples.stem.removeprefix("samples_").rsplit("_", 1)
     path = samples.with_name(f"results_{date}.json")
     path.write_text(json.dumps({"results": {task: {"alias": task, **values}}}))
-    return path
-
-
-def inspect_json(folder: Path, score: Score, groups: list[int], **changes: Any) -> Path:
-    """An Inspect log as JSON: so many questions of each context, whose ids count from 0."""
-    contexts = [context for context, count in enumerate(groups) for _ in range(count)]
-    values = [score(number) for number in range(len(contexts))]
-    log = {
-        "version": 2,
-        "status": "success",
-        "eval": {"task": "qa", "model": "m"},
-        "results": {
-            "scores": [
-                {
-                    "name": "match",
-                    "metrics": {"accuracy": {"value": sum(values) / max(len(values), 1)}},
-                }
-            ]
-        },
-        "samples": [
-            {
-                "id": number,
-                "epoch": 1,
-                "input": f"question {number}",
-                "target": "a",
-                "scores": {"match": {"value": "C" if value else "I"}},
-                "metadata": {"context_id": context},
-            }
-            for number, (context, value) in enumerate(zip(contexts, values, strict=True))
-        ],
-        **changes,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "log.json"
-    path.write_text(json.dumps(log))
     return path
