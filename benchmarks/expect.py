@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.bench.plan import Deployment, Forwards, choose_patterns
-from sglang_indexcache.bench.results import METRICS, paper_speedup
+from sglang_indexcache.bench.results import METRICS
 from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
 from sglang_indexcache.bench.shapes import checkpoint_of, find_gpu
 from sglang_indexcache.bench.tables import NAMES
@@ -237,9 +237,16 @@ def measure() -> dict[str, Any]:
 
 def papers_gain(metric: str, ratio: str, context: int) -> float:
     """The paper's own, of its 30B model on eight H100 with dp_attention."""
-    checkpoint = checkpoint_of("30b")
-    pattern = Library.default().resolve(ratio, checkpoint).pattern
-    return paper_speedup(dict(checkpoint.shape), pattern, metric)[format_length(context)]  # type: ignore[arg-type]
+    name = {"prefill": "prefill time", "decode": "decode, one request", "full": "decode, full"}
+    entry = Library.default().resolve(ratio, checkpoint_of("30b")).entry
+    assert entry is not None
+    [row] = (
+        row
+        for row in entry.latency
+        if row.metric.startswith(name[metric]) and row.context == format_length(context)
+    )
+    assert row.all_full is not None
+    return row.all_full / row.value if metric == "prefill" else row.value / row.all_full
 
 
 def label(one: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import BatchLosses, Floats
+from sglang_indexcache.search.evaluators import Floats
 
 
 class SyntheticEvaluator:
@@ -67,12 +67,11 @@ class SyntheticEvaluator:
         """Tells landscapes apart."""
         return hashlib.sha256(repr(self._arguments).encode()).hexdigest()
 
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         pattern.check_length(self.num_layers)
         chosen = np.asarray(batches, dtype=np.int64)
-        values = self._level[chosen] + self._damage(pattern, chosen)
-        return BatchLosses(values, sum(self.batch_tokens[b] for b in batches) * self.num_layers)
+        return self._level[chosen] + self._damage(pattern, chosen)
 
     def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
         """``[batches]`` nats added by sharing."""

@@ -130,13 +130,13 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
 
     def added(pattern: Pattern) -> float:
         every = range(FRESH)
-        found: Floats = fresh.loss(pattern, every).values - fresh.loss(rules.start, every).values
+        found: Floats = fresh.loss(pattern, every) - fresh.loss(rules.start, every)
         return round(float(found.mean()), 8)
 
     rows: dict[str, Any] = {}
     for title, (method, refine, batches) in SEARCHES.items():
         ledger = Ledger(Landscape(KINDS[name], layers, batches, seed))
-        search = Search(ledger, rules, goal, Options.parse(method, refine=refine))
+        search = Search(ledger, goal, Options.parse(method, refine=refine))
         for _ in search.run():
             pass
         assert search.search_tokens <= search.budget.total

@@ -52,10 +52,18 @@ Job = dict[str, Any]
 
 
 class PreloadedServer(Server):
-    """A server whose processes are forks of one that has imported SGLang."""
+    """A server whose processes are forks of one that has imported SGLang.
+
+    Args:
+        late: of the environment, what may differ from the template's: nothing imported reads it.
+    """
+
+    def __init__(self, *args: Any, late: Mapping[str, str] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._late = late or {}
 
     def start(self) -> None:
-        forked = Template.of(self._env).fork(self.command[2:], self.log)
+        forked = Template.of(self._env).fork(self.command[2:], self.log, **self._late)
         self._process = cast("subprocess.Popen[bytes]", forked)
 
 

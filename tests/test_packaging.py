@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sglang_indexcache import __version__
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import EXTRAS
-from sglang_indexcache.serving.seams import SUPPORTED_VERSION
+from sglang_indexcache.serving.engine_version import SUPPORTED_VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

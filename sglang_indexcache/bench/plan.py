@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from sglang_indexcache.bench.results import METRICS, Metric
-from sglang_indexcache.bench.rows import ENGINE, LatencyEstimate, Layers, Series, Wheel
+from sglang_indexcache.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.bench.shapes import PRESETS, ModelShape, checkpoint_of, find_gpu, shape_of
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, read_config
@@ -92,6 +92,16 @@ class Deployment:
     dp: int = 1
     kv: str = ""
 
+    def __post_init__(self) -> None:
+        """Raise BenchError on a deployment that cannot be."""
+        if self.gpus < 1 or self.dp < 1 or self.gpus % self.dp:
+            raise BenchError(
+                f"data-parallel attention shares the GPUs evenly: {self.dp} ranks, {self.gpus} GPUs"
+            )
+        if self.cache not in KV_BYTES:
+            raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {self.kv!r}")
+        find_gpu(self.gpu)
+
     @property
     def measured(self) -> MeasuredModel:
         """Which rows are its layers'."""
@@ -144,16 +154,6 @@ class Deployment:
                 "with more memory (--gpu h200 or b200), or fewer ranks of attention (--dp)."
             )
 
-    def check(self) -> None:
-        """Raise BenchError on a deployment that cannot be."""
-        if self.gpus < 1 or self.dp < 1 or self.gpus % self.dp:
-            raise BenchError(
-                f"data-parallel attention shares the GPUs evenly: {self.dp} ranks, {self.gpus} GPUs"
-            )
-        if self.cache not in KV_BYTES:
-            raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {self.kv!r}")
-        find_gpu(self.gpu)
-
 
 @dataclass(frozen=True)
 class Gain:
@@ -183,7 +183,6 @@ class Forwards:
     """
 
     def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
-        deployment.check()
         self.deployment, self._shape = deployment, deployment.shape
         self._wheel = Wheel(deployment.gpu, data)
         names, gpus = deployment.measured, deployment.gpus
@@ -274,22 +273,22 @@ class Forwards:
 
     def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
         """Milliseconds to read a prompt, one on each rank; None where rows are missing."""
-        value = wrong = 0.0
+        total = LatencyEstimate(0.0)
         for prefix in range(0, context, self.deployment.chunk):
             tokens = min(self.deployment.chunk, context - prefix)
-            found = [self.layers.chunk(kind, tokens, prefix) for kind in ("F", "S")]
+            full, shared = (self.layers.chunk(kind, tokens, prefix) for kind in KINDS)
             around = self._around(tokens * self.deployment.dp, self.deployment.dp, False)
-            one = self._sum(full_layers, found[0], found[1], around)
+            one = self._sum(full_layers, full, shared, around)
             if one is None:
                 return None
-            value, wrong = value + one.value, wrong + one.value * one.off
-        return LatencyEstimate(value, wrong / value)
+            total += one
+        return total
 
     def decode(self, full_layers: int, requests: int, context: int) -> LatencyEstimate | None:
         """Milliseconds of a step of ``requests`` requests on each rank; None as above."""
-        found = [self.layers.step(kind, requests, context) for kind in ("F", "S")]
+        full, shared = (self.layers.step(kind, requests, context) for kind in KINDS)
         tokens = requests * self.deployment.dp
-        return self._sum(full_layers, found[0], found[1], self._around(tokens, tokens, True))
+        return self._sum(full_layers, full, shared, self._around(tokens, tokens, True))
 
     def requests(self, context: int) -> int:
         """The largest batch of a rank that its cache holds and the rows know."""
@@ -297,22 +296,12 @@ class Forwards:
         room = self.deployment.cache_tokens
         return max(1, min(known, room // context)) if room > 0 else known
 
-    def _sum(
-        self,
-        full_layers: int,
-        full: LatencyEstimate | None,
-        shared: LatencyEstimate | None,
-        around: LatencyEstimate | None,
-    ) -> LatencyEstimate | None:
+    def _sum(self, full_layers: int, *parts: LatencyEstimate | None) -> LatencyEstimate | None:
+        """Of an F layer, an S layer and everything else; None where one of them is not known."""
+        full, shared, around = parts
         if full is None or shared is None or around is None:
             return None
-        counted = (
-            (full_layers, full),
-            (self._shape.num_hidden_layers - full_layers, shared),
-            (1, around),
-        )
-        value = sum(count * part.value for count, part in counted)
-        return LatencyEstimate(value, sum(count * p.value * p.off for count, p in counted) / value)
+        return full * full_layers + shared * (self._shape.num_hidden_layers - full_layers) + around
 
     def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
         """All but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
@@ -331,19 +320,15 @@ class Forwards:
             return up + self._product(tokens, hidden, width // gpus, names.weights)
 
         layers, dense = shape.num_hidden_layers, shape.first_k_dense_replace
-        moe = experts.value + mlp(shape.n_shared_experts * shape.moe_intermediate_size)
-        moe += self._product(tokens, shape.n_routed_experts, hidden, "bfloat16")
-        value = layers * 2 * (moved.value + norm) + (layers - dense) * moe
-        value += dense * mlp(shape.intermediate_size)
-        value += self._product(heads, shape.vocab_size // gpus, hidden, "bfloat16")
-        wrong = (layers - dense) * experts.value * experts.off
-        wrong += 2 * layers * moved.value * moved.off
-        return LatencyEstimate(value, wrong / value)
+        beside = mlp(shape.n_shared_experts * shape.moe_intermediate_size)
+        beside += self._product(tokens, shape.n_routed_experts, hidden, "bfloat16")
+        rest = layers * 2 * norm + (layers - dense) * beside + dense * mlp(shape.intermediate_size)
+        rest += self._product(heads, shape.vocab_size // gpus, hidden, "bfloat16")
+        return moved * (2 * layers) + experts * (layers - dense) + LatencyEstimate(rest)
 
     def _find_product(self, rows: int, width: int, depth: int, weights: str) -> float:
         """A matrix product, from the nearest measured one, scaled by what it multiplies."""
-        sizes = self._sizes()
-        near = min(sizes, key=lambda s: abs(s[0] / width - 1) + abs(s[1] / depth - 1))
+        near = min(self._sizes, key=lambda s: abs(s[0] / width - 1) + abs(s[1] / depth - 1))
         series: Series = self._wheel.series(
             f"gemm/{ENGINE}/gemm_perf",
             "m",
@@ -354,7 +339,7 @@ class Forwards:
             raise BenchError(f"the rows have no product of {rows} x {depth} x {width}")
         return found.value * (width * depth) / (near[0] * near[1])
 
-    @cache  # noqa: B019 (lives as long as the command)
+    @cached_property
     def _sizes(self) -> tuple[tuple[int, int], ...]:
         every = self._wheel.rows(
             f"gemm/{ENGINE}/gemm_perf", {"m": 1, "gemm_dtype": self.deployment.measured.weights}
@@ -379,21 +364,16 @@ def find_model(model: str) -> str:
     Raises:
         BenchError: NVIDIA has measured no layers of it.
     """
-    by_name = {name.lower(): name for name in MODELS}
     folder = Path(model)
-    if not folder.is_dir():
-        found = by_name.get(model.rpartition("/")[2].lower())
-    else:
-        shape, config = shape_of(folder), read_config(folder)
-        weights = "fp8_block" if config.get("quantization_config") else "bfloat16"
-        found = next(
-            (
-                name
-                for name, known in MODELS.items()
-                if (PRESETS[known.shape], known.weights) == (shape, weights)
-            ),
-            None,
+    if folder.is_dir():
+        weights = "fp8_block" if read_config(folder).get("quantization_config") else "bfloat16"
+        mine = (shape_of(folder), weights)
+        fitting = (
+            n for n, known in MODELS.items() if (PRESETS[known.shape], known.weights) == mine
         )
+    else:
+        fitting = (n for n in MODELS if n.lower() == model.rpartition("/")[2].lower())
+    found = next(fitting, None)
     if found is None:
         raise BenchError(
             f"nobody has published measured layers of {model}. There are rows of "
@@ -479,6 +459,5 @@ def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = 
         BenchError: an unknown model or GPU, weights that do not fit, no rows, or no wheel.
     """
     deployment = Deployment(find_model(model), gpu.lower(), gpus, dp, kv)
-    deployment.check()
     deployment.check_fits()
     return Forwards(deployment, data)

@@ -294,31 +294,6 @@ def amdahl(share: float, removed: float) -> float:
     return 1.0 / (1.0 - share * removed)
 
 
-def paper_speedup(
-    shape: dict[str, int | None], pattern: Pattern, metric: Metric
-) -> dict[str, float]:
-    """The paper's own speed-ups for a model of this shape, by context, cited by the library.
-
-    Empty unless the library has latencies for it (the paper's 30B model) with as many F layers as
-    ``pattern``: which layers are F does not matter to speed.
-    """
-    names = {"prefill": "prefill time", "decode": "decode, one request", "full": "decode, full"}
-    for entry in Library.default().entries.values():
-        info = entry.model
-        fits = info.num_layers == shape.get("num_hidden_layers") and all(
-            shape.get(name) == value for name, value in info.shape.items()
-        )
-        if fits and entry.latency and entry.full_layers == len(pattern.full_layers):
-            return {
-                row.context: row.all_full / row.value
-                if metric == "prefill"
-                else row.value / row.all_full
-                for row in entry.latency
-                if row.metric.startswith(names[metric]) and row.all_full
-            }
-    return {}
-
-
 def save(result: LatencyResult, path: Path) -> None:
     """Write a result; a reader never sees half a file."""
     write_whole(path, result.model_dump_json(indent=1) + "\n")

@@ -34,6 +34,7 @@ TOLERANCE = 0.1
 """How much faster a longer prefix may be: repeated rows of one card differ by 1 to 3 %."""
 
 Kind = Literal["F", "S"]
+KINDS: tuple[Kind, Kind] = ("F", "S")
 Measured = defaultdict[tuple[Kind, int], defaultdict[float, list[float]]]
 """Milliseconds of repeated rows, by kind and size, then by what a series runs along."""
 
@@ -49,6 +50,14 @@ class LatencyEstimate:
 
     value: float
     off: float = 0.0
+
+    def __mul__(self, count: int) -> LatencyEstimate:
+        return LatencyEstimate(count * self.value, self.off)
+
+    def __add__(self, other: LatencyEstimate) -> LatencyEstimate:
+        value = self.value + other.value
+        wrong = self.value * self.off + other.value * other.off
+        return LatencyEstimate(value, wrong / value if value else 0.0)
 
 
 @dataclass
@@ -139,7 +148,7 @@ class Layers:
     def reach(self, chunk: int) -> tuple[int, int]:
         """The longest prompt, cut in chunks, and the longest context of a step, that rows know."""
         ends = [
-            [int(max(series[kind, size].points)) for kind in ("F", "S") if (kind, size) in series]
+            [int(max(series[kind, size].points)) for kind in KINDS if (kind, size) in series]
             for series, size in ((self.prefill, chunk), (self.decode, 1))
         ]
         return min(ends[0], default=0) + chunk, min(ends[1], default=0)

@@ -15,7 +15,6 @@ from sglang_indexcache.bench.results import (
     Configuration,
     LatencyResult,
     Metric,
-    paper_speedup,
 )
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.support.lengths import format_length
@@ -74,7 +73,6 @@ def latency_grid(result: LatencyResult) -> Grid:
     for metric in result.metrics:
         rows.append((METRICS[metric] if result.on_gpu else f"{NAMES[metric]}, speed-up",))
         rows += [_row(result, metric, configuration) for configuration in result.configurations]
-        rows += _paper_rows(result, metric)
     return Grid(_title(result), header, tuple(rows))
 
 
@@ -118,18 +116,6 @@ def _row(result: LatencyResult, metric: Metric, configuration: Configuration) ->
 def _number(value: float) -> str:
     """Three digits, and never an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _paper_rows(result: LatencyResult, metric: Metric) -> list[tuple[str, ...]]:
-    """The paper's speed-ups, where the library cites them for a model of the same shape."""
-    rows = []
-    for configuration in result.configurations[1:]:
-        cited = paper_speedup(result.model.shape, configuration.parsed, metric)
-        if cited:
-            known = (cited.get(format_length(length)) for length in result.lengths)
-            cells = ("" if speed is None else f"{speed:.2f}x" for speed in known)
-            rows.append((f"paper, IndexCache ({configuration.name}), H100, dp 8", *cells))
-    return rows
 
 
 def amdahl_grid(result: LatencyResult) -> Grid | None:
@@ -236,8 +222,7 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
     """Bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
 
     The whisker spans the rounds; the short black line is what Amdahl's law makes of the indexers'
-    measured share, which is noisy too, so a bar may pass it; a diamond is
-    the paper's own figure, where it has one for this shape and context.
+    measured share, which is noisy too, so a bar may pass it.
     """
     metrics = result.metrics
     width = 3.9 * len(metrics) if metrics[1:] else 5.6
@@ -264,11 +249,6 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                     first = place == 0 and number == 1
                     name = "expected from the indexers' share (Amdahl)" if first else None
                     axis.plot(ends, [speed.ideal] * 2, color="black", lw=1.2, label=name)
-                cited = paper_speedup(result.model.shape, configuration.parsed, metric)
-                if format_length(length) in cited:
-                    paper = cited[format_length(length)]
-                    name = "paper (H100)" if number == 1 and place == 0 else None
-                    axis.plot(x, paper, color="black", marker="D", ms=4, ls="none", label=name)
         axis.axhline(1, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
         axis.set_title(PANELS[metric], fontsize=10, loc="left")

@@ -112,16 +112,16 @@ def run_command(
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if chosen is None:
-        chosen, why = Options.best(constraints, targets, tokens[:batches], budget)
+        chosen, why = Options.best(targets, tokens[:batches], budget)
         if why:
             out.print(why, highlight=False)
     calls = max(len(url or ()), 1) * (at_once or 1)
     known = Rate(rate, "given by --rate") if rate else measured_rate(output, tokens, calls)
     if dry_run:
-        print_plan(out, plan(setup, constraints, targets, chosen, known))
+        print_plan(out, plan(setup, targets, chosen, known))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, constraints, targets, chosen, output, out, known)
+        run_search(setup, evaluator, targets, chosen, output, out, known)
 
 
 @command(app, "compare", MEASURING)
@@ -244,7 +244,7 @@ def overlap_command(
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
     for ids in track(setup.calibration.sequences, "measuring", console=out, transient=True):
         counter.add(select(ids))
-    out.print(read(counter.matrix()).in_words(), highlight=False)
+    out.print(read(counter.matrix())["summary"], highlight=False)
     out.print(recent_in_words(counter.recent(), drawn), highlight=False)
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}

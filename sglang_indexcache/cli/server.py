@@ -38,8 +38,7 @@ def doctor_command(
 ) -> None:
     """Say what a server with these flags would do, without loading weights or needing a GPU.
 
-    It takes every flag of `sglang serve`. Where SGLang is not installed, it reads the checkpoint's
-    config and checks the pattern alone. With --url, repeated for every node, it asks servers that
+    It takes every flag of `sglang serve`. With --url, repeated for every node, it asks servers that
     run instead: whether every rank has the plugin, and all of them the same plan.
 
     Servers that run:

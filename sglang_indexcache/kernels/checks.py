@@ -136,6 +136,31 @@ def check_sparse_mla(
     arguments.require(cache.data_ptr() % 16 == 0, "cache must begin at a multiple of 16 bytes")
 
 
+def output(
+    op: str,
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strided_rows: bool = False,
+) -> torch.Tensor:
+    """``out`` if it is as a kernel writes it, or a new tensor.
+
+    Raises:
+        KernelError: another shape, dtype, device or layout.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    laid_out = out.stride(-1) == 1 or shape[-1] <= 1 if strided_rows else out.is_contiguous()
+    if out.shape != shape or out.dtype != dtype or out.device != device or not laid_out:
+        raise KernelError(
+            f"{op}: out must be {list(shape)} {dtype} on {device}, contiguous"
+            f"{' rows' if strided_rows else ''}, not {describe(out)} with strides {out.stride()}"
+        )
+    return out
+
+
 def describe(tensor: torch.Tensor) -> str:
     """Shape, dtype and device in a few words."""
     return f"{list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device}"

@@ -93,32 +93,6 @@ def require_aligned(op: str, **tensors: torch.Tensor) -> None:
             raise KernelError(f"{op}: {name} must begin at a multiple of 16 bytes; clone() it")
 
 
-def output(
-    op: str,
-    out: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    strided_rows: bool = False,
-) -> torch.Tensor:
-    """``out`` if it is as the kernel writes it, or a new tensor.
-
-    Raises:
-        KernelError: another shape, dtype, device or layout.
-    """
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    laid_out = out.stride(-1) == 1 or shape[-1] <= 1 if strided_rows else out.is_contiguous()
-    if out.shape != shape or out.dtype != dtype or out.device != device or not laid_out:
-        raise KernelError(
-            f"{op}: out must be {list(shape)} {dtype} on {device}, contiguous"
-            f"{' rows' if strided_rows else ''}, not {list(out.shape)} {out.dtype} on {out.device} "
-            f"with strides {out.stride()}"
-        )
-    return out
-
-
 @cache
 def multiprocessors(device: torch.device) -> int:
     """SMs of a GPU."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
@@ -131,11 +131,6 @@ class Calibration:
     def batch_counted(self) -> list[tuple[Mask, ...]]:
         """The masks of each batch's sequences."""
         return [self.counted[i : i + self.per_batch] for i in self._starts]
-
-    def counted_in(self, batches: Sequence[int]) -> list[tuple[Mask, ...]]:
-        """The masks of the batches with these numbers."""
-        every = self.batch_counted
-        return [every[batch] for batch in batches]
 
     @property
     def batch_tokens(self) -> tuple[int, ...]:

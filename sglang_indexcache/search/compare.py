@@ -14,8 +14,7 @@ import numpy as np
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.crew import Call, Cell, Crew
-from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean
+from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean, in_threads
 from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 
@@ -147,14 +146,12 @@ def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list
     """
     batches = range(len(evaluator.batch_tokens))
     cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in batches]
-    known: dict[Cell, list[Floats]] = {}
+    known: dict[tuple[Pattern, int], list[Floats]] = {}
 
-    def measure(call: Call, _is_ahead: bool) -> None:
-        [batch] = call.batches
-        [known[call.pattern, batch]] = evaluator.token_losses(call.pattern, [batch])
+    def measure(cell: tuple[Pattern, int]) -> None:
+        [known[cell]] = evaluator.token_losses(cell[0], [cell[1]])
 
-    crew = Crew(evaluator.in_flight, measure, known.__contains__)
-    crew.want(cells, lambda new: [Call(pattern, (batch,)) for pattern, batch in new])
+    in_threads(measure, cells, evaluator.in_flight)
     return [[known[pattern, batch] for batch in batches] for pattern in patterns]
 
 

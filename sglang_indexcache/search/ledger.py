@@ -9,10 +9,9 @@ every method can use every other method's evaluations.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,62 +20,33 @@ import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.crew import Call, Cell, Crew
-from sglang_indexcache.search.evaluators import Evaluator, Floats, standard_error
+from sglang_indexcache.search.evaluators import Evaluator, Floats, in_threads, standard_error
 from sglang_indexcache.study.journal import Journal
 
 CALL_TOKENS = 1 << 20
 """Most tokens of a call that holds several batches: 13 s at 82,000 tokens a second."""
 
-
-@dataclass(frozen=True)
-class Measured:
-    """One finished evaluation.
-
-    Attributes:
-        pattern: the F/S string.
-        batches: calibration batch numbers.
-        losses: nats per token of each of them; JSON keeps every bit of a float64.
-        layer_tokens: what it cost, tokens times layers.
-        seconds: how long it took, for the estimate of what is left.
-    """
-
-    pattern: str
-    batches: tuple[int, ...]
-    losses: tuple[float, ...]
-    layer_tokens: int
-    seconds: float
+Cell = tuple[Pattern, int]
+"""A pattern on one batch: the least that can be measured."""
 
 
-class SearchJournal(Journal):
+def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
     """A search's journal, locked while it is open.
+
+    Each entry has the ``pattern``, its ``batches``, their ``losses`` in nats per token (JSON keeps
+    every bit of a float64), and the ``seconds`` that it took.
 
     Raises:
         SearchError: the file is another search's (checkpoint, data or evaluator differ), damaged
             before its last line, or in use by another process.
     """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        super().__init__(path, identity, "search", SearchError)
-        try:
-            self.records: list[Measured] = list(self.parsed(_measured))
-        except BaseException:
-            self.close()
-            raise
-
-    def append(self, record: Measured) -> None:
-        """Write one finished evaluation; on disk when this returns."""
-        self.write(asdict(record) | {"seconds": round(record.seconds, 3)})
+    return Journal(path, identity, "search", SearchError)
 
 
-def _measured(entry: Mapping[str, Any]) -> Measured:
-    return Measured(
-        entry["pattern"],
-        tuple(entry["batches"]),
-        tuple(entry["losses"]),
-        entry["layer_tokens"],
-        entry["seconds"],
-    )
+def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
+    pattern = Pattern(entry["pattern"])
+    pairs = zip(entry["batches"], entry["losses"], strict=True)
+    return {(pattern, batch): loss for batch, loss in pairs}
 
 
 @dataclass(frozen=True)
@@ -118,7 +88,6 @@ class Ledger:
     Args:
         journal: makes finished evaluations durable; None keeps them in memory only.
         held_out: batches at the evaluator's end that are not for searching.
-        on_measured: called after each evaluation, from whichever thread, for a progress display.
         call_tokens: most tokens in one call of the evaluator, the unit that an interruption can
             lose. A call holds one batch at least: that is the unit of a paired comparison, and
             what a user makes large enough to occupy an engine.
@@ -127,42 +96,36 @@ class Ledger:
         all_batches: those that are searched on.
         held_out_batches: those that found patterns are checked on.
         spent: tokens of all distinct (pattern, batch) pairs that were asked for.
-        known_tokens: tokens of everything measured, by this process or an earlier one.
-        measured: tokens that this process forwarded.
-        ahead_tokens: those of them that were measured ahead and that nothing has asked for yet.
+        on_measured: told the tokens of each evaluation, from whichever thread, to show progress.
+
+    Raises:
+        SearchError: an entry of the journal lacks something.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
-        journal: SearchJournal | None = None,
+        journal: Journal | None = None,
         held_out: int = 0,
-        on_measured: Callable[[Ledger], None] | None = None,
         call_tokens: int = CALL_TOKENS,
     ) -> None:
         self.evaluator = evaluator
-        self.num_layers = evaluator.num_layers
         self.batch_tokens = evaluator.batch_tokens
         batches = tuple(range(len(evaluator.batch_tokens)))
         self.all_batches = batches[: len(batches) - held_out]
         self.held_out_batches = batches[len(batches) - held_out :]
         self.spent = 0
-        self.measured = 0
-        self.ahead_tokens = 0
-        self._journal, self.on_measured = journal, on_measured
-        self._call_tokens = call_tokens
+        self.on_measured: Callable[[int], None] = lambda _: None
+        self._journal, self._call_tokens = journal, call_tokens
         self._known: dict[Cell, float] = {}
         self._asked: set[Cell] = set()
-        self._ahead: set[Cell] = set()
-        self._counting = threading.Lock()
-        for record in journal.records if journal else ():
-            pattern = Pattern(record.pattern)
-            for batch, value in zip(record.batches, record.losses, strict=True):
-                self._known[pattern, batch] = value
-        self.known_tokens = sum(self.batch_tokens[batch] for _, batch in self._known)
-        self._crew = None
-        if evaluator.in_flight > 1:
-            self._crew = Crew(evaluator.in_flight, self._measure, self._known.__contains__)
+        for losses in journal.parsed(_losses_in) if journal else ():
+            self._known |= losses
+
+    @property
+    def known_tokens(self) -> int:
+        """Of everything measured, by this process or an earlier one."""
+        return sum(self.batch_tokens[batch] for _, batch in self._known)
 
     @property
     def tokens_of_batches(self) -> tuple[int, ...]:
@@ -185,25 +148,12 @@ class Ledger:
     def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
         """``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
         wanted = self.all_batches if batches is None else tuple(batches)
+        self.spent += self.cost(patterns, wanted)
         cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in wanted]
-        if self._crew is not None:
-            self._crew.want(cells, self._calls)
-        else:
-            for call in self._calls([cell for cell in cells if cell not in self._known]):
-                self._measure(call)
-        for cell in cells:
-            self._count(cell)
+        self._asked.update(cells)
+        calls = self._calls([cell for cell in cells if cell not in self._known])
+        in_threads(self._measure, calls, self.evaluator.in_flight)
         return np.array([[self._known[p, b] for b in wanted] for p in patterns])
-
-    def ahead(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> None:
-        """Say what may be asked for next, the likeliest first; returns at once.
-
-        Where several engines measure, those that would idle take these up. What they find is
-        journalled but not counted as asked for, so whatever is guessed here, a search decides and
-        reports what it would on one engine. Earlier guesses are forgotten.
-        """
-        if self._crew is not None:
-            self._crew.guess([(pattern, batch) for pattern in patterns for batch in batches])
 
     def candidates(
         self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
@@ -251,7 +201,7 @@ class Ledger:
             if (pattern, batch) not in self._asked
         )
 
-    def _calls(self, cells: Sequence[Cell]) -> Iterator[Call]:
+    def _calls(self, cells: Sequence[Cell]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
         """Cut into calls within the limit, and into enough of them for every engine to get one."""
         most = -(-len(cells) // self.evaluator.in_flight)
         for pattern, group in groupby(cells, key=lambda cell: cell[0]):
@@ -260,45 +210,25 @@ class Ledger:
             for _, batch in group:
                 more = self.batch_tokens[batch]
                 if batches and (len(batches) == most or tokens + more > self._call_tokens):
-                    yield Call(pattern, batches)
+                    yield pattern, batches
                     batches, tokens = (), 0
                 batches, tokens = (*batches, batch), tokens + more
-            yield Call(pattern, batches)
+            yield pattern, batches
 
-    def _measure(self, call: Call, is_ahead: bool = False) -> None:
-        pattern, batches = call.pattern, call.batches
+    def _measure(self, call: tuple[Pattern, tuple[int, ...]]) -> None:
+        """Measure a pattern on some batches; on disk before it counts."""
+        pattern, batches = call
         started = time.perf_counter()
-        found = self.evaluator.loss(pattern, batches)
-        seconds = time.perf_counter() - started
-        values = tuple(float(value) for value in found.values)
-        for batch, value in zip(batches, values, strict=True):
-            if not math.isfinite(value):
+        losses = [float(loss) for loss in self.evaluator.loss(pattern, batches)]
+        seconds = round(time.perf_counter() - started, 3)
+        for batch, loss in zip(batches, losses, strict=True):
+            if not math.isfinite(loss):
                 raise SearchError(
-                    f"under {pattern} the loss on batch {batch} is {value}. Look at that batch's "
+                    f"under {pattern} the loss on batch {batch} is {loss}. Look at that batch's "
                     "text, or run the model in float32."
                 )
+        entry = {"pattern": str(pattern), "batches": batches, "losses": losses, "seconds": seconds}
         if self._journal is not None:
-            record = Measured(str(pattern), batches, values, found.layer_tokens, seconds)
-            self._journal.append(record)
-        tokens = sum(self.batch_tokens[batch] for batch in batches)
-        with self._counting:
-            self.measured += tokens
-            self.known_tokens += tokens
-            if is_ahead:
-                self._ahead |= call.cells
-                self.ahead_tokens += tokens
-        for batch, value in zip(batches, values, strict=True):
-            self._known[pattern, batch] = value
-        if self.on_measured is not None:
-            self.on_measured(self)
-
-    def _count(self, cell: Cell) -> None:
-        if cell in self._asked:
-            return
-        self._asked.add(cell)
-        tokens = self.batch_tokens[cell[1]]
-        self.spent += tokens
-        with self._counting:
-            if cell in self._ahead:
-                self._ahead.remove(cell)
-                self.ahead_tokens -= tokens
+            self._journal.write(entry)
+        self._known |= _losses_in(entry)
+        self.on_measured(sum(self.batch_tokens[batch] for batch in batches))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.methods import METHODS, Method
-from sglang_indexcache.search.methods.fast import Fast
-from sglang_indexcache.search.methods.forward import Both
 from sglang_indexcache.search.methods.greedy import Greedy, evaluations
-from sglang_indexcache.search.rules import Constraints, Targets
+from sglang_indexcache.search.rules import Targets
 
 DEFAULT_SHARE = 0.1
 """The budget that nobody gave, of each search, in shares of what exhaustive greedy forwards ..."""
@@ -62,7 +60,7 @@ class Options:
         SearchError: a share that is not above 0 and at most 1.
     """
 
-    method: Method = field(default_factory=Fast)
+    method: Method = METHODS["fast"]
     share: float | None = None
     refine: bool = True
 
@@ -79,12 +77,11 @@ class Options:
         """
         if method not in METHODS:
             raise SearchError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
-        return cls(METHODS[method](), share, refine)
+        return cls(METHODS[method], share, refine)
 
     @classmethod
     def best(
         cls,
-        constraints: Constraints,
         targets: Targets,
         batch_tokens: Sequence[int],
         share: float | None = None,
@@ -94,13 +91,12 @@ class Options:
         Returns:
             The options, and why they are not ``both``, in words; "" where they are.
         """
-        one = cls(Fast(), share)
-        two = cls(Both(), share)
+        one, two = cls(METHODS["fast"], share), cls(METHODS["both"], share)
         try:
-            budget = two.budget(constraints, targets, batch_tokens)
+            budget = two.budget(targets, batch_tokens)
         except SearchError:
             return one, "method: fast alone, because the budget is too little for both searches"
-        if share is None or budget.total >= two.usual(constraints, targets, batch_tokens):
+        if share is None or budget.total >= two.usual(targets, batch_tokens):
             return two, ""
         return one, (
             f"method: fast alone, because --budget {share:g} leaves each of two searches less than "
@@ -112,17 +108,15 @@ class Options:
         refinement = "screened refinement" if is_refined and self.refine else ""
         return ", then ".join(filter(None, (self.method.in_words, refinement)))
 
-    def usual(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+    def usual(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Tokens of the search where nobody gives a budget, and it needs no more."""
         full = sum(batch_tokens)
-        exhaustive = evaluations(constraints, targets) * full
-        several = DEFAULT_EVALUATIONS_PER_LAYER * len(constraints.start) * full
+        exhaustive = evaluations(targets) * full
+        several = DEFAULT_EVALUATIONS_PER_LAYER * len(targets.constraints.start) * full
         each = max(round(DEFAULT_SHARE * exhaustive), several)
         return min(exhaustive, self.method.searches * each)
 
-    def budget(
-        self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]
-    ) -> Budget:
+    def budget(self, targets: Targets, batch_tokens: Sequence[int]) -> Budget:
         """What the search may ask for: never less than it needs, nor more than was said.
 
         Args:
@@ -132,13 +126,13 @@ class Options:
             SearchError: a share below what the method needs, or a method that needs more than
                 exhaustive greedy here.
         """
-        exhaustive = evaluations(constraints, targets) * sum(batch_tokens)
-        least = self.method.least(constraints, targets, batch_tokens)
+        exhaustive = evaluations(targets) * sum(batch_tokens)
+        least = self.method.least(targets, batch_tokens)
         self._check(least, exhaustive)
         if self.share is not None:
             total = round(self.share * exhaustive)
         else:
-            total = self.usual(constraints, targets, batch_tokens)
+            total = self.usual(targets, batch_tokens)
         set_aside = int(REFINEMENT_SHARE * total) if self.refine else 0
         if self.share is None:
             total = max(total, least + set_aside)

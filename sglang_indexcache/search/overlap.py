@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,56 +117,37 @@ class OverlapCounter:
             )
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What an overlap matrix says.
+def read(matrix: Floats) -> dict[str, Any]:
+    """What an ``[N, N]`` overlap matrix says, N >= 2, as plain data.
 
-    Attributes:
-        clusters: runs of layers whose overlap with each other is all at least ``threshold``.
-        threshold: the mean overlap of adjacent layers.
-        worst_boundary: adjacent layers with the least overlap.
-        adjacent: smallest and largest overlap of adjacent layers.
-        ends: overlap of the first and the last layer.
+    Returns:
+        ``summary``: a few sentences. ``clusters``: first and last layer of runs whose layers all
+        have at least the mean overlap of adjacent layers in common. ``worst_boundary``: the
+        adjacent layers with the least overlap. ``adjacent``: smallest and largest overlap of such.
     """
-
-    clusters: tuple[range, ...]
-    threshold: float
-    worst_boundary: tuple[int, int]
-    adjacent: tuple[float, float]
-    ends: float
-
-    def in_words(self) -> str:
-        """A few sentences."""
-        several = [c for c in self.clusters if len(c) > 1]
-        names = ", ".join(f"{c[0]}-{c[-1]}" for c in several) or "none"
-        first, second = self.worst_boundary
-        low, high = self.adjacent
-        return (
-            f"Adjacent layers have {low:.2f} to {high:.2f} of their selection in common. "
-            f"Clusters with at least {self.threshold:.2f} between all their layers: {names}. "
-            f"The sharpest boundary is between layers {first} and {second} ({low:.2f}). "
-            f"The first and the last layer have {self.ends:.2f} in common."
-        )
-
-
-def read(matrix: Floats) -> Reading:
-    """Find clusters and boundaries in an ``[N, N]`` overlap matrix, N >= 2."""
     adjacent = np.diagonal(matrix, 1)
-    threshold = float(adjacent.mean())
+    threshold, low, high = (float(v) for v in (adjacent.mean(), adjacent.min(), adjacent.max()))
     worst = int(adjacent.argmin())
-    clusters: list[range] = []
+    clusters: list[list[int]] = []
     start = 0
     for layer in range(1, len(matrix) + 1):
         if layer == len(matrix) or matrix[start:layer, layer].min() < threshold:
-            clusters.append(range(start, layer))
+            clusters.append([start, layer - 1])
             start = layer
-    return Reading(
-        clusters=tuple(clusters),
-        threshold=threshold,
-        worst_boundary=(worst, worst + 1),
-        adjacent=(float(adjacent.min()), float(adjacent.max())),
-        ends=float(matrix[0, -1]),
+    several = ", ".join(f"{first}-{last}" for first, last in clusters if last > first) or "none"
+    summary = (
+        f"Adjacent layers have {low:.2f} to {high:.2f} of their selection in common. "
+        f"Clusters with at least {threshold:.2f} between all their layers: {several}. "
+        f"The sharpest boundary is between layers {worst} and {worst + 1} ({low:.2f}). "
+        f"The first and the last layer have {matrix[0, -1]:.2f} in common."
     )
+    boundary = [worst, worst + 1]
+    return {
+        "summary": summary,
+        "clusters": clusters,
+        "worst_boundary": boundary,
+        "adjacent": [low, high],
+    }
 
 
 def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
@@ -228,15 +208,10 @@ def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
     layers = range(shares.shape[1])
     shown = [n for n in layers if pattern is None or n in pattern.full_layers]
     who = "every layer's list holds" if pattern is None else "the lists of the F layers hold"
-    told = [
-        f"  layer {layer:>3}  " + "  ".join(f"{share:4.0%}" for share in shares[:, layer])
-        for layer in shown
-    ]
-    lines = [
-        f"Of the last {', '.join(map(str, RECENT[: len(shares)]))} tokens {who}, on average:",
-        *told,
-    ]
-    return "\n".join(lines)
+    told = [f"Of the last {', '.join(map(str, RECENT[: len(shares)]))} tokens {who}, on average:"]
+    for layer in shown:
+        told.append(f"  layer {layer:>3}  " + "  ".join(f"{one:4.0%}" for one in shares[:, layer]))
+    return "\n".join(told)
 
 
 def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
@@ -302,14 +277,10 @@ def _are_positions(lists: NDArray[np.integer]) -> bool:
 def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
     """Everything as plain data, with what it means for the pattern ``drawn``."""
     matrix = counter.matrix()
-    reading = read(matrix)
     data: dict[str, Any] = {
         "queries": counter.queries,
         "chance": round(counter.chance(), 6),
-        "summary": reading.in_words(),
-        "clusters": [[c[0], c[-1]] for c in reading.clusters],
-        "worst_boundary": list(reading.worst_boundary),
-        "adjacent": list(reading.adjacent),
+        **read(matrix),
         "recent": {
             str(window): [round(float(share), 6) for share in by_layer]
             for window, by_layer in zip(RECENT, counter.recent(), strict=False)

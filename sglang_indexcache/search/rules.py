@@ -125,12 +125,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a search leaves patterns; it ends at the last.
+    """Where a search leaves patterns, and by which rules it gets there; it ends at the last.
 
     Attributes:
+        constraints: the rules.
         marks: most F layers first.
     """
 
+    constraints: Constraints
     marks: tuple[Mark, ...]
 
     @property
@@ -166,7 +168,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
         marks.setdefault(mark.full_layers, mark)
     if not marks:
         raise SearchError("give at least one target, such as 1/4 or 12")
-    return Targets(tuple(sorted(marks.values(), key=lambda m: -m.full_layers)))
+    return Targets(constraints, tuple(sorted(marks.values(), key=lambda m: -m.full_layers)))
 
 
 def window_of(values: Sequence[str] | None) -> int:

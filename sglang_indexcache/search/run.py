@@ -79,17 +79,15 @@ class Found:
         return self.searched_loss - self.loss
 
 
-def check_tokens(
-    constraints: Constraints, targets: Targets, searched: Sequence[int], held_out: Sequence[int]
-) -> int:
+def check_tokens(targets: Targets, searched: Sequence[int], held_out: Sequence[int]) -> int:
     """What measuring the found patterns against others takes at most, beyond the budget.
 
     Args:
-        constraints, targets: of the search.
+        targets: of the search.
         searched: tokens of each batch that is searched on.
         held_out: tokens of each that is not.
     """
-    blind = sum(len(baselines(mark.full_layers, constraints)) for mark in targets.marks)
+    blind = sum(len(baselines(mark.full_layers, targets.constraints)) for mark in targets.marks)
     return blind * sum(searched) + (1 + 2 * len(targets.marks)) * sum(held_out)
 
 
@@ -107,12 +105,10 @@ class Search:
         SearchError: a budget that the search cannot keep; see :meth:`Options.budget`.
     """
 
-    def __init__(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, options: Options
-    ) -> None:
-        self.ledger, self.constraints = ledger, constraints
+    def __init__(self, ledger: Ledger, targets: Targets, options: Options) -> None:
+        self.ledger, self.constraints = ledger, targets.constraints
         self.targets, self.options = targets, options
-        self.budget = options.budget(constraints, targets, ledger.tokens_of_batches)
+        self.budget = options.budget(targets, ledger.tokens_of_batches)
         self.start_loss = float("nan")
         self.path: list[Step] = []
         self.found: dict[int, Found] = {}
@@ -124,7 +120,7 @@ class Search:
         """Tokens of everything at most."""
         ledger = self.ledger
         held_out = [ledger.batch_tokens[batch] for batch in ledger.held_out_batches]
-        checks = check_tokens(self.constraints, self.targets, ledger.tokens_of_batches, held_out)
+        checks = check_tokens(self.targets, ledger.tokens_of_batches, held_out)
         return self.budget.total + checks
 
     def in_words(self) -> str:
@@ -134,9 +130,8 @@ class Search:
 
     def run(self) -> Iterator[Step | Found]:
         """Yield each step and each mark as it is passed, then each mark in its final form."""
-        rules, begun = self.constraints, self.ledger.spent
-        method = self.options.method
-        for event in method.descend(self.ledger, rules, self.targets, self.budget.method):
+        begun, method = self.ledger.spent, self.options.method
+        for event in method.descend(self.ledger, self.targets, self.budget.method):
             if isinstance(event, Step):
                 self.path.append(event)
                 self.start_loss = self.start_loss if self.path[1:] else event.loss

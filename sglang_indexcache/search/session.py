@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -15,11 +16,11 @@ from rich.table import Table
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import set_overlap
 from sglang_indexcache.search.evaluators import Evaluator
-from sglang_indexcache.search.ledger import Ledger, SearchJournal, Step
+from sglang_indexcache.search.ledger import Ledger, Step, open_journal
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.overlap import found_overlap
-from sglang_indexcache.search.rules import Constraints, Targets
+from sglang_indexcache.search.rules import Targets
 from sglang_indexcache.search.run import Search, check_tokens
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
@@ -33,7 +34,6 @@ OVERLAP_TEXTS = 4
 def run_search(
     setup: Setup,
     evaluator: Evaluator,
-    constraints: Constraints,
     targets: Targets,
     options: Options,
     output: Path,
@@ -43,8 +43,7 @@ def run_search(
     """Search, or go on where an interrupted search of the same folder was.
 
     Args:
-        constraints: which layers may be flipped.
-        targets: where to leave patterns, and where to end.
+        targets: where to leave patterns, and which layers may be flipped.
         rate: how fast tokens are computed, if it is known.
 
     Raises:
@@ -52,25 +51,26 @@ def run_search(
         SearchError: the folder's journal is another search's, or an evaluation that failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
-    if constraints.window:
-        identity["window"] = str(constraints.window)
+    if window := targets.constraints.window:
+        identity["window"] = str(window)
     with (
         resumable(console, output, "what was found"),
-        SearchJournal(output / JOURNAL, identity) as journal,
+        open_journal(output / JOURNAL, identity) as journal,
     ):
         ledger = Ledger(evaluator, journal, setup.calibration.held_out)
-        search = Search(ledger, constraints, targets, options)
+        search = Search(ledger, targets, options)
         folder = OutputFolder(output, search, setup, identity)
-        print_plan(console, plan(setup, constraints, targets, options, rate))
+        print_plan(console, plan(setup, targets, options, rate))
         way = ""
-        resuming(console, len(journal.records), "evaluations", journal.path)
+        resuming(console, len(journal.entries), "evaluations", journal.path)
         try:
             with progress_at_most(console) as progress:
-                task = progress.add_task("measuring the start", total=search.expected_tokens)
-                ledger.on_measured = lambda known: progress.update(
-                    task, completed=known.known_tokens - known.ahead_tokens
+                task = progress.add_task(
+                    "measuring the start",
+                    total=search.expected_tokens,
+                    completed=ledger.known_tokens,
                 )
-                ledger.on_measured(ledger)
+                ledger.on_measured = partial(progress.advance, task)
                 for event in search.run():
                     if isinstance(event, Step) and event.layer is not None:
                         way = _show(event, search, console, way)
@@ -103,11 +103,7 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
 
 
 def plan(
-    setup: Setup,
-    constraints: Constraints,
-    targets: Targets,
-    options: Options,
-    rate: Rate | None,
+    setup: Setup, targets: Targets, options: Options, rate: Rate | None
 ) -> Iterator[tuple[str, str]]:
     """What a search will do and forward at most: a name and a sentence each.
 
@@ -117,17 +113,17 @@ def plan(
     tokens = setup.calibration.batch_tokens
     cut = len(tokens) - setup.calibration.held_out
     searched, held_out = tokens[:cut], tokens[cut:]
-    budget = options.budget(constraints, targets, searched)
+    budget = options.budget(targets, searched)
     yield from setup.rows
     yield "method", options.in_words()
     yield "targets", ", ".join(mark.label for mark in targets.marks)
-    if constraints.window:
+    if window := targets.constraints.window:
         yield (
             "window",
-            f"S layers also see the last {constraints.window} tokens; the start, which every "
+            f"S layers also see the last {window} tokens; the start, which every "
             "pattern is compared with, has no window",
         )
-    checks, full = check_tokens(constraints, targets, searched, held_out), sum(searched)
+    checks, full = check_tokens(targets, searched, held_out), sum(searched)
     yield (
         "budget",
         f"{budget.total:,} tokens, {100 * budget.share:.1f} % of exhaustive greedy's, which are "
@@ -224,5 +220,3 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
     )
-    if ahead := search.ledger.ahead_tokens:
-        yield f"measured ahead by servers that would have idled, and not needed: {ahead:,} tokens"

@@ -7,8 +7,7 @@ can be replaced for the requests to come.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,43 +23,18 @@ _MOST_APART = 200
 pattern, and the report that holds them is read again and again."""
 
 
-@dataclass
 class Counters:
-    """How often each pattern position did what since the start. They never go back to 0.
+    """What ``count`` pattern positions did so far, under the names of :class:`RankState`."""
 
-    CUDA graph replays are forwards, but run no layer's Python, so layers do not count them.
-
-    Attributes:
-        forwards: forwards begun.
-        mixed_forwards: those with requests of several patterns.
-        forwards_under: forwards by the patterns in them, sorted and joined by "+"; what comes after
-            so many different ones is counted together, as ``OTHERS``.
-        selections: times the layer's indexer scored keys and selected.
-        reuses: times the layer took another layer's indices.
-        key_writes: times the layer stored index keys without scoring (live mode, S layers).
-        graphs: replays of decode graphs, by label, where there are several of a batch size.
-        indexer_seconds: in indexers, by phase and clock ("prefill", "decode", and each with
-            "_processor" for this thread's processor time). The CPU platform only: a GPU's kernels
-            run behind the clock.
-    """
-
-    forwards: int = 0
-    mixed_forwards: int = 0
-    forwards_under: Counter[str] = field(default_factory=Counter)
-    selections: list[int] = field(default_factory=list)
-    reuses: list[int] = field(default_factory=list)
-    key_writes: list[int] = field(default_factory=list)
-    graphs: Counter[str] = field(default_factory=Counter)
-    indexer_seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(
+    def __init__(self, count: int) -> None:
+        self.forwards = self.mixed_forwards = 0
+        self.forwards_under: Counter[str] = Counter()
+        self.indexer_selections, self.index_reuses = [0] * count, [0] * count
+        self.index_key_writes = [0] * count
+        self.graph_replays: Counter[str] = Counter()
+        self.indexer_seconds = dict.fromkeys(
             ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
         )
-    )
-
-    @classmethod
-    def for_layers(cls, count: int) -> Counters:
-        """Zeros for ``count`` pattern positions."""
-        return cls(selections=[0] * count, reuses=[0] * count, key_writes=[0] * count)
 
 
 class ActivePattern:
@@ -84,7 +58,7 @@ class ActivePattern:
         self.is_counting = True
         self.switches = 0
         self.last_rejection = ""
-        self.counters = Counters.for_layers(len(plan.pattern))
+        self.counters = Counters(len(plan.pattern))
         self.traffic = Traffic()
         self.shadow = Shadow(plan)
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
@@ -135,19 +109,19 @@ class ActivePattern:
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
-        self.counters.selections[self.position(layer)] += self.is_counting
+        self.counters.indexer_selections[self.position(layer)] += self.is_counting
 
     def count_reuse(self, layer: int) -> None:
         """``layer`` attended to another layer's indices."""
-        self.counters.reuses[self.position(layer)] += self.is_counting
+        self.counters.index_reuses[self.position(layer)] += self.is_counting
 
     def count_key_write(self, layer: int) -> None:
         """``layer`` stored index keys without scoring any."""
-        self.counters.key_writes[self.position(layer)] += self.is_counting
+        self.counters.index_key_writes[self.position(layer)] += self.is_counting
 
     def count_graph(self, label: str) -> None:
         """A batch replays the decode graph ``label``."""
-        self.counters.graphs[label] += 1
+        self.counters.graph_replays[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
         """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
@@ -179,53 +153,30 @@ class ActivePattern:
             one_in=shadow.one_in, forwards=shadow.forwards, cells=cells, reference=self.reference
         )
 
-    def report(
-        self,
-        *,
-        rank: int = 0,
-        requests: Mapping[str, int] | None = None,
-        stage: tuple[int, int] | None = None,
-        index_k_bytes_per_token: int = 0,
-        indexer_weight_bytes: Mapping[str, int] | None = None,
-    ) -> RankState:
+    def report(self, **of_process: Any) -> RankState:
         """What ``/server_info`` says of this rank.
 
         Args:
-            rank: its number among the data-parallel ranks.
-            requests: unfinished ones by pattern.
-            stage: the pattern positions of this process, from and to below; by default all.
-            index_k_bytes_per_token: as allocated.
-            indexer_weight_bytes: by layer number.
+            of_process: the fields of :class:`RankState` that neither plan nor counters hold.
         """
-        counters = self.counters
+        plan = self.plan
         return RankState(
             version=__version__,
-            rank=rank,
             pattern=str(self.pattern),
             policy=str(self.policy),
             source=self.source,
-            mode=self.plan.mode,
-            architecture=self.plan.architecture,
-            checkpoint_pattern=str(self.plan.own),
-            adapter=self.plan.adapter,
-            adapter_digest=self.plan.adapter_digest,
+            mode=plan.mode,
+            architecture=plan.architecture,
+            checkpoint_pattern=str(plan.own),
+            adapter=plan.adapter,
+            adapter_digest=plan.adapter_digest,
             adapter_in_effect=self.adapted,
             switches=self.switches,
             last_rejection=self.last_rejection,
-            requests=dict(requests or {}),
-            stage=stage,
-            forwards=counters.forwards,
-            mixed_forwards=counters.mixed_forwards,
-            forwards_under=dict(counters.forwards_under),
-            indexer_selections=list(counters.selections),
-            index_reuses=list(counters.reuses),
-            index_key_writes=list(counters.key_writes),
-            graph_replays=dict(counters.graphs),
-            **self.traffic.report(),
             overlap=self.overlaps(),
-            indexer_seconds=dict(counters.indexer_seconds),
-            index_k_bytes_per_token=index_k_bytes_per_token,
-            indexer_weight_bytes=dict(indexer_weight_bytes or {}),
+            **vars(self.counters),
+            **self.traffic.report(),
+            **of_process,
         )
 
 

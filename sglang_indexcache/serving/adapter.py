@@ -31,23 +31,6 @@ _ADAPTED = "_indexcache_adapted"
 """Attribute of a model whose indexers were replaced while it was loaded."""
 
 
-def check(adapter: Adapter, model: Path) -> None:
-    """Refuse an adapter for another checkpoint, or one that cannot take its indexers' place.
-
-    Raises:
-        IndexCacheError: it is for another base, or the base cannot be looked at.
-    """
-    from sglang_indexcache.stored import check_form
-
-    if not model.is_dir():
-        raise SettingsError(
-            f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint with the "
-            f"one that the adapter was trained on; {model} is none. Download it first."
-        )
-    adapter.check(model)
-    check_form(model, adapter.names())
-
-
 def install(plan: Plan) -> None:
     """Have this process's model loaded with the plan's adapter; safe to call again."""
     if not plan.adapter:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.serving import adapter, hooks
 from sglang_indexcache.serving.active import current, published_plan
-from sglang_indexcache.serving.settings import BACKEND_NAME, Plan, Request
+from sglang_indexcache.serving.settings import BACKEND_NAME, Plan, collect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -65,7 +65,7 @@ def _asked_for(server_args: Any) -> str:
 
     if BACKEND_NAME in attention_backends_of(resolved_view(server_args)):
         return f"the attention backend {BACKEND_NAME}"
-    return ", ".join(o.origin for o in Request.collect({}, as_keywords=False).choices.values())
+    return ", ".join(choice.origin for choice in collect({}).values())
 
 
 def unresolved(asked: str) -> SettingsError:

@@ -7,8 +7,7 @@ AssertionError, or serves other weights than those that were saved, after it has
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache.checkpoint import text_config
@@ -18,42 +17,26 @@ from sglang_indexcache.models import BY_ARCHITECTURE, read_field
 INDEX_HEAD_DIM = 128
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A value that SGLang cannot serve.
-
-    Attributes:
-        field: of the config.
-        holds: whether ``holds(value, config)``; asked only if the config has the field.
-        demand: what it must be, and what to do about it.
-    """
-
-    field: str
-    holds: Callable[[Any, Any], bool]
-    demand: str
-
-
-LIMITS = (
-    Limit(
-        "index_head_dim",
+LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "index_head_dim": (
         lambda value, _: value == INDEX_HEAD_DIM,
         f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages: the indexers have to be "
         "made and trained with it",
     ),
-    Limit("index_topk", lambda value, _: value >= 1, "must be at least 1"),
-    Limit("hidden_act", lambda value, _: value == "silu", "must be silu, the one that is built"),
-    Limit(
-        "n_group",
+    "index_topk": (lambda value, _: value >= 1, "must be at least 1"),
+    "hidden_act": (lambda value, _: value == "silu", "must be silu, the one that is built"),
+    "n_group": (
         lambda value, config: (read_field(config, "n_routed_experts") or 0) % (value or 1) == 0,
         "must divide n_routed_experts, whose groups are of equal size",
     ),
-    Limit(
-        "mlp_layer_types",
+    "mlp_layer_types": (
         lambda value, config: _mlps_that_sglang_builds(config, len(value)) in (None, list(value)),
         "must be what first_k_dense_replace and moe_layer_freq say, which is all that SGLang "
         "reads: mend those, or the weights of other layers stay unread",
     ),
-)
+}
+"""By field: whether SGLang can serve its value in a config, and what it must be, with what to do.
+A field that the config does not have is not asked about."""
 
 
 def check_config(config: Any, where: str) -> None:
@@ -68,25 +51,21 @@ def check_config(config: Any, where: str) -> None:
     """
     text = text_config(config)
     family = BY_ARCHITECTURE[str(read_field(config, "architectures")[0])]
-    if missing := _missing(text, family.extra_config):
+    absent = {n: v for n, v in family.extra_config.items() if read_field(text, n) is None}
+    if absent:
+        lines = json.dumps(absent)
         raise CheckpointError(
             f"SGLang reads what the config of {where} does not have (transformers does not write "
-            f"it). Add to its config.json: {missing[1:-1]}; or start with "
-            f"--json-model-override-args '{missing}'."
+            f"it). Add to its config.json: {lines[1:-1]}; or start with "
+            f"--json-model-override-args '{lines}'."
         )
     problems = [
-        f"{limit.field}{'' if isinstance(value, list) else f' is {value!r} and'} {limit.demand}"
-        for limit in LIMITS
-        if (value := read_field(text, limit.field)) is not None and not limit.holds(value, text)
+        f"{field}{'' if isinstance(value, list) else f' is {value!r} and'} {demand}"
+        for field, (holds, demand) in LIMITS.items()
+        if (value := read_field(text, field)) is not None and not holds(value, text)
     ]
     if problems:
         raise CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}.")
-
-
-def _missing(text: Any, wanted: Mapping[str, Any]) -> str:
-    """JSON of the fields of ``wanted`` that the config does not have; empty if it has all."""
-    absent = {name: value for name, value in wanted.items() if read_field(text, name) is None}
-    return json.dumps(absent) if absent else ""
 
 
 def _mlps_that_sglang_builds(config: Any, count: int) -> list[str] | None:

@@ -1,22 +1,18 @@
 """``indexcache server doctor``: what a server with these flags would do, without loading weights.
 
 It runs the very resolution that the server runs, so it cannot disagree with it, and on a machine
-without a GPU it lets SGLang believe in one. Where SGLang is not installed it reads the checkpoint's
-config, and says that the flags were not looked at.
+without a GPU it lets SGLang believe in one.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import json
 import logging
 import os
 import sys
 import traceback
 import warnings
-from argparse import ArgumentError, ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -25,32 +21,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, Checkpoint, read_config
-from sglang_indexcache.errors import CombinedError, Findings, IndexCacheError, SettingsError
-from sglang_indexcache.library import Library, names
-from sglang_indexcache.serving import adapter
-from sglang_indexcache.serving.config_check import check_config
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
+from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.features import CONTRACT, FEATURES, REHEARSED, TESTED
-from sglang_indexcache.serving.settings import (
-    BACKEND_NAME,
-    OPTIONS,
-    Plan,
-    Request,
-    chosen_adapter,
-    make_plan,
-)
+from sglang_indexcache.serving.settings import BACKEND_NAME, Plan
 from sglang_indexcache.support.drawing import to_terminal
-
-FP8_PAGES = "fp8 pages"
-"""How a GPU stores index keys."""
 
 USUAL_CARD = "h200"
 """What a machine without a GPU checks for."""
 
-ONLY_CONFIG = (
-    "SGLang is not installed, so only the checkpoint and the pattern are looked at. To check the "
-    "server's flags as well: pip install 'sglang-indexcache[serve]'"
-)
 EVIDENCE = (
     f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
     f"{REHEARSED}: SGLang's CUDA code ran on a CPU, with references for its kernels; {CONTRACT}: "
@@ -69,45 +49,38 @@ def examine(arguments: Sequence[str], console: Console, device: str | None = Non
     Returns:
         Whether such a server would start.
     """
+    is_assumed = False
     try:
         if not arguments:
             raise SettingsError(
                 "say what to look at: the flags that you would give sglang serve, such as "
                 "--model-path MODEL --indexcache-pattern 1/4; or --url URL of each server that runs"
             )
-        if importlib.util.find_spec("sglang") is None:
-            _say(console, "checked for", f"no server: {ONLY_CONFIG}")
-            _print_config(arguments, console)
-            return True
+        EngineSource.installed()
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
         is_assumed = device is None and not _has_gpu()
         _say(console, "checked for", _choose_device(device))
+        server_args, problems = _resolve(arguments, device)
     except IndexCacheError as error:
-        return say_problems(console, error)
-    try:
-        return _print_server(*_resolve(arguments, device), console)
-    except IndexCacheError as error:
-        say_problems(console, error)
-    if is_assumed:
+        problems = [error]
+    for problem in problems:
+        say_problem(console, str(problem))
+    if any(str(problem).startswith("SGLang refuses") for problem in problems):
+        _say(console, "note", "SGLang stops at the first problem that it finds itself.")
+    if problems and is_assumed:
         _say(console, "note", "for a server on this machine, which has no GPU, add --device cpu")
-    return False
+    if not problems:
+        _print_server(server_args, console)
+    return not problems
 
 
-def say_problem(console: Console, text: str) -> bool:
-    """Print a problem on a line of its own; returns False, the finding."""
-    return _say(console, "[red]problem[/red]", text)
+def say_problem(console: Console, text: str) -> None:
+    """Print a problem on a line of its own."""
+    _say(console, "[red]problem[/red]", text)
 
 
-def say_problems(console: Console, error: IndexCacheError) -> bool:
-    """Print each problem of ``error``; returns False, the finding."""
-    for one in error.each if isinstance(error, CombinedError) else (error,):
-        say_problem(console, str(one))
-    return False
-
-
-def _say(console: Console, what: str, text: str) -> bool:
+def _say(console: Console, what: str, text: str) -> None:
     console.print(f"{what}  {escape(text)}", soft_wrap=True, highlight=False)
-    return False
 
 
 def _has_gpu() -> bool:
@@ -142,51 +115,6 @@ def _choose_device(device: str | None) -> str:
     return f"a node of {GPUS} {card.name} ({missing}--device may also be {others})"
 
 
-def _print_config(arguments: Sequence[str], console: Console) -> None:
-    """What the checkpoint's config alone tells."""
-    parser = ArgumentParser(add_help=False, exit_on_error=False)
-    parser.register("type", "JSON", json.loads)  # so does argparse name it in its error
-    parser.add_argument("--model-path", "--model", type=Path)
-    parser.add_argument("--json-model-override-args", type="JSON", default={})
-    for option in OPTIONS:
-        parser.add_argument(option.flag)
-    try:
-        given, _ = parser.parse_known_args(arguments)
-    except ArgumentError as error:
-        raise SettingsError(str(error)) from error
-    if given.model_path is None:
-        raise SettingsError("say which checkpoint: --model-path FOLDER")
-    if not given.model_path.is_dir():
-        raise SettingsError(
-            f"there is no folder {given.model_path}. Without SGLang only a checkpoint's folder can "
-            "be read, not a name of the hub: pip install 'sglang-indexcache[serve]'"
-        )
-    if not isinstance(given.json_model_override_args, dict):
-        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
-    request = Request.collect({o.name: getattr(given, o.name) for o in OPTIONS}, as_keywords=False)
-    config = read_config(given.model_path)
-    checkpoint, library = Checkpoint.from_config(config, str(given.model_path)), Library.default()
-    checkpoint.check_served(str(given.model_path))
-    model, found = given.model_path, Findings()
-    plan: Plan | None = None
-    with found:
-        check_config({**config, **given.json_model_override_args}, str(model))
-    with found:
-        trained = chosen_adapter(request)
-        overrides = given.json_model_override_args
-        plan = make_plan(request, checkpoint, overrides, library, trained, model)
-        if trained is not None:
-            adapter.check(trained, model)
-    found.report()
-    assert plan is not None, "making one raises, or it is there"
-    facts = [
-        *_facts(plan, model, checkpoint.shape),
-        ("index-K saved", _saved(plan)),
-        ("library", names(library.for_checkpoint(checkpoint)) or "no pattern for this model"),
-    ]
-    _print_plan(plan, facts, console)
-
-
 def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[IndexCacheError]]:
     """Parse and resolve like the server, without its log lines and warnings.
 
@@ -210,12 +138,11 @@ def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[In
 
         load_plugins()
         _check_loaded()
-        from sglang_indexcache.serving.plugin import FOUND, ONLY_EXAMINED
+        from sglang_indexcache.serving.plugin import FOUND
 
         with found, _said_by_sglang(said):
             with redirect_stderr(said):
                 server_args = prepare_server_args(arguments)
-            setattr(server_args, ONLY_EXAMINED, True)
             setattr(server_args, FOUND, gathered)
             server_args.resolve_once()
         return server_args, [*gathered, *found.each]
@@ -259,54 +186,35 @@ def _check_loaded() -> None:
     )
 
 
-def _print_server(server_args: Any, problems: Sequence[IndexCacheError], console: Console) -> bool:
-    for problem in problems:
-        say_problem(console, str(problem))
-    if any(str(problem).startswith("SGLang refuses") for problem in problems):
-        _say(console, "note", "SGLang stops at the first problem that it finds itself.")
-    if problems:
-        return False
+def _print_server(server_args: Any, console: Console) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     cfg = resolving_view(server_args)
     model = model_config_of(server_args)
-    config = model.hf_config
-    plan = Plan.from_hf_config(config)
+    plan = Plan.from_hf_config(model.hf_config)
     assert plan is not None, "the resolution writes a plan or raises"
-    facts = [
-        *_facts(plan, cfg.model_path, config.to_dict()),
-        ("index-K saved", _saved_here(plan, cfg, model)),
-        *_graph_memory(
-            plan, cfg, is_fixed=server_args._raw_input["mem_fraction_static"] is not None
-        ),
-        *_kernels(plan, cfg, model),
-        *_features(cfg, plan),
-    ]
-    _print_plan(plan, facts, console)
-    return True
-
-
-def _facts(plan: Plan, model: Path | str, shape: Mapping[str, Any]) -> list[tuple[str, str]]:
-    known = ((shape.get("index_n_heads"), "{} heads"), (shape.get("index_topk"), "top {}"))
-    words = [f"{len(plan.layer_ids)} layers", *(say.format(n) for n, say in known if n is not None)]
-    return [
-        ("model", f"{model} ({plan.architecture})"),
-        ("indexers", ", ".join(words)),
-        ("checkpoint", _own_sharing(plan)),
-        ("pattern", f"from {plan.source}"),
-        *([("adapter", f"{plan.adapter} ({plan.adapter_digest[:12]})")] if plan.adapter else []),
-        ("mode", plan.mode),
-        *([("quality", plan.quality)] if plan.quality else []),
-    ]
-
-
-def _print_plan(plan: Plan, facts: Sequence[tuple[str, str]], console: Console) -> None:
+    fixed = server_args._raw_input["mem_fraction_static"] is not None
+    shape = dict(plan.shape)
+    sizes = f"{shape.get('index_n_heads')} heads, top {shape.get('index_topk')}"
+    sharing = f"shares already: {plan.own.summary()}" if plan.own.shared_layers else ""
     console.print("[green]no problem found[/green]")
     if plan.advice:
         _say(console, "[yellow]advice[/yellow]", plan.advice)
     console.print()
     table = Table.grid(padding=(0, 2))
-    for name, value in facts:
+    for name, value in (
+        ("model", f"{cfg.model_path} ({plan.architecture})"),
+        ("indexers", f"{len(plan.layer_ids)} layers, {sizes}"),
+        ("checkpoint", sharing or "ships every indexer"),
+        ("pattern", f"from {plan.source}"),
+        *([("adapter", f"{plan.adapter} ({plan.adapter_digest[:12]})")] if plan.adapter else []),
+        ("mode", plan.mode),
+        *([("quality", plan.quality)] if plan.quality else []),
+        ("index-K saved", _saved(plan, cfg, model)),
+        *_graph_memory(plan, cfg, is_fixed=fixed),
+        *_kernels(plan, cfg, model),
+        *_features(cfg, plan),
+    ):
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     console.print()
@@ -327,46 +235,33 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
 
 def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> list[tuple[str, str]]:
     """What the graphs of --indexcache-graphs take, if there are any."""
-    from sglang_indexcache.serving.graph_memory import graph_reserve_mb
-
-    if not (reserve := graph_reserve_mb(cfg, plan)):
+    if not (reserve := plan.graph_reserve_mb(cfg)):
         return []
     kept = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
     return [("graph memory", f"about {reserve} MB on each GPU (not measured), {kept}")]
 
 
-def _own_sharing(plan: Plan) -> str:
-    if not plan.own.shared_layers:
-        return "ships every indexer"
-    return f"shares already: {plan.own.summary()}"
-
-
-def _saved(plan: Plan, bytes_per_key: int = INDEX_K_BYTES_PER_KEY, layout: str = FP8_PAGES) -> str:
+def _saved(plan: Plan, cfg: Any, model: Any) -> str:
     """Memory for index keys that S layers do not need."""
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
         return "nothing: every layer is F"
-    saved, all_layers = (
-        len(layers) * bytes_per_key for layers in (plan.pattern.shared_layers, plan.layer_ids)
-    )
-    return f"{saved} of {all_layers} bytes per token ({layout})"
-
-
-def _saved_here(plan: Plan, cfg: Any, model: Any) -> str:
-    """The same for a server's device, and for its context and pool where they are known."""
-    bytes_per_key, layout = INDEX_K_BYTES_PER_KEY, FP8_PAGES
+    bytes_per_key, layout = INDEX_K_BYTES_PER_KEY, "fp8 pages"  # as on a GPU
     if cfg.device == "cpu" and plan.index_k_dtype != "fp8_e4m3":
         layout = str(model.dtype).removeprefix("torch.")
         layout = layout if plan.index_k_dtype == "auto" else plan.index_k_dtype
         bytes_per_key = model.hf_config.index_head_dim * (4 if layout == "float32" else 2)
-    said = _saved(plan, bytes_per_key, layout)
-    if said.startswith("nothing"):
-        return said
-    context, per_token = model.context_len, len(plan.pattern.shared_layers) * bytes_per_key
-    parts = [said, f"{per_token * context / 2**20:.1f} MiB per request of {context} tokens"]
+    saved, all_layers = (
+        len(layers) * bytes_per_key for layers in (plan.pattern.shared_layers, plan.layer_ids)
+    )
+    context = model.context_len
+    parts = [
+        f"{saved} of {all_layers} bytes per token ({layout})",
+        f"{saved * context / 2**20:.1f} MiB per request of {context} tokens",
+    ]
     if cfg.max_total_tokens:
-        parts.append(f"{per_token * cfg.max_total_tokens / 2**30:.2f} GiB in the whole pool")
+        parts.append(f"{saved * cfg.max_total_tokens / 2**30:.2f} GiB in the whole pool")
     return ", ".join(parts)
 
 

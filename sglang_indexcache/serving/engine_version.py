@@ -1,9 +1,10 @@
 """Whether an SGLang is one that we can extend, judged by what we rely on and not by its number.
 
-``seams.json`` holds, for each version that was tested, a digest of every seam. Another version
-whose digests agree will do. Its source is read and never imported, so it can be judged in the
-launcher before a model is touched, and in a release that is not installed.
-``python -m sglang_indexcache.serving.engine_version`` records the installed version.
+``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
+each for every version that was tested. Another version whose digests agree will do. Its source is
+read and never imported, so it can be judged in the launcher before a model is touched, and in a
+release that is not installed. ``python -m sglang_indexcache.serving.engine_version`` records the
+installed version.
 """
 
 from __future__ import annotations
@@ -18,20 +19,71 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 
+from sglang_indexcache import __version__
 from sglang_indexcache.errors import UnsupportedEngineError
-from sglang_indexcache.serving.seams import SEAMS, SUPPORTED_VERSION, Seam
 
 logger = logging.getLogger(__name__)
 
+SUPPORTED_VERSION = __version__.partition(".post")[0]
+
+TABLE = Path(__file__).with_name("seams.yaml")
 RECORDS = Path(__file__).with_name("seams.json")
 """``{version: {seam: digest}}``."""
 
+_RECORDER = "sglang_indexcache.serving.engine_version"
+
 _NAMED = 5
 """How many moved seams an error names."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One name in SGLang that we hook, subclass, call or set.
+
+    Attributes:
+        module: dotted module.
+        name: ``function``, ``Class`` or ``Class.method``, or a module-level name.
+        why: what we use it for.
+        by_signature: only its parameters matter to us; what it does inside may change.
+    """
+
+    module: str
+    name: str
+    why: str
+    by_signature: bool = False
+
+    @property
+    def path(self) -> str:
+        """``module.name``."""
+        return f"{self.module}.{self.name}"
+
+
+@cache
+def seams() -> tuple[Seam, ...]:
+    """What :data:`TABLE` names."""
+    parts = yaml.safe_load(TABLE.read_text(encoding="utf-8")).values()
+    modules = [module for part in parts for module in part.items()]
+    return tuple(
+        Seam(module, owner + name, why, by_signature=names.startswith("def "))
+        for module, inside in modules
+        for owner, names, why in _rows(inside)
+        for name in names.removeprefix("def ").split(", ")
+    )
+
+
+def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Owner with a dot, names, and what for: of a module's own names and of its classes'."""
+    for name, said in inside.items():
+        if isinstance(said, str):
+            yield "", name, said
+        else:
+            yield from ((f"{name}.", member, why) for member, why in said.items())
 
 
 @dataclass(frozen=True)
@@ -55,16 +107,10 @@ class VersionVerdict:
             return f"this {name} {is_it} the one that sglang-indexcache was tested with"
         if count:
             return (
-                f"{name} was not tested, and of the {len(SEAMS)} places in it that IndexCache "
+                f"{name} was not tested, and of the {len(seams())} places in it that IndexCache "
                 f"relies on {count} differ from {self.tested}"
             )
         return f"{name} was not tested; everything that IndexCache relies on is as in {self.tested}"
-
-    def summary(self) -> str:
-        """What moved, in few words."""
-        named = [problem for _, problem in self.moved[:_NAMED]]
-        more = len(self.moved) - len(named)
-        return "; ".join([*named, *([f"and {more} more"] if more else [])])
 
 
 def recorded() -> dict[str, dict[str, str]]:
@@ -93,9 +139,12 @@ def check(source: EngineSource | None = None) -> None:
     verdict = judge(source or EngineSource.installed())
     untested = verdict.source.version != verdict.tested
     if verdict.moved:
+        named = [problem for _, problem in verdict.moved[:_NAMED]]
+        if more := len(verdict.moved) - len(named):
+            named.append(f"and {more} more")
         force = "" if untested else "--force-reinstall "
         raise UnsupportedEngineError(
-            f"{verdict}: {verdict.summary()}. Install the tested one: pip install "
+            f"{verdict}: {'; '.join(named)}. Install the tested one: pip install "
             f"{force}'sglang=={SUPPORTED_VERSION if untested else verdict.tested}'. All that "
             f"moved: indexcache server doctor --sglang {verdict.source.root}."
         )
@@ -118,7 +167,7 @@ def record(source: EngineSource) -> None:
     Raises:
         UnsupportedEngineError: the table names what is not there.
     """
-    digests = {seam.path: source.digest(seam) or "" for seam in SEAMS}
+    digests = {seam.path: source.digest(seam) or "" for seam in seams()}
     if wrong := "; ".join(problem for _, problem in _moved(source, digests)):
         raise UnsupportedEngineError(f"{source.name} cannot be recorded: {wrong}")
     records = recorded() | {source.version or source.name: dict(sorted(digests.items()))}
@@ -127,23 +176,15 @@ def record(source: EngineSource) -> None:
 
 
 def _moved(source: EngineSource, digests: Mapping[str, str]) -> Iterator[tuple[Seam, str]]:
-    for seam in SEAMS:
-        if problem := _problem(source, seam, digests.get(seam.path)):
-            yield seam, problem
-
-
-def _problem(source: EngineSource, seam: Seam, known: str | None) -> str | None:
-    """What is wrong with ``seam``, whose digest was ``known`` when it was tested, or None."""
-    digest = source.digest(seam)
-    if digest is None:
-        gone = seam.path if source.has_module(seam) else f"module {seam.module}"
-        return f"{gone} is gone"
-    parameters = source.parameters(seam)
-    if parameters is not None and (missing := sorted({*seam.parameters} - parameters)):
-        return f"{seam.path} no longer takes {', '.join(missing)}"
-    if known is None:
-        return f"{seam.path} is not recorded (python -m sglang_indexcache.serving.engine_version)"
-    return None if digest == known else f"{seam.path} has changed"
+    """Each seam that is not as it was recorded, and what is wrong with it."""
+    for seam in seams():
+        digest, known = source.digest(seam), digests.get(seam.path)
+        if digest is None:
+            yield seam, f"{seam.path} is gone"
+        elif known is None:
+            yield seam, f"{seam.path} is not recorded (python -m {_RECORDER})"
+        elif digest != known:
+            yield seam, f"{seam.path} has changed"
 
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -197,21 +238,10 @@ class EngineSource:
         """What to call it in a sentence."""
         return f"SGLang {self.version}" if self.version else f"the SGLang in {self.root}"
 
-    def has_module(self, seam: Seam) -> bool:
-        """Whether the seam's module is there."""
-        return self._module(seam.module) is not None
-
-    def parameters(self, seam: Seam) -> set[str] | None:
-        """Names of the function's parameters; None if the seam is no function."""
-        for node in self._definitions(seam):
-            if isinstance(node, _FUNCTION):
-                every = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                return {argument.arg for argument in every}
-        return None
-
     def digest(self, seam: Seam) -> str | None:
         """Digest of what we rely on there, whatever its format and comments; None if gone."""
-        nodes: list[ast.AST] = [*self._definitions(seam)]
+        module = self.module(seam.module)
+        nodes: list[ast.AST] = [*_find(module, seam.name.split("."))] if module else []
         if not nodes:
             return None
         if seam.by_signature:
@@ -219,22 +249,14 @@ class EngineSource:
         form = [_canonical(node) for node in nodes]
         return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]
 
-    def _definitions(self, seam: Seam) -> list[ast.stmt]:
-        module = self._module(seam.module)
-        return _find(module, seam.name.split(".")) if module else []
-
-    def _module(self, name: str) -> ast.Module | None:
+    def module(self, name: str) -> ast.Module | None:
         """The tree of a module, or None if there is none of this name."""
         if name not in self._modules:
-            self._modules[name] = self._read(name)
+            path = "/".join(name.split(".")[1:])
+            files = [self.root / f"{path}.py", self.root / path / "__init__.py"]
+            found = next((file for file in files if file.is_file()), None)
+            self._modules[name] = ast.parse(found.read_text(encoding="utf-8")) if found else None
         return self._modules[name]
-
-    def _read(self, name: str) -> ast.Module | None:
-        inside = name.split(".")[1:]
-        for candidate in ("/".join(inside) + ".py", "/".join([*inside, "__init__.py"])):
-            if (file := self.root / candidate).is_file():
-                return ast.parse(file.read_text(encoding="utf-8"))
-        return None
 
 
 def _holders(place: Path) -> Sequence[Path | zipfile.Path]:
@@ -303,11 +325,8 @@ def _canonical(node: object) -> object:
 
 
 def _is_docstring(node: object) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+    constant = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ FEATURES = (
     Feature("prefill context parallelism", "--enable-prefill-cp", "yes", "no", (CONTRACT,),
             lambda cfg: cfg.enable_prefill_cp),
     Feature("disaggregation", "--disaggregation-mode", "yes, the same pattern on both sides",
-            "live on both sides with the same default, switch when idle", (CONTRACT,),
+            "live on both sides with the same default, switch when idle", (REHEARSED, CONTRACT),
             lambda cfg: cfg.disaggregation_mode != "null"),
     Feature("HiCache", "--enable-hierarchical-cache",
             "yes, stored pages are kept apart by pattern", "the same", (CONTRACT,),

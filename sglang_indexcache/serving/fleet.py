@@ -74,7 +74,8 @@ def examine_servers(clients: Sequence[Client], console: Console) -> bool:
     try:
         ranks = [rank for client in clients for rank in _ranks(client)]
     except ServerError as error:
-        return say_problem(console, str(error))
+        say_problem(console, str(error))
+        return False
     console.print(_table(ranks))
     problems = [_missing(rank) for rank in ranks if rank.state is None]
     problems += _differences(ranks)

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from sglang_indexcache.ask.protocol import CUSTOM
@@ -31,10 +32,8 @@ from sglang_indexcache.serving.settings import Plan
 
 HEADER = "X-IndexCache-Pattern"
 """Of a request: the pattern that it names. Of an answer: the pattern that it was made under; those
-of several prompts with commas. A stream of several prompts that name none begins before all of them
-are known, and ends the list with :data:`MORE`."""
-
-MORE = "more"
+of several prompts with commas. A stream of several prompts of which not all name one begins before
+all of them are known, and has none."""
 
 MOST_AT_ONCE = 32
 """Different patterns named by the requests in flight in a server. A forward's work grows to that of
@@ -73,32 +72,20 @@ class Told:
     Attributes:
         header: the name in its header, or None.
         status: of its refusal; 0 while there is none.
-        patterns: those of its answer that are known, in order.
-        is_known: whether the first of them is.
-        has_more: whether prompts may follow whose pattern is not known yet.
+        patterns: those of its answer; None while they are not known, () if they come too late.
     """
 
     header: str | None = None
     status: int = 0
-    patterns: dict[str, None] = field(default_factory=dict)
-    is_known: bool = False
-    has_more: bool = False
+    patterns: tuple[str, ...] | None = None
 
     def answer(self, given: Any) -> None:
-        """Note the pattern that an answer tells, or each of a list's."""
-        if self.is_known and not self.has_more:
-            return
-        for one in given if isinstance(given, list) else [given]:
-            info = one.get("meta_info") if isinstance(one, dict) else None
-            self.patterns |= dict.fromkeys((info or {}).get(NAME) or ())
-        self.is_known = self.is_known or bool(self.patterns)
-        if isinstance(given, list):
-            self.has_more = False
-
-    @property
-    def value(self) -> str:
-        """The header's."""
-        return ", ".join([*self.patterns, *([MORE] if self.has_more else [])])
+        """Note the pattern that the first answer tells, or each of a list's."""
+        if self.patterns is None:
+            every = given if isinstance(given, list) else [given]
+            infos = [one.get("meta_info") or {} for one in every if isinstance(one, dict)]
+            told = chain.from_iterable(info.get(NAME) or () for info in infos)
+            self.patterns = tuple(dict.fromkeys(told)) or None
 
 
 REFUSALS = 400, 429
@@ -204,11 +191,13 @@ def _admit(plan: Plan, incoming: Any, told: Told) -> set[Pattern]:
     patterns = {resolve(plan, name): None for name in names if name is not None}
     _check_room(set(patterns))
     if plan.mode == "static":
-        patterns = {plan.pattern: None}
-    told.patterns |= dict.fromkeys(map(str, patterns))
-    told.is_known = plan.mode == "static" or None not in names
-    told.has_more = not told.is_known and _is_batch(incoming)
-    return set() if plan.mode == "static" else set(patterns)
+        told.patterns = (str(plan.pattern),)
+        return set()
+    if None not in names:
+        told.patterns = tuple(map(str, patterns))
+    elif getattr(incoming, "stream", False) and _is_batch(incoming):
+        told.patterns = ()
+    return set(patterns)
 
 
 def _with(sampling: Any, name: str) -> dict[str, Any]:
@@ -219,7 +208,7 @@ def _with(sampling: Any, name: str) -> dict[str, Any]:
 
 def _is_batch(incoming: Any) -> bool:
     prompts = (getattr(incoming, "text", None), getattr(incoming, "input_ids", None))
-    return any(isinstance(p, list) and p and not isinstance(p[0], int) for p in prompts)
+    return any(isinstance(p, list) and len(p) > 1 and not isinstance(p[0], int) for p in prompts)
 
 
 def _check_room(patterns: set[Pattern]) -> None:
@@ -296,7 +285,7 @@ class _Answer:
         self._held.append(message)
         is_last = message["type"] == "http.response.body" and not message.get("more_body")
         has_body = len(self._held) > 1
-        if is_last or (has_body and (self._told.is_known or self._told.status)):
+        if is_last or (has_body and (self._told.patterns is not None or self._told.status)):
             self._begun = True
             self._mark(self._held[0])
             for each in self._held:
@@ -308,8 +297,8 @@ class _Answer:
         if told.status:
             start["status"] = told.status
             more += [(b"retry-after", b"1")] * (told.status == 429)
-        elif told.value:
-            more.append((HEADER.lower().encode(), told.value.encode()))
+        elif told.patterns:
+            more.append((HEADER.lower().encode(), ", ".join(told.patterns).encode()))
         start["headers"] = [*start.get("headers", ()), *more]
 
 

@@ -7,7 +7,7 @@ they all have, and :func:`check` says later whether it took.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from sglang_indexcache.errors import UnsupportedEngineError
@@ -34,13 +34,20 @@ def after(target: str, function: Callable[..., Any], *, at_start: bool = False) 
     _install(target, function, "AFTER", at_start)
 
 
-def check() -> None:
+def check(targets: Collection[str] | None = None) -> None:
     """Make sure that SGLang wrapped what was left to it.
 
     Raises:
         UnsupportedEngineError: naming what it did not wrap.
     """
-    _check(_ours)
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    wanted = _ours if targets is None else set(targets)
+    if missing := sorted(wanted - HookRegistry._patched):
+        raise UnsupportedEngineError(
+            f"SGLang did not wrap {', '.join(missing)}; its log says why. Is another plugin in the "
+            "way?"
+        )
 
 
 def _install(target: str, function: Callable[..., Any], kind: str, at_start: bool) -> None:
@@ -56,15 +63,5 @@ def _install(target: str, function: Callable[..., Any], kind: str, at_start: boo
     HookRegistry.register(target, function, HookType[kind])
     if not at_start:
         HookRegistry.apply_hooks()
-        _check({target})
+        check({target})
     _ours.add(target)
-
-
-def _check(targets: set[str]) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    if missing := sorted(targets - HookRegistry._patched):
-        raise UnsupportedEngineError(
-            f"SGLang did not wrap {', '.join(missing)}; its log says why. Is another plugin in the "
-            "way?"
-        )

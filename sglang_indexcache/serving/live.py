@@ -99,12 +99,11 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
         if request.server_args[SWITCH + values[0]] != 1:
             raise SettingsError(f'the value must be 1: {{"{SWITCH}{values[0]}": 1}}')
         switch(controller.scheduler, active, values[0])
-    except IndexCacheError as error:
-        logger.warning("IndexCache: pattern not switched: %s", error)
-        reason = str(error)
     except Exception as error:  # in the scheduler's loop: it would end the server
-        logger.exception("IndexCache: pattern not switched")
-        reason = f"{type(error).__name__}: {error}"
+        ours = isinstance(error, IndexCacheError)
+        reason = str(error) if ours else f"{type(error).__name__}: {error}"
+        level = logging.WARNING if ours else logging.ERROR
+        logger.log(level, "IndexCache: pattern not switched: %s", reason, exc_info=not ours)
     else:
         return SetInternalStateReqOutput(updated=True)
     if active is not None:

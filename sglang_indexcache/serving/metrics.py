@@ -148,7 +148,7 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
     """Every counter's value now, by its own labels."""
     counters, traffic = active.counters, active.traffic
     layers = active.plan.layer_ids
-    did = {"ran": counters.selections, "reused": counters.reuses}
+    did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
     return {
         "tokens": {**traffic.tokens},
         "pairs": {**traffic.pairs},

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,54 +23,47 @@ from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, text_config
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.library import Library
-from sglang_indexcache.models import read_field
 from sglang_indexcache.serving import (
     adapter,
     agreement,
     engine_version,
     front,
-    graph_memory,
     hooks,
     live,
     refusals,
     requests,
 )
 from sglang_indexcache.serving.active import activate
-from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda import window
 from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose, describe
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
-    CONFIG_KEY,
+    GRAPHS,
     OPTIONS,
-    PATTERN,
     Plan,
-    Request,
-    chosen_adapter,
-    make_plan,
+    Said,
+    collect,
+    plan_server,
+    read_overrides,
+    without_sharing,
 )
-from sglang_indexcache.support.lengths import format_length
 
 logger = logging.getLogger(__name__)
 
 _DSA_NAMES = ("dsa", "nsa")
 _BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _GIVEN = "_indexcache_given"
-"""Attribute of ServerArgs: the flags or keywords as given. Like SGLang's own ``_launch_command``
-it is bookkeeping beside the fields, and is pickled with them."""
-_FROM_COMMAND_LINE = "_indexcache_from_command_line"
-ONLY_EXAMINED = "_indexcache_only_examined"
-"""Attribute of ServerArgs: nothing will be served. Bad input is raised to the caller even if it
-came by command line, and what only a server needs is not loaded."""
+"""Attribute of ServerArgs: the flags or keywords as given, and whether they are flags. Like
+SGLang's own ``_launch_command`` it is bookkeeping beside the fields, and is pickled with them."""
 
 FOUND = "_indexcache_found"
-"""Attribute of ServerArgs that are only examined: a list for problems that would end a start."""
+"""Attribute of ServerArgs that are only examined: a list for problems that would end a start. What
+only a server needs is not loaded then."""
 
 
 def register() -> None:
@@ -85,9 +78,11 @@ def register() -> None:
         at_start=True,
     )
     _accept_engine_keywords()
-    register_resolution_hook("handle_model_source_paths")(_resolve_after_model_path)
-    register_resolution_hook("handle_gpu_memory_settings")(graph_memory.keep_free)
-    register_resolution_hook("handle_other_validations")(_check_kernels_at_last)
+    # By then the model's path is known, and nothing has read its config yet.
+    register_resolution_hook("handle_model_source_paths")(_after_sglangs(_resolve))
+    register_resolution_hook("handle_gpu_memory_settings")(_keep_free_for_graphs)
+    # By then SGLang's kernels, KV dtype and parallelism are decided.
+    register_resolution_hook("handle_other_validations")(_after_sglangs(_check_kernels))
     _register_backend()
     agreement.install()
     if platform_cpu.is_active():
@@ -165,27 +160,13 @@ def _add_flags(_result: None, parser: ArgumentParser) -> None:
             help=option.help,
             choices=option.choices,
             metavar=option.metavar,
-            action=_Once,
         )
-
-
-class _Once(Action):
-    """An option that is given twice with two values is a mistake; argparse would take the last."""
-
-    def __call__(
-        self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None
-    ) -> None:
-        before = getattr(namespace, self.dest, None)
-        if before not in (None, value):
-            parser.error(f"{option} is given twice, as {before!r} and as {value!r}. Give one.")
-        setattr(namespace, self.dest, value)
 
 
 def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
     server_args = original(cls, args)
     given = {option.name: getattr(args, option.name, None) for option in OPTIONS}
-    setattr(server_args, _GIVEN, given)
-    setattr(server_args, _FROM_COMMAND_LINE, True)
+    setattr(server_args, _GIVEN, (given, True))
     return server_args
 
 
@@ -195,8 +176,6 @@ def _accept_engine_keywords() -> None:
     The engine module is only patched where it is loaded: an Engine loads the plugins itself
     before it builds its arguments, and importing it elsewhere would slow every worker's start.
     """
-    import sys
-
     module = sys.modules.get("sglang.srt.entrypoints.engine")
     if module is None:
         return
@@ -205,7 +184,7 @@ def _accept_engine_keywords() -> None:
     def build(**kwargs: Any) -> Any:
         given = {option.name: kwargs.pop(option.name, None) for option in OPTIONS}
         server_args = original(**kwargs)
-        setattr(server_args, _GIVEN, given)
+        setattr(server_args, _GIVEN, (given, False))
         return server_args
 
     module.Engine.server_args_class = staticmethod(build)
@@ -214,103 +193,63 @@ def _accept_engine_keywords() -> None:
 # -- what it comes to --------------------------------------------------------------------------
 
 
-def _resolve_after_model_path(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """The resolution step: the model's path is known, nothing has read its config yet."""
-    previous(server_args)
-    with _one_sentence(server_args):
-        _resolve(server_args)
+def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
+    """A resolution step of SGLang's with ``check`` behind it."""
+
+    def step(server_args: Any, previous: Callable[[Any], None]) -> None:
+        previous(server_args)
+        try:
+            check(server_args)
+        except IndexCacheError as error:
+            _, are_flags = _given(server_args)
+            if are_flags and not _is_examined(server_args):  # a sentence, not a stack of frames
+                raise SystemExit(f"indexcache: error: {error}") from None
+            raise
+
+    return step
 
 
-def _check_kernels_at_last(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """The resolution step: SGLang's kernels, KV dtype and parallelism are decided."""
-    previous(server_args)
-    with _one_sentence(server_args):
-        _check_kernels(server_args)
+def _given(server_args: Any) -> tuple[dict[str, str | None], bool]:
+    found: tuple[dict[str, str | None], bool] = getattr(server_args, _GIVEN, ({}, False))
+    return found
 
 
-@contextmanager
-def _one_sentence(server_args: Any) -> Iterator[None]:
-    """A command line deserves a sentence, not a stack of frames."""
-    try:
-        yield
-    except IndexCacheError as error:
-        if _from_command_line(server_args) and not _only_examined(server_args):
-            raise SystemExit(f"indexcache: error: {error}") from None
-        raise
-
-
-def _from_command_line(server_args: Any) -> bool:
-    return bool(getattr(server_args, _FROM_COMMAND_LINE, False))
-
-
-def _only_examined(server_args: Any) -> bool:
-    return bool(getattr(server_args, ONLY_EXAMINED, False))
+def _is_examined(server_args: Any) -> bool:
+    return hasattr(server_args, FOUND)
 
 
 def _resolve(server_args: Any) -> None:
-    given = getattr(server_args, _GIVEN, {})
-    request = Request.collect(given, as_keywords=not _from_command_line(server_args))
-    if not _is_wanted(server_args, request) and not _is_only_way(server_args):
+    given, are_flags = _given(server_args)
+    said = collect(given, as_keywords=not are_flags)
+    if not _is_wanted(server_args, said) and not _is_only_way(server_args):
         _warn_about_ignored_overrides(server_args)
         return
     engine_version.check()
     hooks.check()
     cfg = resolving_view(server_args)
-    overrides = _overrides(cfg)
+    overrides = read_overrides(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
-    checkpoint = Checkpoint.from_config(config, cfg.model_path)
-    checkpoint.check_served(cfg.model_path)
     found = Findings()
-    plan: Plan | None = None
+    plan = plan_server(said, config, overrides, cfg.model_path, found)
     with found:
-        check_config(config, cfg.model_path)
-    with found:
-        trained = chosen_adapter(request)
-        plan = make_plan(request, checkpoint, overrides, Library.default(), trained, cfg.model_path)
-    if plan is None:
-        found.report()
-    assert plan is not None, "making one raises, or it is there"
-    with found:
-        num_layers = checkpoint.shape.get("num_hidden_layers", checkpoint.num_layers)
+        num_layers = dict(plan.shape).get("num_hidden_layers", len(plan.layer_ids))
         refusals.check(cfg, plan, num_layers)
     with found:
         platform_cpu.check_plan(server_args, plan)
-    with found:
-        if trained is not None:
-            adapter.check(trained, Path(cfg.model_path))
-    if (gathered := getattr(server_args, FOUND, None)) is None:
+    if _is_examined(server_args):  # SGLang's own checks, which come next, may find more
+        getattr(server_args, FOUND).extend(found.each)
+    else:
         found.report()
-    else:  # SGLang's own checks, which come next, may find more
-        gathered += found.each
     _declare(server_args, plan, overrides, config)
-    if not _only_examined(server_args):  # it takes SGLang's tokenizer manager
+    if not _is_examined(server_args):  # it takes SGLang's tokenizer manager
         front.install()
         vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     logger.info(plan.describe())
-    if unreached := _steps_beyond(plan, cfg.context_length or config):
-        logger.warning("IndexCache: %s", unreached)
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
 
 
-def _steps_beyond(plan: Plan, context: Any) -> str:
-    """A warning where a policy has patterns for prompts that no request can have, or "".
-
-    Args:
-        context: the longest, in tokens, or the model's config that says it.
-    """
-    if not isinstance(context, int):
-        context = read_field(text_config(context), "max_position_embeddings")
-    beyond = [start for start, _ in plan.longer if context is not None and start >= context]
-    if not beyond:
-        return ""
-    return (
-        f"{PATTERN.flag}: no prompt reaches {format_length(beyond[0])} tokens, because the context "
-        f"length is {format_length(context)}. What the policy says from there on never applies."
-    )
-
-
-def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
+def _check_kernels(server_args: Any) -> None:
     """Say before weights are loaded which kernels will run, or why they cannot.
 
     Raises:
@@ -321,7 +260,7 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
     if plan is None:
         return
     model = model_config_of(server_args)
-    routes = choose(plan.kernels, cfg, model, machine or Machine.here())
+    routes = choose(plan.kernels, cfg, model, Machine.here())
     check_engine(routes, cfg, model)
     if not platform_cpu.is_active():
         window.check(cfg, plan, routes, getattr(model.hf_config, "index_kpool", None) or 1)
@@ -332,7 +271,38 @@ def _check_kernels(server_args: Any, machine: Machine | None = None) -> None:
         logger.info("IndexCache kernels: %s", line)
 
 
-def _is_wanted(server_args: Any, request: Request) -> bool:
+def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """The resolution step that decides ``--mem-fraction-static``, unless the user fixed it."""
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    cfg = resolving_view(server_args)
+    is_fixed = cfg.mem_fraction_static is not None
+    previous(server_args)
+    plan = Plan.from_overrides(cfg.json_model_override_args)
+    reserve = 0 if plan is None else plan.graph_reserve_mb(cfg)
+    memory = get_device_memory_capacity(cfg.device) if reserve else None
+    if memory is None:
+        return
+    flag, about = GRAPHS.flag, f"about {reserve} MB"
+    if is_fixed:
+        logger.warning(
+            "IndexCache: --mem-fraction-static is given, so nothing is kept free for the graphs of "
+            "%s, %s.",
+            flag,
+            about,
+        )
+        return
+    fraction = round(cfg.mem_fraction_static - reserve / memory, 3)
+    declare_resolution(server_args, BACKEND_NAME, mem_fraction_static=fraction)
+    logger.info(
+        "IndexCache: %s are kept free for the graphs of %s: --mem-fraction-static %s.",
+        about,
+        flag,
+        fraction,
+    )
+
+
+def _is_wanted(server_args: Any, said: Said) -> bool:
     """Whether this server shall run IndexCache.
 
     Raises:
@@ -347,15 +317,15 @@ def _is_wanted(server_args: Any, request: Request) -> bool:
             f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
             f"{BACKEND_NAME}: a draft's layers follow the model's."
         )
-    settings = ", ".join(choice.origin for choice in request.choices.values())
-    if (asked or request) and others:
+    settings = ", ".join(choice.origin for choice in said.values())
+    if (asked or said) and others:
         field, value = next(iter(others.items()))
         what = f"--attention-backend {BACKEND_NAME}" if asked else settings
         raise SettingsError(
             f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
             "indices of DSA attention in prefill and decode alike. Drop one of them."
         )
-    if request and named and not asked:
+    if said and named and not asked:
         raise SettingsError(
             f"{settings} needs --attention-backend {BACKEND_NAME}, and "
             f"--attention-backend {next(iter(named.values()))} was given."
@@ -365,7 +335,7 @@ def _is_wanted(server_args: Any, request: Request) -> bool:
             "SGLang's own DSA backend needs a GPU and this machine has none. Use "
             f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
         )
-    return asked or bool(request)
+    return asked or bool(said)
 
 
 def _is_only_way(server_args: Any) -> bool:
@@ -374,7 +344,9 @@ def _is_only_way(server_args: Any) -> bool:
     if not platform_cpu.is_active() or any(getattr(cfg, field) for field in _BACKEND_FIELDS):
         return False
     try:
-        Checkpoint.from_config(_checkpoint_config(cfg, _overrides(cfg)), cfg.model_path)
+        Checkpoint.from_config(
+            _checkpoint_config(cfg, read_overrides(cfg.json_model_override_args)), cfg.model_path
+        )
     except CheckpointError:  # no DSA model
         return False
     logger.info(
@@ -392,13 +364,12 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     path = Path(cfg.model_path)
     if path.is_absolute() and not path.exists():
         raise CheckpointError(f"there is no model at {path}")
-    others = {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
     try:
         config = get_config(
             cfg.model_path,
             trust_remote_code=cfg.trust_remote_code,
             revision=cfg.revision,
-            model_override_args=others,
+            model_override_args=without_sharing(overrides),
             model_config_parser=cfg.model_config_parser,
         )
     except (OSError, ValueError) as error:
@@ -457,27 +428,10 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
     )
 
 
-def _overrides(cfg: Any) -> dict[str, Any]:
-    """What the user changes in the model's config.
-
-    Raises:
-        SettingsError: that is no JSON object.
-    """
-    try:
-        overrides = json.loads(cfg.json_model_override_args)
-    except json.JSONDecodeError as error:
-        raise SettingsError(
-            f"--json-model-override-args is not JSON ({error}): {cfg.json_model_override_args!r}"
-        ) from error
-    if not isinstance(overrides, dict):
-        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
-    return overrides
-
-
 def _warn_about_ignored_overrides(server_args: Any) -> None:
     """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
     cfg = resolving_view(server_args)
-    overrides = _overrides(cfg)
+    overrides = read_overrides(cfg.json_model_override_args)
     asked = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
     if not asked or overrides.get("indexer_types") is not None:
         return

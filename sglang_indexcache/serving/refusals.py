@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_indexcache.errors import Findings, SettingsError
@@ -31,28 +31,20 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
         CombinedError: every reason, where there is more than one.
     """
     found = Findings()
-    with found:
-        _check_platform(plan)
-    for pattern in (*plan.policy.patterns, *plan.graph_patterns):
-        if plan.mode == "live":
+    found.each += [SettingsError(reason) for reason in _reasons(cfg, plan)]
+    patterns = (*plan.policy.patterns, *plan.graph_patterns)
+    if plan.mode == "live":
+        for pattern in patterns:
             with found:
                 check_live_window(pattern)
-    with found:
-        _check_ray(cfg)
-    with found:
-        _check_multiplexing(cfg)
-    if plan.mode == "live":
+    # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
+    # to hand to the next stage.
+    carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
+    if not carries or cfg.enable_two_batch_overlap:
+        starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
         with found:
-            _check_live(cfg, plan)
-    if plan.graphs:
-        with found:
-            _check_graphs(cfg, plan)
-    with found:
-        _check_caches(cfg, plan)
-    with found:
-        _check_returned(cfg)
-    with found:
-        _check_stages(cfg, plan, num_layers)
+            for pattern in patterns:
+                pattern.check_stages(starts)
     found.report()
 
 
@@ -66,79 +58,56 @@ def check_live_window(pattern: Pattern) -> None:
         )
 
 
-def _check_ray(cfg: Any) -> None:
+def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
+    yield from _of_platform(plan)
     if cfg.use_ray:
-        raise SettingsError(
+        yield (
             "IndexCache does not work with --use-ray: SGLang loads no plugins in Ray's scheduler "
             "actors, where layers would be built without it. Drop the flag."
         )
-
-
-def _check_multiplexing(cfg: Any) -> None:
-    """SGLang calls ``forward_split_prefill`` of a model, and only dense and Qwen models have it."""
-    if cfg.enable_pdmux:
-        raise SettingsError(
+    if cfg.enable_pdmux:  # it calls a method that only dense and Qwen models have
+        yield (
             "--enable-pdmux does not work with models of DeepSeek Sparse Attention: SGLang cannot "
             "run their prefill in pieces, and the first request would end the server. Drop it."
         )
+    if plan.mode == "live":
+        yield from _of_live_mode(cfg, plan)
+    if plan.graphs:
+        yield from _of_graphs(cfg, plan)
+    yield from _of_caches(cfg, plan)
+    if cfg.enable_return_indexer_topk:
+        yield from _of_returned_selections(cfg)
 
 
-def _check_returned(cfg: Any) -> None:
-    """SGLang returns selections as one worker recorded them, whatever others did."""
-    reasons = {
-        "--enable-two-batch-overlap, where both halves of a batch are recorded in the same rows": (
-            cfg.enable_two_batch_overlap
-        ),
-        "--pp-size, where each stage records its own layers and only the last one answers": (
-            cfg.pp_size > 1
-        ),
-        "--disaggregation-mode, where the node that answers did not prefill": (
-            cfg.disaggregation_mode != "null"
-        ),
-        "attention that is split over GPUs (--tp-size above --attn-dp-size)": (
-            cfg.tp_size > cfg.attn_dp_size
-        ),
-    }
-    found = [name for name, present in reasons.items() if present]
-    if found and cfg.enable_return_indexer_topk:
-        raise SettingsError(
-            f"--enable-return-indexer-topk does not work with {'; '.join(found)}. Drop it."
-        )
+def _clash(what: str, reasons: Mapping[str, Any], fix: str) -> Iterator[str]:
+    """One sentence for those of ``reasons`` that are true, if any."""
+    if found := [name for name, present in reasons.items() if present]:
+        yield f"{what} does not work with {'; '.join(found)}. {fix}"
 
 
-def _check_stages(cfg: Any, plan: Plan, num_layers: int) -> None:
-    # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
-    # to hand to the next stage.
-    carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
-    if not carries or cfg.enable_two_batch_overlap:
-        starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
-        for pattern in (*plan.policy.patterns, *plan.graph_patterns):
-            pattern.check_stages(starts)
-
-
-def _check_platform(plan: Plan) -> None:
+def _of_platform(plan: Plan) -> Iterator[str]:
     from sglang.srt.platforms import current_platform
 
     if current_platform.is_rocm():
         if plan.mode == "live":
-            raise SettingsError(
+            yield (
                 "live mode does not work on AMD GPUs: SGLang writes the index keys of F and S "
                 f"layers with different quantisers there. Use {MODE.flag} static."
             )
         if plan.kernels != "engine":
-            raise SettingsError(
+            yield (
                 f"{KERNELS.flag} {plan.kernels} does not work on AMD GPUs: our kernels read index "
                 "keys in the layout of NVIDIA's. Drop the flag."
             )
     elif not (current_platform.is_cuda() or platform_cpu.is_active()):
-        raise SettingsError(
+        yield (
             f"IndexCache does not serve on this platform ({current_platform.device_name}): SGLang "
             "has another attention backend for it, in which nothing would be shared. It serves on "
             "NVIDIA GPUs, on AMD GPUs in static mode, and for reference on a CPU."
         )
 
 
-def _check_live(cfg: Any, plan: Plan) -> None:
+def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
     """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
     reasons = {
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
@@ -147,15 +116,12 @@ def _check_live(cfg: Any, plan: Plan) -> None:
         f"{ADAPTER.flag} and --quantization": plan.adapter and cfg.quantization is not None,
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
-    if found := [name for name, present in reasons.items() if present]:
-        raise SettingsError(
-            f"live mode does not work with {', '.join(found)}. Use {MODE.flag} static."
-        )
+    yield from _clash("live mode", reasons, f"Use {MODE.flag} static.")
     for phase in ("prefill", "decode"):
         backend = _graph_backend(cfg, phase)
         if backend not in (None, "disabled") and (phase == "prefill" or not plan.graphs):
             more = f", or ask for {GRAPHS.flag}" if phase == "decode" else ""
-            raise SettingsError(
+            yield (
                 f"live mode does not work with {phase} graphs ({backend}), which would replay the "
                 f"pattern that they were captured with. Drop --cuda-graph-backend-{phase}, and the "
                 f"{phase} backend in --cuda-graph-config{more}."
@@ -170,7 +136,7 @@ def _graph_backend(cfg: Any, phase: str) -> str | None:
     return asked or getattr(cfg, f"cuda_graph_backend_{phase}")
 
 
-def _check_graphs(cfg: Any, plan: Plan) -> None:
+def _of_graphs(cfg: Any, plan: Plan) -> Iterator[str]:
     """Graphs beside SGLang's are for plain decode of whole batches on NVIDIA GPUs."""
     from sglang.srt.platforms import current_platform
 
@@ -187,15 +153,14 @@ def _check_graphs(cfg: Any, plan: Plan) -> None:
         ),
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
         f"{ADAPTER.flag} in live mode, which exchanges weights that a graph has captured": (
-            bool(plan.adapter) and plan.mode == "live"
+            plan.adapter and plan.mode == "live"
         ),
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
-    if found := [name for name, present in reasons.items() if present]:
-        raise SettingsError(f"{GRAPHS.flag} does not work with {'; '.join(found)}. Drop it.")
+    yield from _clash(GRAPHS.flag, reasons, "Drop it.")
 
 
-def _check_caches(cfg: Any, plan: Plan) -> None:
+def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
     """A cache that does not look at a request's key would hand out another pattern's KV."""
     by_tokens_alone = {
         "--enable-flexkv": cfg.enable_flexkv,
@@ -204,11 +169,30 @@ def _check_caches(cfg: Any, plan: Plan) -> None:
     found = [name for name, used in by_tokens_alone.items() if used]
     if found and plan.kv_namespace(plan.pattern, adapted=bool(plan.adapter)):
         cause = f"{MODE.flag} live" if plan.mode == "live" else PATTERN.flag
-        raise SettingsError(
+        yield (
             f"{found[0]} does not work with {cause}: FlexKV finds KV by its tokens alone "
             "and would hand out what another pattern computed. Drop one of them, or use HiCache or "
             "LMCache."
         )
+
+
+def _of_returned_selections(cfg: Any) -> Iterator[str]:
+    """SGLang returns selections as one worker recorded them, whatever others did."""
+    reasons = {
+        "--enable-two-batch-overlap, where both halves of a batch are recorded in the same rows": (
+            cfg.enable_two_batch_overlap
+        ),
+        "--pp-size, where each stage records its own layers and only the last one answers": (
+            cfg.pp_size > 1
+        ),
+        "--disaggregation-mode, where the node that answers did not prefill": (
+            cfg.disaggregation_mode != "null"
+        ),
+        "attention that is split over GPUs (--tp-size above --attn-dp-size)": (
+            cfg.tp_size > cfg.attn_dp_size
+        ),
+    }
+    yield from _clash("--enable-return-indexer-topk", reasons, "Drop it.")
 
 
 def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list[int]:

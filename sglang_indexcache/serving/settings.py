@@ -1,8 +1,8 @@
 """Flags, environment and model config, resolved into one validated plan.
 
-Pure: nothing here imports SGLang. ``plugin.py`` collects what the user said into a
-:class:`Request`; :func:`make_plan` turns it into a :class:`Plan` or raises the one error that says
-what is wrong. The plan travels to every process inside the HF config (``Plan.hf_overrides``).
+Pure: nothing here imports SGLang. :func:`collect` gathers what the user said; :func:`plan_server`
+and :func:`make_plan` turn it into a :class:`Plan` or say what is wrong. The plan travels to every
+process inside the HF config (``Plan.hf_overrides``).
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
-from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.study.provenance import checkpoint_digest
 
@@ -128,53 +129,60 @@ class Choice:
     value: str
     origin: str
 
-
-@dataclass(frozen=True)
-class Request:
-    """Everything the user said, before it is known whether it makes sense."""
-
-    choices: Mapping[str, Choice] = field(default_factory=dict)
-
-    @classmethod
-    def collect(cls, given: Mapping[str, str | None], *, as_keywords: bool) -> Request:
-        """Merge flags (or Engine keywords) with the environment.
-
-        Raises:
-            SettingsError: a flag and a variable that disagree, or a value out of range.
-        """
-        merged: dict[str, Choice] = {}
-        for option in OPTIONS:
-            origin = f"Engine({option.name}=...)" if as_keywords else option.flag
-            direct = given.get(option.name)
-            from_environment = os.environ.get(option.variable)
-            choice = None
-            if from_environment is not None:
-                choice = Choice(from_environment, option.variable)
-            if direct is not None:
-                if choice is not None and choice.value != direct:
-                    raise SettingsError(
-                        f"{origin} is {direct!r} and {option.variable} is {choice.value!r}. "
-                        "Give only one."
-                    )
-                choice = Choice(direct, origin)
-            if choice is not None:
-                _check_choice(option, choice)
-                merged[option.name] = choice
-        return cls(merged)
-
-    def __bool__(self) -> bool:
-        return bool(self.choices)
-
-    def get(self, option: Option) -> Choice | None:
-        """What the user said for ``option``."""
-        return self.choices.get(option.name)
+    def __str__(self) -> str:
+        return f"{self.origin} {self.value}"
 
 
-def _check_choice(option: Option, choice: Choice) -> None:
-    if option.choices is not None and choice.value not in option.choices:
+Said = dict[Option, Choice]
+"""Everything the user said, before it is known whether it makes sense."""
+
+
+def collect(given: Mapping[str, str | None], *, as_keywords: bool = False) -> Said:
+    """Merge flags (or Engine keywords) with the environment.
+
+    Raises:
+        SettingsError: a flag and a variable that disagree, or a value out of range.
+    """
+    said: Said = {}
+    for option in OPTIONS:
+        origin = f"Engine({option.name}=...)" if as_keywords else option.flag
+        direct, variable = given.get(option.name), os.environ.get(option.variable)
+        if None not in (direct, variable) and direct != variable:
+            raise SettingsError(
+                f"{origin} is {direct!r} and {option.variable} is {variable!r}. Give only one."
+            )
+        if direct is not None:
+            said[option] = Choice(direct, origin)
+        elif variable is not None:
+            said[option] = Choice(variable, option.variable)
+    for option, choice in said.items():
+        if option.choices is not None and choice.value not in option.choices:
+            raise SettingsError(
+                f"{choice.origin} is {choice.value!r}; it may be {', '.join(option.choices)}"
+            )
+    return said
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """``--json-model-override-args``: what the user changes in the model's config.
+
+    Raises:
+        SettingsError: that is no JSON object.
+    """
+    try:
+        overrides = json.loads(text)
+    except json.JSONDecodeError as error:
         raise SettingsError(
-            f"{choice.origin} is {choice.value!r}; it may be {', '.join(option.choices)}"
-        )
+            f"--json-model-override-args is not JSON ({error}): {text!r}"
+        ) from error
+    if not isinstance(overrides, dict):
+        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
+    return overrides
+
+
+def without_sharing(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides that say nothing of sharing: the config with them is that of the checkpoint."""
+    return {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,21 @@ class Plan:
         """Those that have a decode graph of their own."""
         return tuple(Pattern(text) for text in self.graphs if text != SHORT)
 
+    def graph_reserve_mb(self, cfg: Any) -> int:
+        """MB to keep free on each GPU for the graphs beside SGLang's.
+
+        SGLang leaves 2 MB free for each request of its largest decode graph, however many graphs
+        it captures of a size (``reserve_for_graph_mb``), and gives the rest to the KV pool. So
+        this is an estimate by SGLang's own figure, not measured on a GPU.
+
+        Args:
+            cfg: SGLang's resolving view of the server's arguments, once it has decided the batch
+                sizes of its graphs (after ``handle_gpu_memory_settings``).
+        """
+        if not self.graphs or cfg.disaggregation_mode == "prefill":
+            return 0
+        return len(self.graphs) * 2 * (cfg.cuda_graph_config.decode.max_bs or 0)
+
     def describe(self) -> str:
         """The one log line."""
         shared = len(self.pattern.shared_layers)
@@ -275,7 +298,7 @@ class Plan:
         built = self.pattern if self.mode == "static" else self.own
         overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
         overrides["indexer_types"] = self._by_model_layer(built)
-        overrides[CONFIG_KEY] = self._to_json()
+        overrides[CONFIG_KEY] = json.loads(json.dumps(vars(self), default=str))
         return overrides
 
     def _by_model_layer(self, pattern: Pattern) -> list[str]:
@@ -283,13 +306,6 @@ class Plan:
         for layer, kind in zip(self.layer_ids, pattern.to_indexer_types(), strict=True):
             types[layer] = kind
         return types
-
-    def _to_json(self) -> dict[str, Any]:
-        data = asdict(self)
-        data["pattern"], data["own"] = str(self.pattern), str(self.own)
-        data["layer_ids"] = list(self.layer_ids)
-        data["longer"] = [[start, str(pattern)] for start, pattern in self.longer]
-        return data
 
     @classmethod
     def from_hf_config(cls, config: Any) -> Plan | None:
@@ -319,27 +335,75 @@ class Plan:
         return Checkpoint(self.architecture, self.layer_ids, self.own, dict(self.shape))
 
 
+def plan_server(
+    said: Said, config: Any, overrides: Mapping[str, Any], model: str, found: Findings
+) -> Plan:
+    """Decide the plan of a server, by its checkpoint alone.
+
+    Args:
+        config: the model's, with the overrides that say nothing of sharing.
+        overrides: the user's ``--json-model-override-args``.
+        model: what the user calls the checkpoint; mostly its folder.
+        found: takes the problems.
+
+    Raises:
+        IndexCacheError: they leave no plan.
+    """
+    checkpoint = Checkpoint.from_config(config, model)
+    checkpoint.check_served(model)
+    plan = adapter = None
+    with found:
+        check_config(config, model)
+    with found:
+        if (choice := said.get(ADAPTER)) is not None:
+            adapter = Adapter.read(Path(choice.value))
+        plan = make_plan(said, checkpoint, overrides, adapter, model)
+    if plan is None:
+        found.report()
+    assert plan is not None, "making one raises, or it is there"
+    with found:
+        if adapter is not None:
+            check_adapter(adapter, Path(model))
+    return plan
+
+
+def check_adapter(adapter: Adapter, model: Path) -> None:
+    """Refuse an adapter for another checkpoint, or one that cannot take its indexers' place.
+
+    Raises:
+        IndexCacheError: it is for another base, or the base cannot be looked at.
+    """
+    from sglang_indexcache.stored import check_form
+
+    if not model.is_dir():
+        raise SettingsError(
+            f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint with the "
+            f"one that the adapter was trained on; {model} is none. Download it first."
+        )
+    adapter.check(model)
+    check_form(model, adapter.names())
+
+
 def make_plan(
-    request: Request,
+    said: Said,
     checkpoint: Checkpoint,
     overrides: Mapping[str, Any],
-    library: Library,
     adapter: Adapter | None = None,
-    model: Path | str | None = None,
+    model: str = "",
 ) -> Plan:
     """Decide the pattern and the mode.
 
     Args:
         checkpoint: what the model's own config says, without any override.
         overrides: the user's ``--json-model-override-args``.
-        library: where names and ratios are looked up.
-        adapter: what :func:`chosen_adapter` read.
+        adapter: the one whose indexers the user wants.
         model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
 
     Raises:
         IndexCacheError: one sentence on what is wrong, one on how to mend it.
     """
-    chosen = _chosen_pattern(request, checkpoint, library)
+    library = Library.default()
+    chosen = _chosen_pattern(said, checkpoint, library)
     upstream = _upstream_pattern(overrides, checkpoint)
     if chosen and upstream and chosen[0] != upstream[0]:
         raise SettingsError(
@@ -351,15 +415,14 @@ def make_plan(
             adapter.check_pattern(pattern)
         adapter.pattern.check_checkpoint(checkpoint.own)
         asked = asked or (Policy.of(adapter.pattern), f"the adapter {adapter.folder}")
-    said = request.get(MODE)
-    mode: Mode = said.value if said else "static"  # type: ignore[assignment]
+    values = {option: choice.value for option, choice in said.items()}
+    mode: Any = values.get(MODE, "static")
+    index_k_dtype: Any = values.get(INDEX_K_DTYPE, "auto")
     policy, source = asked or _default_pattern(checkpoint)
     if len(policy.steps) > 1 and mode == "static":
         raise SettingsError(
             f"{source}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
-    dtype = request.get(INDEX_K_DTYPE)
-    kernels = request.get(KERNELS)
     pattern, known = policy.patterns[0], ""
     overlap: tuple[float | None, ...] = ()
     if pattern != checkpoint.own and adapter is None:  # files are about a checkpoint's indexers
@@ -374,32 +437,22 @@ def make_plan(
         own=checkpoint.own,
         layer_ids=checkpoint.layer_ids,
         architecture=checkpoint.architecture,
-        index_k_dtype=dtype.value if dtype else "auto",  # type: ignore[arg-type]
-        kernels=kernels.value if kernels else "engine",
+        index_k_dtype=index_k_dtype,
+        kernels=values.get(KERNELS, "engine"),
         adapter=str(adapter.folder.resolve()) if adapter else "",
         adapter_digest=adapter.digest if adapter else "",
         advice="" if asked else _advice(checkpoint, library),
         quality=known,
         longer=policy.steps[1:],
-        graphs=_graphs(request, checkpoint, library, mode),
-        shadow=_shadow(request),
+        graphs=_graphs(said, checkpoint, library, mode),
+        shadow=_shadow(said),
         overlap=overlap,
         shape=tuple(checkpoint.shape.items()),
     )
 
 
-def chosen_adapter(request: Request) -> Adapter | None:
-    """The adapter that the user named, read and found whole; None if he named none.
-
-    Raises:
-        IndexCacheError: not an adapter, or a damaged one.
-    """
-    choice = request.get(ADAPTER)
-    return None if choice is None else Adapter.read(Path(choice.value))
-
-
-def _shadow(request: Request) -> int:
-    choice = request.get(SHADOW)
+def _shadow(said: Said) -> int:
+    choice = said.get(SHADOW)
     if choice is None:
         return 0
     if choice.value == "on":
@@ -412,21 +465,22 @@ def _shadow(request: Request) -> int:
     return number
 
 
-def _known_quality(entries: Iterable[Entry], model: Path | str | None) -> str:
+def _known_quality(entries: Iterable[Entry], model: str) -> str:
     """What is known on these weights of the pattern of ``entries``."""
-    if model is None or not Path(model).is_dir():
-        return NOT_EVALUATED
-    found = (known.known(lambda: checkpoint_digest(Path(model))) for known in entries)
+    found = (
+        entry.known(lambda: checkpoint_digest(Path(model)))
+        for entry in entries
+        if model and Path(model).is_dir()
+    )
     return next((words for words in found if words != NOT_EVALUATED), NOT_EVALUATED)
 
 
 def _chosen_pattern(
-    request: Request, checkpoint: Checkpoint, library: Library
+    said: Said, checkpoint: Checkpoint, library: Library
 ) -> tuple[Policy, str, Entry | None] | None:
-    choice = request.get(PATTERN)
+    choice = said.get(PATTERN)
     if choice is None:
         return None
-    said = f"{choice.origin} {choice.value}"
     resolved: list[Resolved] = []
 
     def resolve(value: str) -> Pattern:
@@ -436,34 +490,31 @@ def _chosen_pattern(
     try:
         policy = Policy.parse(choice.value, resolve)
     except IndexCacheError as error:
-        raise type(error)(f"{said}: {error}") from error
+        raise type(error)(f"{choice}: {error}") from error
     entry = resolved[0].entry if len(resolved) == 1 else None
     described = "; ".join(each.description for each in resolved)
-    return policy, f"{said} ({described})", entry
+    return policy, f"{choice} ({described})", entry
 
 
-def _graphs(
-    request: Request, checkpoint: Checkpoint, library: Library, mode: Mode
-) -> tuple[str, ...]:
-    choice = request.get(GRAPHS)
+def _graphs(said: Said, checkpoint: Checkpoint, library: Library, mode: Mode) -> tuple[str, ...]:
+    choice = said.get(GRAPHS)
     if choice is None:
         return ()
-    said = f"{choice.origin} {choice.value}"
     listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
     names = [name for name in listed if name != SHORT]
     if names and mode == "static":
         raise SettingsError(
-            f"{said}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
+            f"{choice}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
             f"only, or add {MODE.flag} live."
         )
     try:
         found = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
     except IndexCacheError as error:
-        raise type(error)(f"{said}: {error}") from error
+        raise type(error)(f"{choice}: {error}") from error
     if len(found) > MOST_GRAPHS:
         raise SettingsError(
-            f"{said}: {len(found)} patterns, and each takes memory and time for every batch size. "
-            f"Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
+            f"{choice}: {len(found)} patterns, and each takes memory and time for every batch "
+            f"size. Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
         )
     return (*([SHORT] if SHORT in listed else []), *found)
 
@@ -472,7 +523,8 @@ def _upstream_pattern(
     overrides: Mapping[str, Any], checkpoint: Checkpoint
 ) -> tuple[Policy, str] | None:
     """SGLang's own way of asking: sharing keys in --json-model-override-args."""
-    values = {**_nested(overrides), **overrides}
+    inner = overrides.get("text_config")
+    values = {**(inner if isinstance(inner, Mapping) else {}), **overrides}
     given = [key for key in SHARING_KEYS if values.get(key) is not None]
     if not given:
         return None
@@ -487,16 +539,9 @@ def _upstream_pattern(
     return Policy.of(pattern), said
 
 
-def _nested(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = overrides.get("text_config")
-    return text if isinstance(text, Mapping) else {}
-
-
 def _default_pattern(checkpoint: Checkpoint) -> tuple[Policy, str]:
-    own = Policy.of(checkpoint.own)
-    if checkpoint.shares_already:
-        return own, "the checkpoint, which was trained with it"
-    return own, "the default"
+    by_training = "the checkpoint, which was trained with it"
+    return Policy.of(checkpoint.own), by_training if checkpoint.shares_already else "the default"
 
 
 def _advice(checkpoint: Checkpoint, library: Library) -> str:

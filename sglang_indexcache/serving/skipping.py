@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from sglang_indexcache.ask.protocol import OTHERS, RankState, disobedient
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.pattern import Pattern
-
-_KEY_BYTES = (INDEX_K_BYTES_PER_KEY, 2 * 128, 4 * 128)
-"""Of an index key: fp8 pages, and on the CPU platform bfloat16 or float32."""
 
 _MOST_RANGES = 6
 """More ranges of layers than these are given as a count."""
@@ -63,17 +59,16 @@ def judge(state: RankState) -> Skipping:
 
 def told_index_keys(state: RankState) -> str:
     """Index-K memory beside that of plain DSA, which keeps keys in every layer with an indexer."""
-    stored, plain = state.index_k_bytes_per_token, state.checkpoint_pattern.count("F")
-    here = len(state.indexer_weight_bytes) or state.full_layers  # fewer on a pipeline stage
-    for layers in (state.full_layers, plain):
-        if (
-            here in (state.full_layers, plain)
-            and stored % layers == 0
-            and stored // layers in _KEY_BYTES
-        ):
-            every = plain * stored // layers
-            return f"{stored:,} bytes per token; plain DSA: {every:,}"
-    return f"{stored:,} bytes per token in the layers of this process"
+    kept, plain = Pattern(state.pattern), Pattern(state.checkpoint_pattern)
+    if state.mode == "live":
+        kept = plain
+    here = state.counted_layers
+    layers, all_layers = (sum(map(each.is_full, here)) for each in (kept, plain))
+    stored = state.index_k_bytes_per_token
+    said = f"{stored:,} bytes per token"
+    if layers:
+        said += f"; plain DSA: {stored * all_layers // layers:,}"
+    return said + (" (in the layers of one pipeline stage)" if len(here) < len(plain) else "")
 
 
 def _full_layers(state: RankState) -> set[int]:

@@ -90,7 +90,7 @@ def _crossing(
     """
     from scipy.special import ndtr
 
-    unit, weight = np.polynomial.legendre.leggauss(NODES)
+    unit, weight = _nodes()
     at, mass, time = np.zeros(1), np.ones(1), 0.0
     for fraction, bound in zip(fractions, bounds, strict=False):
         low, high = drift * fraction - _FAR * fraction**0.5, bound * fraction**0.5
@@ -107,3 +107,9 @@ def _crossing(
         return float(beyond @ carried)
 
     return probability
+
+
+@cache
+def _nodes() -> tuple[Floats, Floats]:
+    """Of Gauss and Legendre on -1 to 1, with their weights: an eigenvalue problem to solve once."""
+    return np.polynomial.legendre.leggauss(NODES)

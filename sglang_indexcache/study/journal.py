@@ -166,31 +166,22 @@ def resumable(console: Console, output: Path, what: str = "what was done") -> It
     Raises:
         KeyboardInterrupt: the run was interrupted.
     """
-    with sigterm_interrupts():
-        try:
-            yield
-        except KeyboardInterrupt:
-            console.print(
-                f"interrupted: {what} is in {output}; the same command continues",
-                highlight=False,
-            )
-            raise
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(
+            f"interrupted: {what} is in {output}; the same command continues", highlight=False
+        )
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def resuming(console: Console, count: int, things: str, path: Path) -> None:
     """Say how much of the run is in ``path`` already; nothing where that is none."""
     if count:
         console.print(f"resuming: {count:,} {things} in {path}", highlight=False)
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """A block that SIGTERM ends as Ctrl-C does, by KeyboardInterrupt."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def progress_at_most(console: Console) -> Progress:

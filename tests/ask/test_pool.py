@@ -27,7 +27,7 @@ from sglang_indexcache.errors import (
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import ServedEvaluator
-from sglang_indexcache.search.ledger import Ledger, SearchJournal
+from sglang_indexcache.search.ledger import Ledger, open_journal
 from tests.fakes.server import FakeServer, serving
 
 DATA = Calibration(((1, 2, 3), (4, 5, 6, 7, 8), (7, 8, 9), (3, 2, 1)), 1, "test")
@@ -53,7 +53,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expected(pattern: Pattern = PATTERN) -> list[float]:
     with serving(live()) as url:
-        return list(ServedEvaluator(Pool([Client(url)]), DATA).loss(pattern, range(4)).values)
+        return list(ServedEvaluator(Pool([Client(url)]), DATA).loss(pattern, range(4)))
 
 
 def pool_of(stack: ExitStack, *engines: FakeServer, **arguments: Any) -> ServedEvaluator:
@@ -72,13 +72,13 @@ def test_what_may_get_better_is_tried_again_and_told(
         monkeypatch.setattr(score_module, "_LEAST_SECONDS", 0.3)
     pool = pool_of(stack, engine, tell=told.append)
     engine.faults = [fault, fault]
-    assert list(pool.loss(PATTERN, range(4)).values) == expected()
+    assert list(pool.loss(PATTERN, range(4))) == expected()
     assert engine.calls == 3
     again, once_more, back = told
     assert "is asked again in 0 s: " in again
     assert "is asked again in 0 s: " in once_more
     assert back.endswith("answers again")
-    assert pool.loss(PATTERN, [0]).values[0] == expected()[0]
+    assert pool.loss(PATTERN, [0])[0] == expected()[0]
     assert len(told) == 3
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_still_loads_is_waited_for(stack: ExitStack) -> None:
     engine = live()
     pool = pool_of(stack, engine, tell=lambda line: None)
     engine.faults = ["deaf"] * 4
-    assert list(pool.loss(PATTERN, range(4)).values) == expected()
+    assert list(pool.loss(PATTERN, range(4))) == expected()
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_what_will_not_get_better_ends_at_once(stack: ExitStack, fault: str, mes
 def test_a_server_restarted_between_two_calls_is_checked(stack: ExitStack) -> None:
     engine = live()
     pool = pool_of(stack, engine)
-    first = list(pool.loss(PATTERN, range(4)).values)
+    first = list(pool.loss(PATTERN, range(4)))
     engine.restart()
-    assert list(pool.loss(PATTERN, range(4)).values) == first
+    assert list(pool.loss(PATTERN, range(4))) == first
     engine.mode = "static"
     with pytest.raises(ServerError, match="static mode"):
         pool.loss(PATTERN, [0])
@@ -135,7 +135,7 @@ def test_a_call_goes_to_another_server(stack: ExitStack) -> None:
     pool = pool_of(stack, *engines, tell=told.append)
     engines[0].faults = ["reset"] * 1000
     for _ in range(5):
-        assert list(pool.loss(PATTERN, range(4)).values) == expected()
+        assert list(pool.loss(PATTERN, range(4))) == expected()
     assert engines[1].calls + engines[2].calls == 5
     assert all(line.startswith("the server at http://127.0.0.1:") for line in told)
 
@@ -155,7 +155,7 @@ def test_one_of_several_may_be_away_at_the_start_but_not_all(stack: ExitStack) -
     url = stack.enter_context(serving(live()))
     pool = ServedEvaluator(Pool([Client(nobody), Client(url)], tell=told.append), DATA)
     assert pool.num_layers == LAYERS
-    assert list(pool.loss(PATTERN, range(4)).values) == expected()
+    assert list(pool.loss(PATTERN, range(4))) == expected()
     assert nobody in told[0]
     with pytest.raises(ServerUnavailableError, match="cannot reach the server"):
         Pool([Client(nobody)])
@@ -178,12 +178,12 @@ def test_a_retried_call_is_in_the_journal_once(
     for engine, fault in zip(engines, cycle(["reset", "503"]), strict=False):
         engine.faults = ["", fault, "cut"]
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF", "FSSS", "FFSS", "FFFS")]
-    with SearchJournal(tmp_path / "j", {}) as journal:
+    with open_journal(tmp_path / "j", {}) as journal:
         found = Ledger(pool, journal, call_tokens=1).many(patterns)
     assert found.shape == (6, 4)
     assert np.array_equal(found, [expected(pattern) for pattern in patterns])
-    with SearchJournal(tmp_path / "j", {}) as journal:
-        cells = [(r.pattern, batch) for r in journal.records for batch in r.batches]
+    with open_journal(tmp_path / "j", {}) as journal:
+        cells = [(e["pattern"], batch) for e in journal.entries for batch in e["batches"]]
     assert len(cells) == len(set(cells)) == 24
 
 
@@ -218,7 +218,7 @@ def test_low_priority_is_far_below_the_servers_usual_one(
     facts = {"enable_priority_scheduling": True, "default_priority_value": 5}
     engine = live(info={**facts, "schedule_low_priority_values_first": is_smaller_first})
     pool = pool_of(stack, engine, low_priority=True)
-    assert list(pool.loss(PATTERN, range(4)).values) == expected()
+    assert list(pool.loss(PATTERN, range(4))) == expected()
     assert {body.get("priority") for body in engine.bodies} == {priority}
 
 

@@ -152,13 +152,6 @@ def test_conditions_say_how_full_the_cache_was_and_which_mode() -> None:
     assert "S layers go on writing index keys" in text
 
 
-def test_the_papers_figures_stand_beside_ours_for_its_model() -> None:
-    text = tables.latency_grid(result()).to_markdown()
-    assert "| paper, IndexCache (quarter), H100, dp 8 | 1.27x | 1.82x |" in text
-    other = result().model_copy(update={"model": result().model.model_copy(update={"shape": {}})})
-    assert "paper" not in tables.latency_grid(other).to_markdown()
-
-
 def test_the_amdahl_check_needs_a_breakdown() -> None:
     grid = tables.amdahl_grid(result())
     assert grid is not None

@@ -31,7 +31,7 @@ def test_a_landscape_is_the_same_again_and_other_data_is_of_the_same_model(kind:
     def added(data_seed: int, batches: int = 2000) -> np.ndarray:
         made = simulation.Landscape(simulation.KINDS[kind], 20, batches, 7, data_seed)
         every = range(batches)
-        found = made.loss(pattern, every).values - made.loss(Pattern.full(20), every).values
+        found = made.loss(pattern, every) - made.loss(Pattern.full(20), every)
         return np.asarray(found)
 
     assert (added(0) == added(0)).all()
@@ -47,8 +47,8 @@ def test_noise_of_its_own_averages_out_and_all_f_has_none() -> None:
     quiet = SyntheticEvaluator(12, 4000, 3)
     every = range(4000)
     full, shared = Pattern.full(12), Pattern.uniform(12, 4)
-    assert (noisy.loss(full, every).values == quiet.loss(full, every).values).all()
-    noise = noisy.loss(shared, every).values - quiet.loss(shared, every).values
+    assert (noisy.loss(full, every) == quiet.loss(full, every)).all()
+    noise = noisy.loss(shared, every) - quiet.loss(shared, every)
     assert noise.std() == pytest.approx(kind.own_noise, rel=0.05)
     assert abs(noise.mean()) < 5 * kind.own_noise / np.sqrt(4000)
 

@@ -29,22 +29,22 @@ def said(result: Result) -> str:
 def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: bool) -> None:
     evaluator = SyntheticEvaluator(12, 4 + 8)
     searched(tmp_path, evaluator, held_out=8, method=method, refine=refine)
-    all_full = evaluator.loss(Pattern.full(12), range(4)).values
+    all_full = evaluator.loss(Pattern.full(12), range(4))
     for label, full in (("1of2", 6), ("1of4", 3), ("1of8", 2)):
         entry = load_entry(tmp_path / f"x-{label}.yaml")
         assert entry.full_layers == full
-        loss = evaluator.loss(Pattern(entry.pattern), range(4)).mean
+        loss = evaluator.loss(Pattern(entry.pattern), range(4)).mean()
         assert entry.quality[0].score == pytest.approx(loss, abs=1e-12)
-        added = evaluator.loss(Pattern(entry.pattern), range(4)).values - all_full
+        added = evaluator.loss(Pattern(entry.pattern), range(4)) - all_full
         error = entry.method.details["added_loss_standard_error"]
         assert error == pytest.approx(added.std(ddof=1) / 2)  # paired, so that levels cancel
         fresh = [
             evaluator.loss(p, range(4, 12)) for p in (Pattern(entry.pattern), Pattern.full(12))
         ]
-        interval = stats.ttest_rel(fresh[0].values, fresh[1].values).confidence_interval(0.95)
+        interval = stats.ttest_rel(fresh[0], fresh[1]).confidence_interval(0.95)
         told = entry.method.details["held_out_added_loss"]
         assert (told["low"], told["high"]) == pytest.approx(tuple(interval))
-        assert entry.quality[1].score == pytest.approx(fresh[0].mean)
+        assert entry.quality[1].score == pytest.approx(fresh[0].mean())
         before = entry.method.details["before_refinement"]["loss"]
         assert entry.quality[0].score <= before
         assert {"checkpoint", "data", "seed", "versions", "cost", "loss_curve"} <= set(

@@ -55,8 +55,8 @@ def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
     served, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
     assert served.batch_tokens == local.batch_tokens == (400, 400)
     for text in PATTERNS:
-        ours = served.loss(Pattern(text), [0, 1]).values
-        theirs = local.loss(Pattern(text), [0, 1]).values
+        ours = served.loss(Pattern(text), [0, 1])
+        theirs = local.loss(Pattern(text), [0, 1])
         assert ours == pytest.approx(theirs, abs=1e-3)
         assert live.states()[0].pattern == "FFFFFF"  # what others get is as it was
 
@@ -67,8 +67,8 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     data = Calibration(tuple(tuple(shared + prompt(72, i)) for i in range(3)), 1, "test")
     served = ServedEvaluator(Pool([live]), data)
     pattern = Pattern("FSFSFS")
-    first = served.loss(pattern, [0, 1, 2]).values
-    assert served.loss(pattern, [2, 0, 1]).values == pytest.approx(first[[2, 0, 1]], abs=1e-5)
+    first = served.loss(pattern, [0, 1, 2])
+    assert served.loss(pattern, [2, 0, 1]) == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
 def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
@@ -76,7 +76,7 @@ def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
     evaluator = ServedEvaluator(Pool([live], **load), setup.calibration)
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "2"], rules)
-    return run_search(setup, evaluator, rules, goals, Options(), folder)
+    return run_search(setup, evaluator, goals, Options(), folder)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_search_over_http(live: Client, glm: Path, library: Path, searched: Se
     assert entry.method.details["checkpoint"] == setup.digest
     evaluator = ServedEvaluator(Pool([live]), setup.calibration)
     served = evaluator.loss(Pattern(entry.pattern), range(4))
-    assert served.mean == pytest.approx(entry.quality[0].score, abs=1e-4)
+    assert served.mean() == pytest.approx(entry.quality[0].score, abs=1e-4)
 
 
 def test_a_search_under_other_traffic(

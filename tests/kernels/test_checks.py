@@ -11,6 +11,7 @@ from sglang_indexcache.kernels.checks import (
     check_logits,
     check_sparse_mla,
     check_topk,
+    output,
 )
 from sglang_indexcache.kernels.contract import IndexerBatch
 
@@ -113,3 +114,17 @@ def test_topk(topk: int) -> None:
 def test_sparse_mla(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(KernelError, match=says):
         attention(**changes)
+
+
+def test_outputs_that_kernels_cannot_write() -> None:
+    wide = torch.zeros(4, 32)
+    rows: dict[str, Any] = {
+        "shape": (4, 16),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
+    assert output("op", None, **rows).shape == (4, 16)
+    assert output("op", wide[:, :16], **rows, strided_rows=True).stride() == (32, 1)
+    for wrong in (wide, wide[:, :16], wide[:, ::2], wide[:, :16].int().contiguous()):
+        with pytest.raises(KernelError, match=r"op: out must be \[4, 16\]"):
+            output("op", wrong, **rows)

@@ -15,14 +15,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_indexcache.adapter import indexer_layer, write_adapter
 from sglang_indexcache.demo.model import random_model, save_checkpoint
+from sglang_indexcache.heal.merge import merge
 from sglang_indexcache.models import BY_NAME, small_config
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.text import make_tokenizer
 from tests.rehearsal.stage.kernels.quantized import E4M3, GROUP, LARGEST, from_blocks
 
 FP8 = "-fp8"
 MTP = "-mtp"
+ADAPTED = "-adapted"
 IN_BFLOAT16 = "bfloat16"
+ADAPTER, MERGED = "adapter", "merged"
+ADAPTED_PATTERN = "FSSSFS"
 TOPK = 128
 LAYERS = 6
 VOCAB = 1024
@@ -61,12 +67,15 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
         folder: created if missing.
         family: ``glm-5`` or ``deepseek-v3.2``; with ``-fp8`` its products are quantised by blocks,
             and the folder ``bfloat16`` in it holds the same values for who reads no FP8; with
-            ``-mtp`` there is a draft layer behind the others.
+            ``-mtp`` there is a draft layer behind the others; with ``-adapted`` the folder
+            ``adapter`` in it holds other indexers, and ``merged`` the checkpoint with those.
         fields: of the config, other than usual.
     """
     if family.endswith(MTP):
         # The kernel in front of a draft takes no 256.
         return _add_draft(make(folder, family.removesuffix(MTP), hidden_size=512))
+    if family.endswith(ADAPTED):
+        return _adapt(make(folder, family.removesuffix(ADAPTED)))
     if family.endswith(FP8):
         return _quantize(make(folder / IN_BFLOAT16, family.removesuffix(FP8)), folder)
     config = small_config(BY_NAME[family], "small", VOCAB, {**_FIELDS, **_HEADS[family], **fields})
@@ -115,6 +124,20 @@ def _add_draft(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _adapt(folder: Path) -> Path:
+    """Write other indexers for a pattern: half their own values, half noise of their size."""
+    torch.manual_seed(1)
+    pattern = Pattern(ADAPTED_PATTERN)
+    tensors = {
+        name: (tensor + tensor.std() * torch.randn(tensor.shape)) if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(next(folder.glob("*.safetensors"))).items()
+        if indexer_layer(name) in pattern.full_layers
+    }
+    write_adapter(folder / ADAPTER, pattern=pattern, checkpoint=folder, tensors=tensors, record={})
+    merge(folder / ADAPTER, folder, folder / MERGED, lambda _: None)
     return folder
 
 

@@ -68,6 +68,7 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         "LD_LIBRARY_PATH": f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "PYTHONPATH": f"{HERE / 'stage' / 'site'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
+        "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     }
 
@@ -75,7 +76,6 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
     def start(
         *arguments: str,
         backend: str = "indexcache",
-        cards: int = 1,
         family: str = "glm-5",
         mutant: str = "",
     ) -> Iterator[Any]:
@@ -87,8 +87,9 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
             *arguments,
         ]
         log = logs / f"{len(list(logs.iterdir()))}.log"
-        this = {"INDEXCACHE_REHEARSAL_CARDS": str(cards), mutants.VARIABLE: mutant}
-        with PreloadedServer(command, log, env={**environment, **this}) as server:
+        with PreloadedServer(
+            command, log, env=environment, late={mutants.VARIABLE: mutant}
+        ) as server:
             try:
                 yield server.wait_until_ready()
             except BaseException as error:

@@ -13,10 +13,10 @@ import torch
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
-from tests.rehearsal.checkpoint import IN_BFLOAT16, LAYERS, is_quantized
+from tests.rehearsal.checkpoint import ADAPTED_PATTERN, IN_BFLOAT16, LAYERS, MERGED, is_quantized
 from tests.rehearsal.stage.kernels.quantized import from_groups, quantize_groups
 
-QUARTER = "FSSSFS"
+QUARTER = ADAPTED_PATTERN
 PATTERNS = [QUARTER, "F" * LAYERS, "FSFSFS", "FSSSSS"]
 LENGTHS = [300, 260, 205, 330]
 ANSWER = 6
@@ -119,7 +119,9 @@ class Judge:
 
     def __init__(self, model: Path, fp8_kv: bool = False) -> None:
         has_fp8 = (model / IN_BFLOAT16).exists()
-        model = model / IN_BFLOAT16 if has_fp8 else model
+        model = next(
+            (model / name for name in (IN_BFLOAT16, MERGED) if (model / name).exists()), model
+        )
 
         def prepare(made: torch.nn.Module) -> None:
             if has_fp8:

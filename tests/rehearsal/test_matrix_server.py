@@ -7,14 +7,19 @@ a layer that is S in every pattern ran no indexer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
-from tests.rehearsal.conftest import Judges, Rehearse
+from tests.rehearsal import evidence
+from tests.rehearsal.checkpoint import ADAPTER
+from tests.rehearsal.conftest import Judges, Models, Rehearse
+from tests.rehearsal.pair import disaggregated
 from tests.rehearsal.questions import (
     DECODE,
     DECODE_GRAPHS,
@@ -42,6 +47,8 @@ MTP = (
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
     *("--speculative-draft-attention-backend", "indexcache"),
 )
+SHADOW = ("--indexcache-shadow", "1")
+GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 
 
@@ -52,9 +59,10 @@ class Case:
     Attributes:
         name: what it rehearses.
         flags: beside the pattern's.
-        cards: how many ranks it has.
+        is_pair: whether it is two servers, of which one prefills and one decodes.
         family: of its checkpoint.
         rehearses: features of SGLang, by their names in ``serving.features``.
+        shows: what tells that the feature was at work.
         same_chunks: whether a prompt is cut alike alone and in a batch. Where a chunk ends decides
             which of SGLang's two ways through attention its rows take, and they round differently.
         answers_judged: whether answers are held to the bound, not only prompts. DeepSeek-V3.2's
@@ -65,7 +73,8 @@ class Case:
 
     name: str
     flags: tuple[str, ...]
-    cards: int = 1
+    shows: tuple[evidence.Evidence, ...]
+    is_pair: bool = False
     family: str = "glm-5"
     rehearses: tuple[str, ...] = ()
     same_chunks: bool = True
@@ -92,43 +101,108 @@ class Case:
 CASES = [
     Case(
         "tensor parallelism",
-        (*TP_2, *DECODE_GRAPHS),
-        cards=2,
+        (*TP_2, *DECODE_GRAPHS, "--enable-metrics"),
         rehearses=("tensor parallelism", "CUDA graphs"),
+        shows=(evidence.replays("decode_cuda_graph"),),
         in_every_run=True,
     ),
-    Case("dp_attention", (*LIVE, *DP_2, *EAGER), cards=2, rehearses=("dp_attention",)),
-    Case("dp_attention with graphs", (*DP_2, *DECODE_GRAPHS), cards=2, rehearses=("dp_attention",)),
+    Case(
+        "attention tensor parallelism",
+        (*LIVE, *EAGER, *TP_2, "--moe-dense-tp-size", "1"),
+        rehearses=("tensor parallelism",),
+        shows=(evidence.mixed_forwards,),
+    ),
+    Case(
+        "dp_attention",
+        (*LIVE, *DP_2, *EAGER),
+        rehearses=("dp_attention",),
+        shows=(evidence.argument("dp_size", 2),),
+    ),
+    Case(
+        "dp_attention with graphs",
+        (*DP_2, *DECODE_GRAPHS, "--enable-metrics"),
+        rehearses=("dp_attention",),
+        shows=(evidence.replays("decode_cuda_graph"),),
+    ),
     Case(
         "chunked prefill",
-        (*LIVE, *EAGER, "--chunked-prefill-size", "128"),
+        (*LIVE, *EAGER, "--chunked-prefill-size", "128", *SHADOW),
         rehearses=("chunked prefill",),
         same_chunks=False,
+        shows=(evidence.overlaps,),
     ),
-    Case("prefill graphs", (*DECODE, *PREFILL_GRAPHS), rehearses=("CUDA graphs",)),
-    Case("MTP", (*DECODE_GRAPHS, *MTP), family="glm-5-mtp", rehearses=("MTP / EAGLE",)),
+    Case(
+        "prefill graphs",
+        (*DECODE, *PREFILL_GRAPHS, "--enable-metrics"),
+        rehearses=("CUDA graphs",),
+        shows=(evidence.replays("prefill_cuda_graph"),),
+    ),
+    Case(
+        "MTP",
+        (*DECODE_GRAPHS, *MTP),
+        family="glm-5-mtp",
+        rehearses=("MTP / EAGLE",),
+        shows=(evidence.accepted_drafts,),
+    ),
+    Case(
+        "disaggregation",
+        (*LIVE, *GRAPHS_OF_PATTERNS),
+        is_pair=True,
+        rehearses=("disaggregation",),
+        shows=(evidence.argument("disaggregation_mode", "decode"),),
+    ),
     Case(
         "graphs of patterns",
-        (*LIVE, *DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF"),
+        (*LIVE, *GRAPHS_OF_PATTERNS),
         rehearses=("CUDA graphs",),
+        shows=(evidence.chosen_graphs,),
     ),
     Case(
         "pipeline parallelism",
         ("--pp-size", "2", *DECODE_GRAPHS),
-        cards=2,
         rehearses=("pipeline parallelism",),
+        shows=(evidence.argument("pp_size", 2),),
     ),
-    Case("FP8 KV cache", (*LIVE, *EAGER, *FP8_KV), rehearses=("FP8 KV cache",)),
+    Case(
+        "FP8 KV cache",
+        (*LIVE, *EAGER, *FP8_KV),
+        rehearses=("FP8 KV cache",),
+        shows=(evidence.argument("kv_cache_dtype", "fp8_e4m3"),),
+    ),
     Case(
         "FP8 weights",
         (*DECODE_GRAPHS, *FP8_KV),
         family="glm-5-fp8",
         rehearses=("FP8 weights", "FP8 KV cache"),
+        shows=(evidence.argument("kv_cache_dtype", "fp8_e4m3"),),
     ),
-    Case("DeepSeek-V3.2", (*LIVE, *EAGER), family="deepseek-v3.2", answers_judged=False),
+    Case(
+        "an adapter",
+        EAGER,
+        family="glm-5-adapted",
+        shows=(evidence.adapter_in_effect,),
+    ),
+    Case(
+        "DeepSeek-V3.2",
+        (*LIVE, *EAGER),
+        family="deepseek-v3.2",
+        shows=(evidence.mixed_forwards,),
+        answers_judged=False,
+    ),
 ]
 IN_TEST_SERVER = {"radix cache", "overlap schedule"}
 """Rehearsed by ``test_server.py``: prefixes there, and the schedule that SGLang has by default."""
+
+
+@contextmanager
+def served(case: Case, rehearse: Rehearse, models: Models, mutant: str = "") -> Iterator[Client]:
+    """The server of a case, or the pair of servers."""
+    adapter = models(case.family) / ADAPTER
+    named = ["--indexcache-adapter", str(adapter)] if adapter.exists() else []
+    flags = ["--indexcache-pattern", QUARTER, *case.flags, *named]
+    start = partial(disaggregated, rehearse) if case.is_pair else rehearse
+    with start(*flags, family=case.family, mutant=mutant) as client:
+        yield client
 
 
 def _parameter(case: Case) -> Any:
@@ -143,9 +217,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def client(case: Case, rehearse: Rehearse) -> Iterator[Client]:
-    given = ("--indexcache-pattern", QUARTER, *case.flags)
-    with rehearse(*given, cards=case.cards, family=case.family) as client:
+def client(case: Case, rehearse: Rehearse, models: Models) -> Iterator[Client]:
+    with served(case, rehearse, models) as client:
         yield client
 
 
@@ -175,6 +248,13 @@ def test_prompts_and_answers_are_those_of_transformers(
         assert apart < bound
 
 
+def test_the_feature_was_at_work(
+    case: Case, client: Client, models: Models, answers: tuple[list[Any], list[Any]]
+) -> None:
+    for check in case.shows:
+        check(client, models(case.family))
+
+
 def test_layers_that_are_shared_in_every_pattern_ran_no_indexer(
     case: Case, client: Client, answers: tuple[list[Any], list[Any]]
 ) -> None:
@@ -183,7 +263,5 @@ def test_layers_that_are_shared_in_every_pattern_ran_no_indexer(
     for state in client.server_info()["internal_states"]:
         runs = state["indexcache"]["indexer_selections"]
         ran |= {layer for layer, count in enumerate(runs) if count}
-        if "--indexcache-graphs" in case.flags:
-            assert any(state["indexcache"]["graph_replays"].values())
     assert ran
     assert ran <= full

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 
 from sglang_indexcache.errors import ServerError
-from tests.rehearsal.conftest import Rehearse
+from tests.rehearsal.conftest import Models, Rehearse
 from tests.rehearsal.questions import (
-    QUARTER,
     alone_and_together,
+    behind_another_pattern_and_first,
 )
 from tests.rehearsal.stage.mutants import MUTANTS
-from tests.rehearsal.test_matrix_server import CASES
+from tests.rehearsal.test_matrix_server import CASES, served
 
 pytestmark = pytest.mark.matrix
 OTHER_ANSWERS = "other answers"
@@ -34,8 +34,10 @@ class Caught:
 
 CAUGHT = {
     "adopts_only_once": Caught("pipeline parallelism", "the buffer holds those of position"),
+    "takes_a_slice_for_a_selection": Caught("attention tensor parallelism", "selected for"),
     "leaves_the_drafts_backend_unnamed": Caught("MTP", "EAGLE is not supported in decode"),
     "writes_masks_that_no_graph_reads": Caught("graphs of patterns", OTHER_ANSWERS),
+    "shares_the_cache_between_patterns": Caught("graphs of patterns", OTHER_ANSWERS),
 }
 
 
@@ -44,15 +46,16 @@ def test_each_defect_is_caught_somewhere() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_an_old_defect_is_seen(mutant: str, rehearse: Rehearse) -> None:
+def test_an_old_defect_is_seen(mutant: str, rehearse: Rehearse, models: Models) -> None:
     """What the matrix asks of this server unbroken, it does not answer broken."""
     caught = CAUGHT[mutant]
     case = next(case for case in CASES if case.name == caught.case)
-    given = ("--indexcache-pattern", QUARTER, *case.flags)
     try:
-        with rehearse(*given, cards=case.cards, family=case.family, mutant=mutant) as client:
-            alone, together = alone_and_together(client, case.asked)
-            seen = "nothing" if alone == together else OTHER_ANSWERS
+        with served(case, rehearse, models, mutant) as client:
+            compared = [alone_and_together(client, case.asked)]
+            if case.is_live:
+                compared.append(behind_another_pattern_and_first(client))
+            seen = OTHER_ANSWERS if any(one != other for one, other in compared) else "nothing"
     except ServerError as error:
         seen = "\n".join((str(error), *error.__notes__))
     assert caught.symptom in seen

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.rehearsal.stage import transfer
 from tests.rehearsal.stage.kernels import (
     attention,
     dense,
@@ -304,6 +307,44 @@ def test_routing_is_that_of_transformers() -> None:
         assert ids[row].tolist() == best
         picked = scores[row, best]
         torch.testing.assert_close(weights[row], picked / picked.sum() * 2.5)
+
+
+def test_pages_are_copied_between_pools() -> None:
+    card, host = torch.arange(24.0).view(12, 2), torch.zeros(2, 12, 2)
+    at = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
+    attention.transfer_kv_direct([card, -card], list(host), at, torch.arange(4, 12), 4)
+    assert host[0, 4:].tolist() == card[at].tolist()
+    assert host[1, 4:].tolist() == (-card[at]).tolist()
+    assert not host[:, :4].any()
+    with pytest.raises(AssertionError, match="in pieces"):
+        attention.transfer_kv_direct([card], [host[0]], torch.tensor([0, 1, 3, 2]), at[:4], 4)
+
+
+_RECEIVER = """
+import torch
+from tests.rehearsal.stage.transfer import TransferEngine
+TransferEngine().initialize()
+received = torch.zeros(4)
+print(received.data_ptr(), flush=True)
+input()
+print(received.tolist())
+"""
+
+
+def test_one_process_writes_registered_memory_into_anothers() -> None:
+    command = [sys.executable, "-c", _RECEIVER]
+    sent, engine = torch.arange(4.0), transfer.TransferEngine()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        where = int(other.stdout.readline())
+        blocks = [sent.data_ptr() + 4], [where + 8], [8]
+        with pytest.raises(AssertionError, match="not registered"):
+            engine.batch_transfer_sync_write(f"here:{other.pid}", *blocks)
+        engine.batch_register_memory([sent.data_ptr()], [16])
+        assert engine.batch_transfer_sync_write(f"here:{other.pid}", *blocks) == 0
+        assert other.communicate("\n")[0].strip() == "[0.0, 0.0, 1.0, 2.0]"
 
 
 def test_a_chain_is_accepted_as_far_as_the_target_goes_along() -> None:

@@ -35,9 +35,17 @@ def landscape(count: int, seed: int = 0, batches: int = 8, **arguments: float) -
     return Ledger(SyntheticEvaluator(count, batches, seed, **arguments))  # type: ignore[arg-type]
 
 
-def greedy(ledger: Ledger, rules: Constraints, goal: Targets) -> list[Step]:
+def finished(ledger: Ledger, goal: Targets, options: Options | None = None) -> Search:
+    """A search that has run to its end."""
+    search = Search(ledger, goal, options or Options())
+    for _ in search.run():
+        pass
+    return search
+
+
+def greedy(ledger: Ledger, goal: Targets) -> list[Step]:
     """Every step of the paper's algorithm, the start first."""
-    return list(Greedy().descend(ledger, rules, goal, 0))
+    return list(Greedy().descend(ledger, goal, 0))
 
 
 def made_up(evaluator: Evaluator, held_out: int = 0, name: str = "x") -> Setup:
@@ -63,5 +71,5 @@ def searched(
     rules = Constraints.make(setup.checkpoint.own, keep_full, window_of(goals))
     console = Console(file=io.StringIO(), width=400)
     marks, how = parse_targets(goals or None, rules), Options.parse(method, **options)
-    search = run_search(setup, evaluator, rules, marks, how, output, console)
+    search = run_search(setup, evaluator, marks, how, output, console)
     return search, console.file.getvalue()  # type: ignore[attr-defined]

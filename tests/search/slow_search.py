@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import BatchLosses
+from sglang_indexcache.search.evaluators import Floats
 from tests.search.helpers import searched
 
 SECONDS = 0.02
@@ -21,7 +21,7 @@ SECONDS = 0.02
 class Slow(SyntheticEvaluator):
     """Takes its time for every call."""
 
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         time.sleep(SECONDS)
         return super().loss(pattern, batches)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.data.marking import Marker, is_held_out
@@ -46,6 +46,7 @@ def test_takes_the_first_documents_of_each_part(lines: Path) -> None:
 COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 99),
     other=st.integers(0, 99),

@@ -15,23 +15,13 @@ from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
-from tests.search.helpers import free, landscape, targets
-
-
-@pytest.mark.parametrize(
-    ("method", "refine", "words"),
-    [
-        ("fast", False, "fast greedy (lazy re-evaluation, paired racing)"),
-    ],
-)
-def test_options_in_words(method: str, refine: bool, words: str) -> None:
-    assert Options.parse(method, refine=refine).in_words() == words
+from tests.search.helpers import finished, landscape, targets
 
 
 def test_the_papers_search() -> None:
     """47 layers down to one: N(N-1)/2 passes over 768 sequences of 200K, and the start."""
     tokens = [200_000] * 768
-    budget = Options(Greedy(), refine=False).budget(free(47), targets(47, "1"), tokens)
+    budget = Options(Greedy(), refine=False).budget(targets(47, "1"), tokens)
     assert budget.total == budget.exhaustive == (47 * 46 // 2 + 1) * 768 * 200_000
 
 
@@ -40,12 +30,10 @@ def test_greedy_is_refined_too_and_its_bill_says_so(seed: int) -> None:
     """It spends more than the budget itself, which once left nothing for the refinement."""
     goal = targets(24, "1/4")
     plain, refined = (
-        Search(landscape(24, seed, batches=16), free(24), goal, Options(Greedy(), refine=refine))
+        finished(landscape(24, seed, batches=16), goal, Options(Greedy(), refine=refine))
         for refine in (False, True)
     )
     for search in (plain, refined):
-        for _ in search.run():
-            pass
         assert search.search_tokens <= search.expected_tokens
     assert refined.search_tokens > plain.search_tokens
     [before], [after] = plain.found.values(), refined.found.values()
@@ -57,14 +45,8 @@ def test_refinement_repairs_what_greedy_ran_into() -> None:
     """On some of these landscapes greedy alone ends in a trap."""
     gained = []
     for seed in range(6):
-        search = Search(
-            landscape(24, seed, batches=8, coupling=20.0),
-            free(24),
-            targets(24, "1/4"),
-            Options(Greedy()),
-        )
-        for _ in search.run():
-            pass
+        ledger = landscape(24, seed, batches=8, coupling=20.0)
+        search = finished(ledger, targets(24, "1/4"), Options(Greedy()))
         gained += [found.gained for found in search.found.values()]
     assert max(gained) > 0
     assert min(gained) >= 0
@@ -73,14 +55,8 @@ def test_refinement_repairs_what_greedy_ran_into() -> None:
 # -- budgets -----------------------------------------------------------------------------------
 
 
-def run(search: Search) -> Search:
-    for _ in search.run():
-        pass
-    return search
-
-
 @st.composite
-def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
+def searches(draw: st.DrawFn) -> tuple[Ledger, Targets, Options]:
     layers = draw(st.sampled_from([4, 5, 8, 12, 20, 47, 80]))
     batches = draw(st.sampled_from([1, 2, 3, 8, 16, 33, 64]))
     names = ["fast", "forward", "both"]
@@ -99,8 +75,8 @@ def searches(draw: st.DrawFn) -> tuple[Ledger, Constraints, Targets, Options]:
     with reject_on(SearchError):
         goal = parse_targets(marks, rules)
         options = Options.parse(method, share, refine=refine)
-        options.budget(rules, goal, evaluator.batch_tokens)
-    return Ledger(evaluator), rules, goal, options
+        options.budget(goal, evaluator.batch_tokens)
+    return Ledger(evaluator), goal, options
 
 
 @contextmanager
@@ -115,10 +91,10 @@ def reject_on(error: type[Exception]) -> Iterator[None]:
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(case=searches())
 def test_no_search_forwards_more_than_was_said(
-    case: tuple[Ledger, Constraints, Targets, Options],
+    case: tuple[Ledger, Targets, Options],
 ) -> None:
-    ledger, rules, goal, options = case
-    search = run(Search(ledger, rules, goal, options))
+    ledger, goal, options = case
+    search = finished(ledger, goal, options)
     assert search.search_tokens <= search.budget.total
     assert ledger.spent <= search.expected_tokens
     if not isinstance(options.method, Greedy):
@@ -131,10 +107,10 @@ def test_no_search_forwards_more_than_was_said(
 @pytest.mark.parametrize(("layers", "least"), [(47, 0.12), (78, 0.072)])
 def test_two_batches(layers: int, least: float) -> None:
     """Each look takes both: a tenth was exceeded 1.4 to 2.3 times."""
-    goal, rules = targets(layers, "1/2", "1/4", "1/8"), free(layers)
+    goal = targets(layers, "1/2", "1/4", "1/8")
     with pytest.raises(SearchError, match=f"--budget 0.07 is .* needs at least {least} of exh"):
-        Search(landscape(layers, batches=2), rules, goal, Options(share=0.07))
-    search = run(Search(landscape(layers, batches=2), rules, goal, Options(share=least)))
+        Search(landscape(layers, batches=2), goal, Options(share=0.07))
+    search = finished(landscape(layers, batches=2), goal, Options(share=least))
     assert search.search_tokens <= least * search.budget.exhaustive
 
 
@@ -142,17 +118,17 @@ def test_two_batches(layers: int, least: float) -> None:
 def test_the_refusal_names_a_budget_that_is_enough(method: str) -> None:
     goal, ledger = targets(24, "1/4"), landscape(24, batches=4)
     with pytest.raises(SearchError, match="needs at least") as refused:
-        Search(ledger, free(24), goal, Options.parse(method, share=0.001))
+        Search(ledger, goal, Options.parse(method, share=0.001))
     enough = float(re.findall(r"at least ([\d.]+)", str(refused.value))[0])
-    assert run(Search(ledger, free(24), goal, Options.parse(method, share=enough))).is_complete
+    assert finished(ledger, goal, Options.parse(method, share=enough)).is_complete
     with pytest.raises(SearchError):
-        Search(ledger, free(24), goal, Options.parse(method, share=enough - 0.001))
+        Search(ledger, goal, Options.parse(method, share=enough - 0.001))
 
 
 def test_a_target_one_flip_away_costs_no_more_than_exhaustive() -> None:
     """It took two evaluations per layer, twice as much."""
     goal = targets(47, "46")
-    search = run(Search(landscape(47, batches=16), free(47), goal, Options()))
+    search = finished(landscape(47, batches=16), goal)
     assert search.budget.total == search.budget.exhaustive == 47 * 16_000
     assert search.search_tokens <= search.budget.exhaustive
 
@@ -162,7 +138,7 @@ def test_every_budget_does_something() -> None:
     goal = targets(47, "1/2", "1/4", "1/8")
     spent = []
     for share in (0.03, 0.05, 0.08, 0.2):
-        search = run(Search(landscape(47, batches=32), free(47), goal, Options(share=share)))
+        search = finished(landscape(47, batches=32), goal, Options(share=share))
         spent.append(search.search_tokens / search.budget.exhaustive)
         assert spent[-1] <= share
     assert spent == sorted(spent)
@@ -171,14 +147,16 @@ def test_every_budget_does_something() -> None:
 
 def test_provenance_names_a_refinement_only_where_it_ran() -> None:
     goal = targets(12, "1/4")
-    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy", 1.0)))
+    search = finished(landscape(12), goal, Options.parse("greedy", 1.0))
     assert search.budget.refinement == 0
     assert search.in_words() == "exhaustive greedy (Algorithm 1)"
-    search = run(Search(landscape(12), free(12), goal, Options.parse("greedy")))
+    search = finished(landscape(12), goal, Options.parse("greedy"))
     assert search.in_words() == "exhaustive greedy (Algorithm 1), then screened refinement"
+    words = Options.parse("fast", refine=False).in_words()
+    assert words == "fast greedy (lazy re-evaluation, paired racing)"
 
 
 def test_more_than_exhaustive_is_refused() -> None:
     """Upwards to nearly all F is the long way round."""
     with pytest.raises(SearchError, match="Search with --method greedy"):
-        Search(landscape(24, batches=2), free(24), targets(24, "23"), Options.parse("forward"))
+        Search(landscape(24, batches=2), targets(24, "23"), Options.parse("forward"))

@@ -80,11 +80,11 @@ def blocks() -> np.ndarray:
 def test_reads_clusters_and_boundaries() -> None:
     matrix = blocks()
     matrix[1, 2] = matrix[2, 1] = 0.1
-    reading = read(matrix)
-    assert reading.clusters == (range(0, 2), range(2, 5), range(5, 6))
-    assert reading.worst_boundary == (1, 2)
-    assert reading.adjacent == (0.1, 0.9)
-    assert "Clusters with at least 0.60 between all their layers: 0-1, 2-4." in reading.in_words()
+    found = read(matrix)
+    assert found["clusters"] == [[0, 1], [2, 4], [5, 5]]
+    assert found["worst_boundary"] == [1, 2]
+    assert found["adjacent"] == [0.1, 0.9]
+    assert "Clusters with at least 0.60 between all their layers: 0-1, 2-4." in found["summary"]
 
 
 def test_overlap_of_what_a_pattern_shares() -> None:

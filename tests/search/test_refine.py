@@ -48,7 +48,7 @@ def test_finds_what_greedy_misses() -> None:
     gained = 0
     for seed in range(20):
         ledger = landscape(10, seed)
-        step = greedy(ledger, free(10), targets(10, "4"))[-1]
+        step = greedy(ledger, targets(10, "4"))[-1]
         refined, _ = refine(ledger, free(10), step.pattern, PLENTY)
         best = min(ledger.mean(Pattern(text)) for text in every_pattern(10, 4))
         assert best <= ledger.mean(refined) <= step.loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -69,11 +68,11 @@ def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "1/4"], rules)
     with (output.parent / f"{output.name}.log").open("w") as log:
-        run_search(setup, evaluator, rules, goals, Options(), output, Console(file=log))
+        run_search(setup, evaluator, goals, Options(), output, Console(file=log))
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:
-    """The YAML byte for byte, whatever the number; what is measured in addition is a guess."""
+    """The YAML byte for byte, whatever the number."""
     for at_once in (1, 3):
         engine = FakeServer("F" * LAYERS, "live", gathers=at_once)
         with serving(engine) as url:
@@ -81,7 +80,7 @@ def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:
         assert engine.most_at_once == at_once
     assert list(results(tmp_path / "1")) == ["x-1of2.yaml", "x-1of4.yaml"]
     assert results(tmp_path / "3") == results(tmp_path / "1")
-    assert set(evaluations(tmp_path / "3")) >= set(evaluations(tmp_path / "1"))
+    assert set(evaluations(tmp_path / "3")) == set(evaluations(tmp_path / "1"))
 
 
 def test_one_of_three_servers_is_killed_twice(
@@ -123,11 +122,7 @@ def test_one_of_three_servers_is_killed_twice(
     assert list(results(three)) == ["x-1of2.yaml", "x-1of4.yaml"]
     assert results(three) == results(alone)
     found = evaluations(three)
-    assert len(found) == len(set(found))
-    assert set(found) >= set(evaluations(alone))
+    assert sorted(found) == sorted(evaluations(alone))
     name = f"the server at http://127.0.0.1:{victim.port}"
     assert all(line.startswith(f"{name} ") for line in told)
     assert f"{name} answers again" in told
-    ahead = re.search(r"not needed: ([\d,]+) tokens", (tmp_path / "three.log").read_text())
-    extra = len(found) - len(evaluations(alone))
-    assert int(ahead[1].replace(",", "")) == 128 * extra if ahead else extra == 0

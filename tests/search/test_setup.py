@@ -49,11 +49,11 @@ def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
     [[mine]] = evaluator.token_losses(all_full, [0])
     [[other]] = evaluator.token_losses(shared, [0])
     assert np.abs(other - mine)[:64].max() < 1e-5 < np.abs(other - mine)[64:].max()
-    assert evaluator.loss(shared, [0]).mean == pytest.approx(other[64:].mean())
+    assert evaluator.loss(shared, [0]).mean() == pytest.approx(other[64:].mean())
     assert "more than 64 tokens" in setup.identity(evaluator)["counted"]
     setup = Setup.read(TINY, context=200, batches=1)
     evaluator = TransformersEvaluator(TINY, setup.calibration)
-    assert evaluator.loss(shared, [0]).mean == pytest.approx(other[99:].mean())
+    assert evaluator.loss(shared, [0]).mean() == pytest.approx(other[99:].mean())
     assert "later half" in setup.identity(evaluator)["counted"]
     assert "advice" not in dict(Setup.read(TINY, context=256, batches=1).rows)
 
@@ -80,7 +80,7 @@ def test_documents_of_every_length_are_measured_on_their_answers(tmp_path: Path)
         len(tokenizer(text, add_special_tokens=False)["input_ids"])
         for text in ("return number", "assert f(number)")
     }
-    for batch, mean in zip(batches, evaluator.loss(shared, [0, 1]).values, strict=True):
+    for batch, mean in zip(batches, evaluator.loss(shared, [0, 1]), strict=True):
         tails = [
             {n: losses[-n:] for n in answers} for losses in batch
         ]  # each answer ends its document

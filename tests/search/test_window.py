@@ -11,7 +11,7 @@ from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import BatchLosses
+from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.rules import Constraints, window_of
 from tests.cli.test_search import TINY, call, documents, said
 from tests.search.helpers import searched
@@ -25,7 +25,7 @@ class TwoLandscapes(SyntheticEvaluator):
         self.other = SyntheticEvaluator(12, 4 + 4, seed=5)
         self.asked: set[Pattern] = set()
 
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         self.asked.add(pattern)
         if pattern.window:
             return self.other.loss(pattern.with_window(0), batches)

@@ -26,7 +26,7 @@ from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import adapter as served
 from sglang_indexcache.serving.cpu import fp8
-from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.serving.settings import Plan, check_adapter
 from sglang_indexcache.stored import SCALES, dequantised, to_block_fp8
 from tests.serving.plans import plan
 from tests.serving.test_plugin import hf_config, resolve
@@ -128,7 +128,7 @@ def test_one_clear_error(adapter: Adapter, what: str) -> None:
 
 def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
     with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
-        served.check(adapter, Path("some-one/some-model"))
+        check_adapter(adapter, Path("some-one/some-model"))
 
 
 def test_other_weights_have_other_kv(adapter: Adapter) -> None:
@@ -254,7 +254,7 @@ def fp8_plan(fp8_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tensors=weights(0, 9),
         record={},
     )
-    served.check(trained, fp8_base)
+    check_adapter(trained, fp8_base)
     made = plan("FS", adapter=str(trained.folder), adapter_digest=trained.digest)
     monkeypatch.setattr(served, "published_plan", lambda: made)
     bag = SimpleNamespace(model_path=str(fp8_base), json_model_override_args="{}")

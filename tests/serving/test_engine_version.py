@@ -1,34 +1,56 @@
-"""Which SGLang will do: judged by digests, told in one line or one error."""
+"""Which SGLang will do: judged by digests of its source, told in one line or one error."""
 
 from __future__ import annotations
 
-import io
 import json
 import logging
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.serving import engine_version
-from sglang_indexcache.serving.engine_version import (
-    EngineSource,
-    check,
-    judge,
-    record,
-    recorded,
-    show,
-)
-from sglang_indexcache.serving.seams import Seam
-from tests.serving.sglang_tree import MODULE, source, write
+from sglang_indexcache.serving.engine_version import EngineSource, Seam, check, judge, record
+
+MODULE = "sglang.srt.thing"
+
+
+def write(folder: Path, code: str, version: str | None = None) -> Path:
+    """``folder`` with ``sglang/`` in it, whose module ``srt/thing.py`` is ``code``."""
+    srt = folder / "sglang" / "srt"
+    srt.mkdir(parents=True)
+    (srt / "server_args.py").touch()
+    (srt / "thing.py").write_text(code)
+    if version:
+        about = folder / f"sglang-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n"
+        )
+    return folder
+
+
+def source(folder: Path, code: str, version: str | None = None) -> EngineSource:
+    return EngineSource.at(write(folder, code, version))
+
+
+def wheel(folder: Path, at: Path) -> Path:
+    """``folder`` packed into the file ``at``."""
+    with zipfile.ZipFile(at, "w") as archive:
+        for file in sorted(folder.rglob("*")):
+            archive.write(file, file.relative_to(folder))
+    return at
+
+
+# -- what will do ------------------------------------------------------------------------------
 
 NAMES = tuple("abcdefgh")
 CODE = "".join(f"def {name}(x):\n    return {name!r}\n\n\n" for name in NAMES)
-SEAMS = tuple(Seam(MODULE, name, f"for {name}", ("x",)) for name in NAMES)
+SEAMS = tuple(Seam(MODULE, name, f"for {name}") for name in NAMES)
 
 Make = Callable[..., EngineSource]
 
@@ -47,7 +69,7 @@ def make(tmp_path: Path) -> Make:
 def one_tested_version(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> EngineSource:
     """1.0 is recorded and installed."""
     tested = make("1.0")
-    monkeypatch.setattr(engine_version, "SEAMS", SEAMS)
+    monkeypatch.setattr(engine_version, "seams", lambda: SEAMS)
     monkeypatch.setattr(engine_version, "RECORDS", tmp_path / "seams.json")
     monkeypatch.setattr(EngineSource, "installed", classmethod(lambda cls: tested))
     (tmp_path / "seams.json").write_text("{}")
@@ -79,13 +101,13 @@ def test_another_version_starts_with_one_line_if_nothing_moved(
 
 
 def test_another_version_is_refused_with_what_moved(make: Make) -> None:
-    code = changed("a").replace("def b(x)", "def b(y)").replace("def c(", "def no(")
+    code = changed("a").replace("def c(", "def no(")
     with pytest.raises(UnsupportedEngineError) as error:
         check(make("1.1", code))
     message = str(error.value)
     assert "SGLang 1.1 was not tested, and of the 8 places" in message
-    assert "3 differ from 1.0: " in message
-    for problem in ("a has changed", "b no longer takes x", "c is gone"):
+    assert "2 differ from 1.0: " in message
+    for problem in ("a has changed", "c is gone"):
         assert f"{MODULE}.{problem}" in message
     assert "more" not in message.split("All that")[0]
     assert "pip install 'sglang==" in message
@@ -104,12 +126,6 @@ def test_a_changed_installation_is_to_be_reinstalled(make: Make) -> None:
         check(make("1.0", changed("h")))
 
 
-def test_a_missing_module_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_version, "SEAMS", (Seam("sglang.srt.lost", "x", ""),))
-    with pytest.raises(UnsupportedEngineError, match=r"module sglang\.srt\.lost is gone"):
-        check(make("1.1"))
-
-
 def test_the_nearest_tested_version_is_the_measure(make: Make) -> None:
     record(make("1.2", changed("a", "b", "c")))
     assert judge(make("1.1", changed("a"))).tested == "1.0"
@@ -120,7 +136,7 @@ def test_the_nearest_tested_version_is_the_measure(make: Make) -> None:
 
 
 def test_a_seam_that_was_not_recorded_says_how(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_version, "SEAMS", (*SEAMS, Seam(MODULE, "z", "")))
+    monkeypatch.setattr(engine_version, "seams", lambda: (*SEAMS, Seam(MODULE, "z", "")))
     with pytest.raises(UnsupportedEngineError, match=r"z is not recorded \(python -m sglang_in"):
         check(make("1.0", f"{CODE}z = 1\n"))
 
@@ -128,30 +144,16 @@ def test_a_seam_that_was_not_recorded_says_how(make: Make, monkeypatch: pytest.M
 def test_recording_keeps_the_others_and_is_the_same_again(make: Make) -> None:
     record(make("1.1", changed("a")))
     first = engine_version.RECORDS.read_text()
-    assert list(recorded()) == ["1.0", "1.1"]
+    assert list(engine_version.recorded()) == ["1.0", "1.1"]
     record(make("1.0"))
     assert engine_version.RECORDS.read_text() == first
     assert json.loads(first)["1.0"] != json.loads(first)["1.1"]
 
 
-@pytest.mark.parametrize("code", [CODE.replace("(x)", "(y)"), CODE.replace("def a", "def z")])
-def test_what_the_table_names_wrongly_is_not_recorded(make: Make, code: str) -> None:
+def test_what_the_table_names_wrongly_is_not_recorded(make: Make) -> None:
     with pytest.raises(UnsupportedEngineError, match="cannot be recorded"):
-        record(make("1.1", code))
-    assert list(recorded()) == ["1.0"]
-
-
-def shown(place: Path) -> tuple[bool, str]:
-    console = Console(file=io.StringIO(), width=200, record=True)
-    good = show(place, console)
-    return good, console.export_text()
-
-
-def test_what_moved_is_listed(tmp_path: Path) -> None:
-    other = source(tmp_path / "other", changed("a", "b"), "1.1")
-    good, text = shown(other.root)
-    assert not good
-    assert f"{MODULE}.a has changed (for a)\n  {MODULE}.b has changed (for b)" in text
+        record(make("1.1", CODE.replace("def a", "def z")))
+    assert list(engine_version.recorded()) == ["1.0"]
 
 
 def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
@@ -163,9 +165,126 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
         0,
         "SGLang 1.1 was not tested; everything that IndexCache relies on is as in 1.0.\n",
     )
-    code, text = run(write(tmp_path / "other", changed("a"), "1.1"))
+    code, text = run(write(tmp_path / "other", changed("a", "b"), "1.1"))
     assert code == 1
-    assert f"{MODULE}.a has changed (for a)" in text
+    assert f"{MODULE}.a has changed (for a)\n  {MODULE}.b has changed (for b)" in text
     code, text = run(tmp_path)
     assert code == 1
     assert "there is no SGLang in" in text
+
+
+# -- what a digest sees ------------------------------------------------------------------------
+
+FUNCTION = "def f(a, *, b=1):\n    return g(a, [b], f'{a:>3}')\n"
+CLASS = "class C:\n    x: int = 0\n    def m(self):\n        return 'y'\n"
+
+Digest = Callable[..., str | None]
+
+
+@pytest.fixture
+def digest(tmp_path: Path) -> Digest:
+    count = iter(range(100))
+
+    def of(code: str, name: str, by_signature: bool = False) -> str | None:
+        seam = Seam(MODULE, name, "", by_signature=by_signature)
+        return source(tmp_path / f"digest-{next(count)}", code).digest(seam)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "same"),
+    [
+        ("f", FUNCTION, FUNCTION.replace("a, *", "  # why\n    a,\n    *")),
+        ("f", FUNCTION, FUNCTION.replace("\n   ", '\n    """What."""\n\n   ', 1)),
+        ("f", FUNCTION, f"import os\n\n\n{FUNCTION}\ndef g(): ..."),
+        ("C", CLASS, CLASS.replace("x: int = 0", 'x: int = 0\n    """What."""')),
+        ("C.m", CLASS, CLASS.replace("= 0", "= 1")),
+        ("C.x", CLASS, CLASS.replace("'y'", "'z'")),
+        ("n", "from a import n", "from a import (\n    m,\n    n,\n)"),
+        ("f", FUNCTION, "if x:\n" + "".join(f"    {line}\n" for line in FUNCTION.splitlines())),
+    ],
+)
+def test_a_digest_does_not_see(name: str, code: str, same: str, digest: Digest) -> None:
+    assert digest(code, name) == digest(same, name)
+    assert digest(code, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "other"),
+    [
+        ("f", FUNCTION, FUNCTION.replace("b=1", "b=True")),
+        ("f", FUNCTION, FUNCTION.replace("b=1", "b='1'")),
+        ("f", FUNCTION, FUNCTION.replace(">3", ">4")),
+        ("f", FUNCTION, FUNCTION.replace("*, ", "")),
+        ("f", FUNCTION, f"@cache\n{FUNCTION}"),
+        ("f", FUNCTION, f"async {FUNCTION}"),
+        ("f", FUNCTION, f"{FUNCTION}\nif x:\n    def f(): ...\n"),
+        ("f", FUNCTION, f"{FUNCTION}\ntry: pass\nexcept E:\n    f = None\n"),
+        ("C", CLASS, CLASS.replace("'y'", "'z'")),
+        ("C.x", CLASS, CLASS.replace("= 0", "= False")),
+        ("n", "from a import n", "from .a import n"),
+        ("n", "from a import n", "from a import m as n"),
+        ("n", "n = 1", "n: int = 1"),
+        ("n", "n = None", "n = 'None'"),
+    ],
+)
+def test_a_digest_sees(name: str, code: str, other: str, digest: Digest) -> None:
+    assert digest(code, name) != digest(other, name)
+    assert digest(other, name) is not None
+
+
+def test_by_signature_only_the_parameters_count(digest: Digest) -> None:
+    inside = FUNCTION.replace("return", "yield")
+    assert digest(FUNCTION, "f") != digest(inside, "f")
+    assert digest(FUNCTION, "f", by_signature=True) == digest(inside, "f", by_signature=True)
+    added = FUNCTION.replace("*", "c, *")
+    assert digest(FUNCTION, "f", by_signature=True) != digest(added, "f", by_signature=True)
+
+
+def test_a_digest_is_the_same_in_every_python(digest: Digest) -> None:
+    """What one Python recorded, another checks; so the value itself is held here."""
+    assert digest(FUNCTION, "f") == "1d9f124faa8f7550"
+    assert digest(CLASS, "C") == "27f5fa3991381149"
+
+
+def test_what_is_not_there_has_no_digest(tmp_path: Path) -> None:
+    here = source(tmp_path, CLASS)
+    assert here.digest(Seam(MODULE, "C.gone", "")) is None
+    assert here.digest(Seam("sglang.srt.nowhere", "C", "")) is None
+
+
+def test_every_place_leads_to_the_same_source(tmp_path: Path) -> None:
+    packages = write(tmp_path / "site-packages", FUNCTION, "0.5.99")
+    checkout = tmp_path / "checkout"
+    write(checkout / "python", FUNCTION)
+    seam = Seam(MODULE, "f", "")
+    places: dict[Path, str | None] = {
+        packages: "0.5.99",
+        packages / "sglang": "0.5.99",
+        wheel(packages, tmp_path / "sglang-0.5.99-py3-none-any.whl"): "0.5.99",
+        checkout: None,
+        checkout / "python": None,
+        checkout / "python" / "sglang": None,
+    }
+    found = {place: EngineSource.at(place) for place in places}
+    assert {place: one.version for place, one in found.items()} == places
+    assert len({one.digest(seam) for one in found.values()}) == 1
+    assert found[packages].name == "SGLang 0.5.99"
+    assert str(checkout) in found[checkout].name
+
+
+def test_any_other_place_is_one_clear_error(tmp_path: Path) -> None:
+    other = tmp_path / "other-1.0-py3-none-any.whl"
+    (tmp_path / "empty").mkdir()
+    text = tmp_path / "sglang.tar.gz"
+    text.touch()
+    for place in (
+        wheel(tmp_path / "empty", other),
+        tmp_path / "empty",
+        tmp_path / "nowhere",
+        text,
+        write(tmp_path / "holder", "") / "sglang" / "srt",
+    ):
+        with pytest.raises(UnsupportedEngineError, match=r"there is no SGLang in .*Name a wheel"):
+            EngineSource.at(place)

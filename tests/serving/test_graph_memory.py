@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.serving.graph_memory import graph_reserve_mb, keep_free
+from sglang_indexcache.serving import plugin
 from sglang_indexcache.serving.settings import CONFIG_KEY
 from tests.serving.plans import plan
 
@@ -34,10 +34,10 @@ def previous(server_args: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = "sglang.srt.arg_groups.overrides"
-    monkeypatch.setattr(f"{overrides}.resolving_view", lambda server_args: server_args)
+    monkeypatch.setattr(plugin, "resolving_view", lambda server_args: server_args)
     monkeypatch.setattr(
-        f"{overrides}.declare_resolution",
+        plugin,
+        "declare_resolution",
         lambda server_args, _source, **fields: vars(server_args).update(fields),
     )
     memory = lambda device: H100 if device == "cuda" else None  # noqa: E731
@@ -52,14 +52,14 @@ def test_each_graph_of_a_size_has_what_sglang_keeps_for_one(
     graphs: tuple[str, ...], mode: str, megabytes: int
 ) -> None:
     given = arguments(*graphs, mode=mode)
-    keep_free(given, previous)
+    plugin._keep_free_for_graphs(given, previous)
     assert given.mem_fraction_static == round(0.8 - megabytes / H100, 3)
-    assert graph_reserve_mb(given, plan("FSFS", mode=mode, graphs=graphs)) == megabytes
+    assert plan("FSFS", mode=mode, graphs=graphs).graph_reserve_mb(given) == megabytes
 
 
 def test_a_fraction_that_the_user_fixed_stays(caplog: pytest.LogCaptureFixture) -> None:
     given = arguments("short", fraction=0.9)
-    keep_free(given, previous)
+    plugin._keep_free_for_graphs(given, previous)
     assert given.mem_fraction_static == 0.9
     assert "about 1024 MB" in caplog.text
 
@@ -68,12 +68,12 @@ def test_a_fraction_that_the_user_fixed_stays(caplog: pytest.LogCaptureFixture) 
 def test_nothing_is_kept_where_no_graph_is_captured(fields: dict[str, Any]) -> None:
     given = arguments("short")
     vars(given).update(fields)
-    keep_free(given, previous)
+    plugin._keep_free_for_graphs(given, previous)
     assert given.mem_fraction_static == 0.8
 
 
 def test_a_server_that_did_not_ask_for_us_is_left_alone() -> None:
     given = arguments("short")
     given.json_model_override_args = "{}"
-    keep_free(given, previous)
+    plugin._keep_free_for_graphs(given, previous)
     assert given.mem_fraction_static == 0.8

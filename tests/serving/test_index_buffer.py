@@ -55,15 +55,6 @@ def test_each_layer_gets_its_sources_indices_across_switches(sequence: list[str]
             assert int(indices) == pattern.source_of(layer)
 
 
-def test_holds_a_reference_and_no_copy() -> None:
-    buffer = IndexBuffer(active("FSS"))
-    buffer.begin()
-    selected = torch.tensor([1, 2])
-    assert resolve(buffer, 0, selected) is selected
-    assert resolve(buffer, 1, None) is selected
-    assert resolve(buffer, 2, selected) is selected
-
-
 def test_begin_forgets() -> None:
     buffer = IndexBuffer(active("FS"))
     forward(buffer, Pattern("FS"))
@@ -121,27 +112,6 @@ def test_what_the_engine_carries_within_a_stage_is_not_adopted() -> None:
     buffer.begin()
     with pytest.raises(StaleIndexError, match="holds nothing"):
         resolve(buffer, 1, torch.tensor([7]))
-
-
-def test_two_sub_batches_do_not_meet() -> None:
-    state = active("FS")
-    first, second = IndexBuffer(state), IndexBuffer(state)
-    first.begin()
-    second.begin()
-    a, b = torch.tensor([1]), torch.tensor([2])
-    resolve(first, 0, a)
-    resolve(second, 0, b)
-    assert resolve(first, 1, None) is a
-    assert resolve(second, 1, None) is b
-
-
-def test_hybrid_model_counts_only_its_dsa_layers() -> None:
-    buffer = IndexBuffer(active("FSF", layer_ids=(3, 7, 11)))
-    buffer.begin()
-    selected = torch.tensor([1])
-    resolve(buffer, 3, selected)
-    assert resolve(buffer, 7, None) is selected
-    assert buffer.is_full(11)
 
 
 # -- rows of several patterns ------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,17 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
     return made
 
 
+@pytest.fixture
+def told(registry: prometheus_client.CollectorRegistry) -> Callable[..., float | None]:
+    """The value of one of our metrics, of the process with :data:`LABELS`."""
+
+    def value(name: str, **labels: str) -> float | None:
+        every = {k: str(v) for k, v in LABELS.items()} | labels
+        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
+
+    return value
+
+
 def work(served: active.ActivePattern) -> None:
     """A prefill of two patterns, and a decode."""
     both = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
@@ -63,13 +75,9 @@ def work(served: active.ActivePattern) -> None:
 
 
 def test_sums_are_what_was_counted(
-    served: active.ActivePattern, registry: prometheus_client.CollectorRegistry
+    served: active.ActivePattern, told: Callable[..., float | None]
 ) -> None:
     exporter = Exporter(LABELS)
-
-    def told(name: str, **labels: str) -> float | None:
-        every = {k: str(v) for k, v in LABELS.items()} | labels
-        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
 
     pairs = 55 + 4 * 16 + 10  # rows and the tokens that they see
     for times in (1, 2):  # nothing twice, nothing lost
@@ -94,14 +102,13 @@ def test_sums_are_what_was_counted(
 def test_a_switch_moves_what_is_in_effect(
     served: active.ActivePattern,
     registry: prometheus_client.CollectorRegistry,
+    told: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exporter = Exporter(LABELS)
     exporter.export(served)
-    every = {name: str(value) for name, value in LABELS.items()}
     for by in ("request", "switch"):  # else the first would be no increase
-        found = registry.get_sample_value("sglang_indexcache_rejections_total", every | {"by": by})
-        assert found == 0
+        assert told("rejections_total", by=by) == 0
     served.replace(Policy.of(Pattern("FFFF")), "a test")
     served.traffic.rejections["switch"] += 1
     monkeypatch.setattr(requests, "in_hand", lambda: {"FFFF": 1})
@@ -111,8 +118,7 @@ def test_a_switch_moves_what_is_in_effect(
     assert info == {"FSSS": 0, "FFFF": 1}
     waiting = {s.labels["pattern"]: s.value for s in samples if s.name.endswith("_requests")}
     assert waiting == {"FSSS": 0, "FFFF": 1}
-    for name, more in (("switches", {}), ("rejections", {"by": "switch"})):
-        assert registry.get_sample_value(f"sglang_indexcache_{name}_total", every | more) == 1
+    assert told("switches_total") == told("rejections_total", by="switch") == 1
 
 
 def test_no_more_series_than_so_many(
@@ -154,15 +160,11 @@ class Seen:
 
 
 def test_overlap_by_layer_and_length(
-    served: active.ActivePattern, registry: prometheus_client.CollectorRegistry
+    served: active.ActivePattern, told: Callable[..., float | None]
 ) -> None:
     exporter = Exporter(LABELS)
     served.plan = replace(served.plan, overlap=(None, 0.5, 0.7, 0.9))
     served.shadow = seen = Seen(served, 4)  # type: ignore[assignment]
-
-    def told(name: str, **labels: str) -> float | None:
-        every = {k: str(v) for k, v in LABELS.items()} | labels
-        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
 
     bins = len(LENGTHS)
     for times in (1, 2):

@@ -283,43 +283,6 @@ def test_each_row_reads_its_own_f_layers_selection(
     run(kind, mode, real, padded)
 
 
-@pytest.mark.parametrize("kind", ["CUDA", "overlap", "CPU"])
-def test_writing_what_attention_brings_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch, stubs: None, torch_stubs: None, kind: str
-) -> None:
-    """Once attention wrote again, unless it brought the very tensor that was written last."""
-
-    def read(self: IndexBuffer, layer: int, rows: int) -> torch.Tensor:
-        found = original(self, layer, rows)
-        if self.is_full(layer) and found is not self._indices:
-            return self.select(layer, found)
-        return found
-
-    original = IndexBuffer.read
-    monkeypatch.setattr(IndexBuffer, "read", read)
-    with pytest.raises((AssertionError, StaleIndexError)):
-        run(kind, "live, mixed", 5, 8)
-
-
-@pytest.mark.parametrize("kind", ["CUDA", "overlap", "CPU"])
-@pytest.mark.parametrize("mode", ["live, one pattern", "live, mixed"])
-def test_leaving_the_padding_on_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch, stubs: None, torch_stubs: None, kind: str, mode: str
-) -> None:
-    monkeypatch.setattr(IndexBuffer, "read", lambda self, layer, rows: self.shared(layer))
-    with pytest.raises((AssertionError, StaleIndexError)):
-        run(kind, mode, 5, 8)
-
-
-def test_parts_without_their_padded_length_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch, stubs: None
-) -> None:
-    start_to_stop = lambda batch: -int.__sub__(*batch.tbo_parent_token_range)  # noqa: E731
-    monkeypatch.setattr(backend_cuda, "_rows_of_part", start_to_stop)
-    with pytest.raises(StaleIndexError, match="selected for 4 rows"):
-        run("overlap", "live, mixed", 6, 8)
-
-
 def test_on_a_cpu_what_sglang_carries_is_what_the_f_layer_selected(
     monkeypatch: pytest.MonkeyPatch, torch_stubs: None
 ) -> None:

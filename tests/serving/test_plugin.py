@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.settings import OPTIONS, Plan
@@ -95,14 +95,18 @@ def resolve(folder: Path, *arguments: str, backend: str | None = "indexcache") -
     """Resolve a command line as the launcher does; returns ServerArgs."""
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_indexcache.serving.plugin import ONLY_EXAMINED
+    from sglang_indexcache.serving.plugin import FOUND
 
     command = ["--model-path", str(folder), "--log-level", "info", *arguments]
     if backend:
         command += ["--attention-backend", backend]
     server_args = prepare_server_args(command)
-    setattr(server_args, ONLY_EXAMINED, True)
-    server_args.resolve_once()
+    found = Findings()
+    setattr(server_args, FOUND, found.each)
+    try:
+        server_args.resolve_once()
+    finally:  # what SGLang itself cannot resolve is of no interest then
+        found.report()
     return server_args
 
 
@@ -205,9 +209,8 @@ def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
     from sglang.srt.utils.hf_transformers.config import get_config
 
     from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.library import Library
     from sglang_indexcache.serving.plugin import merged_overrides
-    from sglang_indexcache.serving.settings import Request, make_plan
+    from sglang_indexcache.serving.settings import collect, make_plan
 
     architecture = "Glm5NextForConditionalGeneration"
     kda = [i for i in range(12) if i % 4 != 3]
@@ -221,8 +224,8 @@ def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
     config = get_config(str(tmp_path), trust_remote_code=False)
     checkpoint = Checkpoint.from_config(config)
     assert checkpoint.layer_ids == (3, 7, 11)
-    request = Request.collect({"indexcache_pattern": "FSS"}, as_keywords=False)
-    plan = make_plan(request, checkpoint, {}, Library.default())
+    request = collect({"indexcache_pattern": "FSS"})
+    plan = make_plan(request, checkpoint, {})
     changed = get_config(
         str(tmp_path),
         trust_remote_code=False,
@@ -569,41 +572,6 @@ def test_help_shows_the_flags() -> None:
         for option in OPTIONS:
             assert option.flag in done.stdout, command
         assert ",indexcache}" in done.stdout
-
-
-# -- what is said twice, in vain, or of a draft ------------------------------------------------
-
-
-def test_a_pattern_that_is_given_twice(
-    model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    twice = ["--indexcache-pattern", "full", "--indexcache-pattern"]
-    assert built_pattern(resolve(model(), *twice, "full")) == "F" * 8
-    with pytest.raises(SystemExit):
-        resolve(model(), *twice, "uniform:1/4")
-    assert "--indexcache-pattern is given twice, as 'full' and as" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("by_flag", [True, False])
-@pytest.mark.parametrize(("context", "warns"), [(16384, True), (32768, True), (40000, False)])
-def test_a_step_of_a_policy_that_no_prompt_reaches(
-    model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    context: int,
-    warns: bool,
-    by_flag: bool,
-) -> None:
-    from sglang_indexcache.serving import plugin
-
-    said: list[str] = []  # SGLang takes over what is logged
-    monkeypatch.setattr(plugin.logger, "warning", lambda form, *values: said.append(form % values))
-    policy = ["--indexcache-pattern", "full < 32768 <= uniform:1/4", "--indexcache-mode", "live"]
-    if by_flag:
-        resolve(model(max_position_embeddings=1 << 20), *policy, "--context-length", str(context))
-    else:
-        resolve(model(max_position_embeddings=context), *policy)
-    assert len(said) == warns
-    assert all("no prompt reaches 32Ki tokens, because the context" in each for each in said)
 
 
 def test_the_drafts_backend_is_resolved_like_the_others(model: Callable[..., Path]) -> None:

@@ -86,6 +86,7 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
     ("fields", "given", "message"),
     [
         ({}, {"use_ray": True}, "does not work with --use-ray"),
+        ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
         ({}, RETURN | {"enable_two_batch_overlap": True}, "with --enable-two-batch-overlap, where"),
         ({}, RETURN | {"pp_size": 2}, "with --pp-size, where each stage records its own"),
         ({}, RETURN | {"disaggregation_mode": "decode"}, "with --disaggregation-mode, where"),
@@ -119,6 +120,7 @@ def test_what_is_refused(fields: dict[str, Any], given: dict[str, Any], message:
     [
         (PlatformEnum.ROCM, LIVE, "live mode does not work on AMD GPUs"),
         (PlatformEnum.ROCM, {"kernels": "auto"}, "auto does not work on AMD GPUs"),
+        (PlatformEnum.ROCM, {"graphs": ("short",)}, "where SGLang captures a short graph itself"),
         (PlatformEnum.NPU, {}, r"does not serve on this platform \(npu\)"),
         (PlatformEnum.XPU, {}, "SGLang has another attention backend for it"),
         (PlatformEnum.CPU, {}, "does not serve on this platform"),
@@ -138,34 +140,38 @@ def test_amd_serves_a_static_pattern_with_the_engines_kernels(platform: Any) -> 
     check(flags(), plan(), 4)
 
 
-def test_a_stage_in_live_mode_starts_on_a_full_layer() -> None:
-    check(flags(pp_size=2), plan("FSFS", mode="live"), 4)
-    with pytest.raises(PatternError, match="pipeline stages start at layers 2, which are S"):
-        check(flags(pp_size=2), plan("FFSS", mode="live"), 4)
-    check(flags(pp_size=2), plan("FFSS"), 4)  # static: SGLang hands the indices on
-
-
-def test_a_stage_under_overlap_starts_on_a_full_layer() -> None:
-    """SGLang drops the halves' indices, and would hand on an earlier layer's without a word."""
-    overlap = {"pp_size": 2, "enable_two_batch_overlap": True}
-    check(flags(**overlap), plan("FSFS"), 4)
-    with pytest.raises(PatternError, match="pipeline stages start at layers 2, which are S"):
-        check(flags(**overlap), plan("FFSS"), 4)
-
-
 HYBRID = {"architecture": "Glm5NextForConditionalGeneration", "layer_ids": (3, 7, 11)}
+TWO = {"pp_size": 2}
+OVERLAP = TWO | {"enable_two_batch_overlap": True}
 
 
-def test_a_model_that_hands_no_indices_on_starts_every_stage_on_a_full_layer() -> None:
-    check(flags(pp_size=2), plan("FFS", **HYBRID), 14)  # the second stage begins at layer 7
-    with pytest.raises(PatternError, match="pipeline stages start at layers 1, which are S"):
-        check(flags(pp_size=2), plan("FSF", **HYBRID), 14)
-    check(flags(), plan("FSS", **HYBRID), 14)
+@pytest.mark.parametrize(
+    ("fine", "refused", "start", "fields", "given"),
+    [
+        ("FSFS", "FFSS", 2, LIVE, TWO),
+        # SGLang drops the halves' indices, and would hand on an earlier layer's without a word.
+        ("FSFS", "FFSS", 2, {}, OVERLAP),
+        ("FFS", "FSF", 1, HYBRID, TWO),  # hands no indices on; its second stage begins at layer 7
+    ],
+    ids=["live", "overlap", "hybrid"],
+)
+def test_a_stage_that_is_handed_no_indices_starts_on_a_full_layer(
+    fine: str, refused: str, start: int, fields: dict[str, Any], given: dict[str, Any]
+) -> None:
+    layers = 14 if fields is HYBRID else 4
+    check(flags(**given), plan(fine, **fields), layers)
+    with pytest.raises(PatternError, match=f"stages start at layers {start}, which are S"):
+        check(flags(**given), plan(refused, **fields), layers)
+    check(flags(), plan(refused, **fields), layers)
 
 
-def test_prefill_in_pieces() -> None:
-    with pytest.raises(SettingsError, match="--enable-pdmux does not work with models of"):
-        check(flags(enable_pdmux=True), plan("FSS"), 3)
+def test_in_static_mode_sglang_hands_the_indices_on() -> None:
+    check(flags(**TWO), plan("FFSS"), 4)
+
+
+def test_a_graphs_pattern_obeys_the_stages_too() -> None:
+    with pytest.raises(PatternError, match="which are S"):
+        check(flags(**TWO), plan("FSFS", mode="live", graphs=("FSSS",)), 4)
 
 
 def test_no_model_of_ours_has_prefill_in_pieces() -> None:
@@ -205,15 +211,3 @@ def test_graphs_that_nothing_would_replay(
     with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
         check(flags(**given), asked, 4)
     check(flags(), plan(graphs=("short",)), 4)
-
-
-def test_graphs_on_amd_gpus(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "is_rocm", lambda: True)
-    with pytest.raises(SettingsError, match="where SGLang captures a short graph itself"):
-        check(flags(), plan(graphs=("short",)), 4)
-
-
-def test_a_declared_pattern_obeys_the_stages_too() -> None:
-    declared = plan("FSFS", mode="live", graphs=("FSSS",))
-    with pytest.raises(PatternError, match="S"):
-        check(flags(pp_size=2), declared, 4)

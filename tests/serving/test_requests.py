@@ -25,7 +25,7 @@ from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, requests
-from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, Request, make_plan
+from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, collect, make_plan
 from tests.serving.plans import plan
 
 
@@ -116,8 +116,8 @@ def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
 def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:
     """As on the command line, also in a worker, which has the plan from the model's config."""
     checkpoint = Checkpoint.read(shipped_checkpoint())
-    said = Request.collect({"indexcache_mode": "live"}, as_keywords=False)
-    made = make_plan(said, checkpoint, {}, Library.default())
+    said = collect({"indexcache_mode": "live"})
+    made = make_plan(said, checkpoint, {})
     worker = Plan.from_json(json.loads(json.dumps(made.hf_overrides()[CONFIG_KEY])))
     assert worker == made
     wanted = Library.default().resolve("1/2", checkpoint).pattern

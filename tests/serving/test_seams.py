@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.serving import engine_version, seams
-from sglang_indexcache.serving.engine_version import EngineSource
-from sglang_indexcache.serving.seams import SEAMS, SUPPORTED_VERSION, Seam
+from sglang_indexcache.serving import engine_version
+from sglang_indexcache.serving.engine_version import SUPPORTED_VERSION, EngineSource, seams
 
-SERVING = Path(seams.__file__).parent
+SERVING = Path(engine_version.__file__).parent
 FILES = sorted(SERVING.rglob("*.py"))
 
 
@@ -34,20 +33,13 @@ def test_the_supported_version_is_recorded() -> None:
 def test_the_records_are_fresh(version: str) -> None:
     """After a change of the table: python -m sglang_indexcache.serving.engine_version."""
     record = engine_version.recorded()[version]
-    assert record.keys() == {seam.path for seam in SEAMS}
+    assert record.keys() == {seam.path for seam in seams()}
     if version == installed().version:
-        assert record == {seam.path: installed().digest(seam) for seam in SEAMS}
+        assert record == {seam.path: installed().digest(seam) for seam in seams()}
 
 
 def test_a_seam_is_named_once() -> None:
-    assert len({seam.path for seam in SEAMS}) == len(SEAMS)
-
-
-@pytest.mark.parametrize(
-    "seam", [seam for seam in SEAMS if seam.parameters or seam.by_signature], ids=lambda s: s.path
-)
-def test_a_seam_with_parameters_is_a_function_that_takes_them(seam: Seam) -> None:
-    assert {*seam.parameters} <= (installed().parameters(seam) or set())
+    assert len({seam.path for seam in seams()}) == len(seams())
 
 
 # -- whatever we use of SGLang is in the table -------------------------------------------------
@@ -62,7 +54,7 @@ def running(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_module(name: str) -> bool:
-    return name == "sglang" or installed().has_module(Seam(name, "", ""))
+    return name == "sglang" or installed().module(name) is not None
 
 
 def imported(path: Path) -> set[str]:
@@ -104,7 +96,7 @@ def hooked(path: Path) -> set[str]:
 
 
 def is_in_table(name: str) -> bool:
-    return any(f"{seam.path}.".startswith(f"{name}.") for seam in SEAMS)
+    return any(f"{seam.path}.".startswith(f"{name}.") for seam in seams())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SERVING)))
@@ -115,7 +107,7 @@ def test_what_a_file_imports_from_sglang_is_in_the_table(path: Path) -> None:
 def test_what_is_wrapped_is_in_the_table() -> None:
     wrapped = {target for path in FILES for target in hooked(path)}
     assert len(wrapped) > 5
-    assert wrapped <= {seam.path for seam in SEAMS}
+    assert wrapped <= {seam.path for seam in seams()}
 
 
 def named(path: Path) -> set[str]:
@@ -130,73 +122,8 @@ def named(path: Path) -> set[str]:
 
 
 def test_what_is_named_by_its_path_is_in_the_table() -> None:
-    names = {name for path in FILES if path.name != "seams.py" for name in named(path)}
+    names = {name for path in FILES for name in named(path)}
     assert {name for name in names if not is_in_table(name)} == set()
-
-
-# -- what "dsa" means to SGLang ------------------------------------------------------------------
-
-# Every place where SGLang 0.5.23 says "dsa" or "nsa", by file and outermost definition, and why
-# ``indexcache`` passes it: resolution turns the name into "dsa" at its first step, so whatever
-# reads the resolved name treats it as DSA.
-RESOLVED = "reads the resolved backend name"
-TABLE = "a table that is looked up by the resolved name"
-OTHER = "another thing called dsa: a KV pool, a transfer state"
-DSA_SITES = {
-    ("srt/arg_groups/choices.py", ""): "the choice list, to which ours is added",
-    ("srt/arg_groups/kv_shard_hook.py", "validate_kv_shard_attention_backend"): RESOLVED,
-    ("srt/arg_groups/model_overrides/deepseek_v2.py", "_deepseek_family_overrides"):
-        "fills an unset backend; ours is set",
-    ("srt/disaggregation/base/conn.py", "StateType"): OTHER,
-    ("srt/disaggregation/mori/conn.py", "MoriKVManager"): OTHER,
-    ("srt/layers/attention/attention_registry.py", "_create_nsa_compat"): "an old alias",
-    ("srt/layers/attention/attention_registry.py", "create_dsa_backend"): "what ours replaces",
-    ("srt/layers/cp/base.py", "CPAttentionBackendKind"): RESOLVED,
-    ("srt/mem_cache/kv_cache_configurator.py", ""): OTHER,
-    ("srt/mem_cache/kv_cache_configurator.py", "KVCacheConfigurator"): OTHER,
-    ("srt/models/deepseek_common/attention_backend_handler.py", ""): TABLE,
-    ("srt/models/deepseek_common/attention_forward_methods/forward_mla.py",
-     "DeepseekMLAForwardMixin"): RESOLVED,
-    ("srt/models/deepseek_common/attention_forward_methods/forward_mla_rocm.py",
-     "DeepseekMLARocmForwardMixin"): RESOLVED,
-    ("srt/models/deepseek_common/utils.py", ""): TABLE,
-    ("srt/models/dots3_common/modeling.py", "Dots3AttentionMLA"):
-        "an architecture that is refused",
-    ("srt/models/sarvam_moe.py", ""): "an architecture without an indexer",
-    ("srt/platforms/interface.py", ""): OTHER,
-    ("srt/speculative/draft_utils.py", "DraftBackendFactory"):
-        "draft models keep SGLang's own DSA backend",
-}  # fmt: skip
-
-
-def dsa_literals() -> set[tuple[str, str]]:
-    """(file, outermost class or nothing) of every literal "dsa" or "nsa" in SGLang's code."""
-    base = Path(str(installed().root))
-    found = set()
-    for path in base.rglob("*.py"):
-        name = str(path.relative_to(base))
-        if name.startswith(("multimodal_gen/", "test/")):
-            continue
-        text = path.read_text(encoding="utf-8")
-        if '"dsa"' not in text and "'dsa'" not in text and '"nsa"' not in text:
-            continue
-        tree = ast.parse(text)
-        docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-        for top in tree.body:
-            for node in ast.walk(top):
-                if (
-                    isinstance(node, ast.Constant)
-                    and node.value in ("dsa", "nsa")
-                    and id(node) not in docstrings
-                ):
-                    found.add((name, getattr(top, "name", "")))
-    return found
-
-
-def test_every_special_treatment_of_dsa_is_known() -> None:
-    found = dsa_literals()
-    assert found - DSA_SITES.keys() == set(), "not covered: does the resolved name reach it?"
-    assert DSA_SITES.keys() - found == set(), "gone from SGLang: drop it from the table"
 
 
 def test_no_engine_code_reads_the_raw_backend_name() -> None:

@@ -91,23 +91,17 @@ def test_many_pieces_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "said"),
+    ("fields", "said"),
     [
-        (2 * 132, "264 bytes per token; plain DSA: 528"),
-        (2 * 256, "512 bytes per token; plain DSA: 1,024"),
-        (4 * 132, "528 bytes per token; plain DSA: 528"),
-        (132, "132 bytes per token in the layers of this process"),
+        ({}, "264 bytes per token; plain DSA: 528"),
+        ({"mode": "live"}, "264 bytes per token; plain DSA: 264"),
+        (
+            {"stage": (1, 3)},
+            "264 bytes per token; plain DSA: 528 (in the layers of one pipeline stage)",
+        ),
+        ({"stage": (2, 4)}, "264 bytes per token (in the layers of one pipeline stage)"),
     ],
-    ids=["fp8 pages", "bfloat16", "live", "a pipeline stage"],
+    ids=str,
 )
-def test_index_keys_beside_those_of_plain_dsa(stored: int, said: str) -> None:
-    assert told_index_keys(counted(index_k_bytes_per_token=stored)) == said
-
-
-def test_a_pipeline_stage_is_not_compared() -> None:
-    """Two of four F layers with float32 keys take what four with bfloat16 do."""
-    stage = {"0": 1, "1": 1}
-    said = told_index_keys(
-        counted("FFFFSSSS", index_k_bytes_per_token=1024, indexer_weight_bytes=stage)
-    )
-    assert said == "1,024 bytes per token in the layers of this process"
+def test_index_keys_beside_those_of_plain_dsa(fields: Any, said: str) -> None:
+    assert told_index_keys(counted(index_k_bytes_per_token=264, **fields)) == said

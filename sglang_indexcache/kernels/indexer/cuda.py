@@ -9,12 +9,11 @@ room for.
 
 import torch
 
-from sglang_indexcache.kernels.checks import check_indexer, check_topk
+from sglang_indexcache.kernels.checks import check_indexer, check_topk, output
 from sglang_indexcache.kernels.contract import PAGE_TOKENS, WORKSPACE_BYTES, IndexerBatch
 from sglang_indexcache.kernels.cuda import (
     library,
     multiprocessors,
-    output,
     require_aligned,
     require_hopper,
 )
@@ -131,7 +130,7 @@ def _check(op: str, batch: IndexerBatch) -> None:
     """Everything that the kernels need of their inputs, and of the device."""
     check_indexer(op, batch)
     require_hopper(op, batch.q.device)
-    require_aligned(op, q=batch.q, pages=batch.pages)
+    require_aligned(op, q=batch.q)
 
 
 def _rows_per_request(batch: IndexerBatch) -> int:

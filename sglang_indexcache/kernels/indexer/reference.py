@@ -10,29 +10,10 @@ from sglang_indexcache.kernels.indexer.quantization import read_pages
 from sglang_indexcache.kernels.topk import reference as topk_reference
 
 
-def indexer_logits(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``logits[t, s] = sum_h weights[t, h] * relu(q[t, h] . keys[s])``.
-
-    The softmax scale and the per-head gate are both inside ``weights``, as SGLang's indexer
-    passes them to its kernels.
-
-    Args:
-        q: ``[T, H, D]`` rotated index queries.
-        keys: ``[S, D]`` rotated, normalised index keys.
-        weights: ``[T, H]`` float32, may be negative.
-
-    Returns:
-        ``[T, S]`` logits in ``weights``' dtype, without a causal mask.
-    """
-    dtype = weights.dtype
-    per_head = torch.einsum("thd,sd->ths", q.to(dtype), keys.to(dtype))
-    return torch.einsum("th,ths->ts", weights, per_head.relu())
-
-
 def logits_in_order(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """The same in the order of float32 arithmetic that ``contract.py`` states.
+    """Logits of one request, in the order of float32 arithmetic that ``contract.py`` states.
 
     A dot product of e4m3 vectors is a sum of 128 integers times ``2^-18`` below ``2^44``: exact in
     float64 in any order, so every bit of the result is a function of its row and its key alone.

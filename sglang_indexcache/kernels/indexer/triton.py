@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_indexcache.kernels.checks import check_indexer, check_topk
+from sglang_indexcache.kernels.checks import check_indexer, check_topk, output
 from sglang_indexcache.kernels.contract import INDEX_DIM, PAGE_BYTES, PAGE_TOKENS, IndexerBatch
 from sglang_indexcache.kernels.topk.triton import topk_of_requests
 
@@ -33,8 +33,8 @@ def logits(batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None) 
     """:class:`~sglang_indexcache.kernels.contract.Logits`."""
     check_indexer("logits", batch)
     rows, heads, _ = batch.q.shape
-    if out is None:
-        out = torch.empty(rows, width, device=batch.q.device)
+    q = batch.q
+    out = output("logits", out, (rows, width), torch.float32, q.device, strided_rows=True)
     splits = min(triton.cdiv(width, BLOCK_KEYS), MAX_SPLITS)
     if rows == 0 or splits == 0 or len(batch.block_table) == 0:
         return out
@@ -77,8 +77,7 @@ def select(
     check_topk(topk, "select")
     check_indexer("select", batch)
     rows, width = len(batch.q), batch.block_table.shape[1] * PAGE_TOKENS
-    if out is None:
-        out = torch.empty(rows, topk, dtype=torch.int32, device=batch.q.device)
+    out = output("select", out, (rows, topk), torch.int32, batch.q.device)
     step = batch.rows_per_request if batch.query_starts is None else 1
     at_once = step * max(1, scratch_bytes // max(4 * width * step, 1))
     scratch = torch.empty(min(rows, at_once), width, device=batch.q.device)

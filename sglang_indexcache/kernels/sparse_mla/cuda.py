@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from sglang_indexcache.kernels.checks import check_sparse_mla
+from sglang_indexcache.kernels.checks import check_sparse_mla, output
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     LATENT_DIM,
@@ -24,7 +24,6 @@ from sglang_indexcache.kernels.contract import (
 from sglang_indexcache.kernels.cuda import (
     library,
     multiprocessors,
-    output,
     require_aligned,
     require_hopper,
 )
@@ -63,7 +62,7 @@ def sparse_mla(
     rows, heads = q.shape[:2]
     out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
     lse = output("sparse_mla", lse, (rows, heads), torch.float32, q.device)
-    require_aligned("sparse_mla", q=q, cache=cache, out=out)
+    require_aligned("sparse_mla", q=q, out=out)
     packed = rows_per_tile(rows, heads, slots.shape[1], multiprocessors(q.device))
     if packed == 1:
         if rows:

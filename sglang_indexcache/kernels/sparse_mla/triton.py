@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_indexcache.kernels.checks import check_sparse_mla
+from sglang_indexcache.kernels.checks import check_sparse_mla, output
 from sglang_indexcache.kernels.contract import (
     FP8_GROUP,
     FP8_ROW_BYTES,
@@ -51,10 +51,8 @@ def sparse_mla(
     del kept  # every program reads its own row's list
     check_sparse_mla(q, cache, slots, sinks)
     rows, heads, _ = q.shape
-    if out is None:
-        out = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=q.device)
-    if lse is None:
-        lse = torch.empty(rows, heads, device=q.device)
+    out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
+    lse = output("sparse_mla", lse, (rows, heads), torch.float32, q.device)
     if rows == 0:
         return out, lse
     # A product has at least 16 rows, and a power of two: 20 heads are padded to 32, not to 64.

@@ -2,8 +2,8 @@
 
 import torch
 
-from sglang_indexcache.kernels.checks import check_logits
-from sglang_indexcache.kernels.cuda import library, output, require_hopper
+from sglang_indexcache.kernels.checks import check_logits, output
+from sglang_indexcache.kernels.cuda import library, require_hopper
 
 
 def prepare() -> None:

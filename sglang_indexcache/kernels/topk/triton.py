@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_indexcache.kernels.checks import check_logits
+from sglang_indexcache.kernels.checks import check_logits, output
 from sglang_indexcache.kernels.contract import PADDING, PAGE_TOKENS
 
 BLOCK = 2048
@@ -40,8 +40,7 @@ def topk_of_requests(
     """
     check_logits(logits, visible, topk)
     rows = logits.shape[0]
-    if out is None:
-        out = torch.empty(rows, topk, dtype=torch.int32, device=logits.device)
+    out = output("topk", out, (rows, topk), torch.int32, logits.device)
     if rows:
         _select[(rows,)](
             logits,

@@ -6,9 +6,12 @@ be compared batch by batch (paired) and a candidate can be dropped before it has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,44 +23,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class BatchLosses:
-    """The answer to one question.
-
-    Attributes:
-        values: ``[batches]`` float64, mean language-modelling loss per counted token, in nats.
-        layer_tokens: tokens forwarded times layers they went through; less than tokens times
-            layers where an evaluator reused the layers below the first difference.
-    """
-
-    values: Floats
-    layer_tokens: int
-
-    @classmethod
-    def of_tokens(
-        cls,
-        batches: Sequence[Sequence[Floats]],
-        layer_tokens: int,
-        counted: Sequence[Sequence[Mask]],
-    ) -> BatchLosses:
-        """From what :meth:`TokenEvaluator.token_losses` answers.
-
-        Every batch weighs the same, whether few or many of its predictions count: patterns are
-        compared batch by batch.
-
-        Args:
-            batches: for each batch the losses of its sequences.
-            counted: for each batch the masks of its sequences.
-        """
-        means = [counted_mean(*pair) for pair in zip(batches, counted, strict=True)]
-        return cls(np.array(means), layer_tokens)
-
-    @property
-    def mean(self) -> float:
-        """Mean over the batches, nats per token."""
-        return float(self.values.mean())
+_Job = TypeVar("_Job")
 
 
 class Evaluator(Protocol):
@@ -83,18 +49,42 @@ class Evaluator(Protocol):
     def in_flight(self) -> int:
         """How many patterns it can measure at the same time (from as many threads)."""
 
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """Measure ``pattern`` on the calibration batches with these numbers."""
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        """``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
-class TokenEvaluator(Evaluator, Protocol):
-    """An evaluator that can also say where in the context the loss arises."""
+class TokenEvaluator(ABC):
+    """An :class:`Evaluator` that can also say where in the context the loss arises.
 
+    Attributes:
+        calibration: what is measured on.
+    """
+
+    kind: str
+    num_layers: int
+    in_flight: int
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self.batch_tokens = calibration.batch_tokens
+
+    @abstractmethod
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """For each batch, for each of its sequences, ``[length - 1]`` losses in nats.
 
         Entry i is the loss of predicting token i + 1 from tokens 0..i.
         """
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        """See :class:`Evaluator`.
+
+        Every batch weighs the same, whether few or many of its predictions count: patterns are
+        compared batch by batch.
+        """
+        losses = self.token_losses(pattern, batches)
+        counted = self.calibration.batch_counted
+        pairs = zip(losses, (counted[batch] for batch in batches), strict=True)
+        return np.array([counted_mean(*pair) for pair in pairs])
 
 
 def counted_mean(losses: Sequence[Floats], counted: Sequence[Mask]) -> float:
@@ -110,7 +100,43 @@ def standard_error(values: Floats) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values)))
 
 
-class ServedEvaluator:
+def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], most: int) -> None:
+    """Do every job, at most ``most`` of them at a time; the first error ends it.
+
+    The threads are daemons: whoever interrupts a search does not wait for the answer of a server.
+    One at a time is done here, without a thread.
+    """
+    left, ended = deque(jobs), SimpleQueue[BaseException | None]()
+    if most == 1:
+        for job in left:
+            do(job)
+        return
+
+    def work() -> None:
+        error: BaseException | None = None
+        while error is None:
+            try:
+                job = left.popleft()
+            except IndexError:
+                break
+            try:
+                do(job)
+            except BaseException as raised:  # for whoever waits below
+                error = raised
+        ended.put(error)
+
+    try:
+        threads = [Thread(target=work, daemon=True) for _ in range(min(most, len(left)))]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            if (error := ended.get()) is not None:
+                raise error
+    finally:  # after an error, or Ctrl-C, nobody waits for the rest
+        left.clear()
+
+
+class ServedEvaluator(TokenEvaluator):
     """Teacher-forced log-probabilities of running engines, which may serve others too.
 
     Each request names its pattern. All sequences of a call go out as one request, so data-parallel
@@ -123,18 +149,10 @@ class ServedEvaluator:
     kind = "sglang"
 
     def __init__(self, pool: Pool, calibration: Calibration) -> None:
+        super().__init__(calibration)
         self._pool = pool
-        self.calibration = calibration
-        self.batch_tokens = calibration.batch_tokens
         self.num_layers = len(pool.checkpoint[1])
         self.in_flight = pool.in_flight
-
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`Evaluator`."""
-        tokens = sum(self.batch_tokens[batch] for batch in batches)
-        losses = self.token_losses(pattern, batches)
-        counted = self.calibration.counted_in(batches)
-        return BatchLosses.of_tokens(losses, tokens * self.num_layers, counted)
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`TokenEvaluator`."""

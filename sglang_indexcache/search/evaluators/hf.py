@@ -21,7 +21,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import SharedForward, share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import BatchLosses, Floats
+from sglang_indexcache.search.evaluators import Floats, TokenEvaluator
 
 _KEPT_RUNS = 3
 """Runs of a sequence whose layer outputs are kept; they share what they have in common."""
@@ -42,13 +42,16 @@ class _Run:
     indices: list[torch.Tensor] = field(default_factory=list)
 
 
-class TransformersEvaluator:
+class TransformersEvaluator(TokenEvaluator):
     """Teacher-forced losses by transformers.
 
     Args:
         calibration: what to measure on.
         dtype: a torch dtype's name.
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
+
+    Attributes:
+        layer_tokens: tokens forwarded until now times the layers they went through.
 
     Raises:
         SearchError: transformers cannot load it as a DSA model with one indexer a layer.
@@ -65,14 +68,13 @@ class TransformersEvaluator:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        super().__init__(calibration)
         self.kind = f"transformers {dtype}"
         config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))
         self.own = checkpoint.own
         self.num_layers = checkpoint.num_layers
         self.topk = int(config.index_topk)
-        self.calibration = calibration
-        self.batch_tokens = calibration.batch_tokens
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
@@ -80,19 +82,12 @@ class TransformersEvaluator:
         if checkpoint.layer_ids != tuple(range(len(self._layers))):
             raise SearchError(f"{folder} has layers without DSA, which this evaluator cannot run")
         self._reuse_bytes = reuse_bytes
-        self._layer_tokens = 0
+        self.layer_tokens = 0
         self._kept: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
         self._length = 0
         self._arguments: dict[str, Any] = {}
 
     # -- losses -------------------------------------------------------------------------------
-
-    def loss(self, pattern: Pattern, batches: Sequence[int]) -> BatchLosses:
-        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
-        before = self._layer_tokens
-        losses = self.token_losses(pattern, batches)
-        spent = self._layer_tokens - before
-        return BatchLosses.of_tokens(losses, spent, self.calibration.counted_in(batches))
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
@@ -134,7 +129,7 @@ class TransformersEvaluator:
                 assert sharing.indices is not None
                 run.indices.append(sharing.indices)
             run.hidden.append(hidden)
-        self._layer_tokens += len(ids) * (self.num_layers - start)
+        self.layer_tokens += len(ids) * (self.num_layers - start)
         self._keep(kept, run)
         return run
 

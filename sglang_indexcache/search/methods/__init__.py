@@ -1,16 +1,17 @@
-"""How a search finds its patterns: a method is one file here and one row of :data:`METHODS`."""
+"""How a search finds its patterns: a method is one row of :data:`METHODS`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods.fast import Fast
-from sglang_indexcache.search.methods.forward import Both, Forward
+from sglang_indexcache.search.methods.fast import Descent
+from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import Greedy
-from sglang_indexcache.search.rules import Constraints, Targets
+from sglang_indexcache.search.rules import Targets
 
 
 class Method(Protocol):
@@ -24,9 +25,7 @@ class Method(Protocol):
     def searches(self) -> int:
         """How many searches it makes; the default budget is for so many."""
 
-    def descend(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
-    ) -> Iterator[Step | Pattern]:
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
         """Yield the start as a step, then what it finds on its way.
 
         A step that arrives at a mark, and a pattern with as many F layers as a mark, is an answer
@@ -35,7 +34,7 @@ class Method(Protocol):
         for until the last mark's answer is measured.
         """
 
-    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+    def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Tokens that :meth:`descend` cannot do without.
 
         A method without a choice, such as exhaustive greedy, takes exactly this.
@@ -45,9 +44,50 @@ class Method(Protocol):
         """
 
 
-METHODS: Mapping[str, type[Method]] = {
-    "both": Both,
-    "fast": Fast,
-    "forward": Forward,
-    "greedy": Greedy,
+@dataclass(frozen=True)
+class Walks:
+    """Lazy greedy along several ways, with an equal share of the budget each.
+
+    Attributes:
+        in_words: see :class:`Method`.
+        ways: in their order.
+    """
+
+    in_words: str
+    ways: tuple[type[Descent], ...]
+
+    @property
+    def searches(self) -> int:
+        """See :class:`Method`."""
+        return len(self.ways)
+
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
+        """See :class:`Method`; the start comes once for each way."""
+        end = ledger.spent + budget
+        ways = [way(targets) for way in self.ways]
+        needs = [way.least(ledger.tokens_of_batches) for way in ways]
+        for place, way in enumerate(ways):
+            left = end - ledger.spent
+            share = min(left // (len(ways) - place), left - sum(needs[place + 1 :]))
+            yield from way.walk(ledger, max(needs[place], share))
+
+    def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """See :class:`Method`."""
+        return sum(way(targets).least(batch_tokens) for way in self.ways)
+
+
+_HOW = "(lazy re-evaluation, paired racing)"
+METHODS: Mapping[str, Method] = {
+    "both": Walks(f"the better of fast greedy and forward selection {_HOW}", (Descent, Ascent)),
+    "fast": Walks(f"fast greedy {_HOW}", (Descent,)),
+    "forward": Walks(f"forward selection {_HOW}", (Ascent,)),
+    "greedy": Greedy(),
 }
+"""By the names that a user gives.
+
+Greedy from all F never sees two layers that are free to share together and costly to share alone:
+whichever is tried first looks costly. From all S upwards such layers are simply left shared. On the
+other hand the way up begins where the loss is highest and measurements say least. So "both" walks
+both ways, and of each retention's two patterns the one with the lower loss on all calibration
+batches is kept.
+"""

@@ -44,40 +44,29 @@ _LEAST_LOOKS = 2
 
 
 @dataclass(frozen=True)
-class Fast:
-    """:class:`FastGreedy` as a row of :data:`~sglang_indexcache.search.methods.METHODS`."""
-
-    in_words = "fast greedy (lazy re-evaluation, paired racing)"
-    searches = 1
-
-    def descend(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
-    ) -> Iterator[Step]:
-        """See :class:`~sglang_indexcache.search.methods.Method`.
-
-        A budget that pays for exhaustive greedy is spent on exactly that.
-        """
-        exact = budget >= evaluations(constraints, targets) * ledger.full_evaluation
-        return FastGreedy(ledger, Descent(constraints, targets), budget, exact=exact).steps()
-
-    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """See :class:`~sglang_indexcache.search.methods.Method`."""
-        return Descent(constraints, targets).least(batch_tokens)
-
-
-@dataclass(frozen=True)
 class Descent:
     """The way from all F downwards: its steps, and what they need at least.
 
     Attributes:
-        constraints: which layers may be flipped.
-        targets: where to end.
+        targets: where to end, and which layers may be flipped.
     """
 
-    constraints: Constraints
     targets: Targets
     looks_per_step = 4
     """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
+
+    def walk(self, ledger: Ledger, budget: int) -> Iterator[Step | Pattern]:
+        """Search along it, as :class:`~sglang_indexcache.search.methods.Method` says.
+
+        A budget that pays for exhaustive greedy is spent on exactly that.
+        """
+        exact = budget >= evaluations(self.targets) * ledger.full_evaluation
+        return FastGreedy(ledger, self, budget, exact=exact).steps()
+
+    @property
+    def constraints(self) -> Constraints:
+        """Of the targets."""
+        return self.targets.constraints
 
     @property
     def begin(self) -> Pattern:
@@ -175,7 +164,6 @@ class FastGreedy:
         for number in range(len(self._way.counts)):
             fresh = self._refresh(number)
             allowance = self._allowance()
-            self._look_ahead(fresh)
             contenders = [self._flipped(self._pattern, layer) for layer in fresh]
             finish = race(self._ledger, contenders, self._first, allowance)
             [layer] = set(self._pattern.full_layers) ^ set(finish.winner.full_layers)
@@ -233,7 +221,6 @@ class FastGreedy:
             if self._affords([*fresh, oldest]):
                 stale.remove(oldest)
                 fresh.append(oldest)
-        self._look_ahead([*fresh, *stale])
         if fresh:
             self._look(fresh, number)
         while stale:
@@ -242,37 +229,12 @@ class FastGreedy:
                 break
             stale.remove(nearest)
             fresh.append(nearest)
-            self._look_ahead([*fresh, *stale])
             self._look([nearest], number)
         return fresh
 
     def _is_behind(self, stale: int, fresh: list[int]) -> bool:
         """Whether a candidate cannot be the best any more, as far as old measurements tell."""
         return self._cost[stale] - self._margin() > min(self._cost[c] for c in fresh)
-
-    def _look_ahead(self, layers: Sequence[int]) -> None:
-        """Let idle engines make the next step's first looks, as if the cheapest layer won this one.
-
-        Those are what no measurement holds for any more, what has waited longest, and what else
-        could be the best there if nothing is cheaper than last measured.
-        """
-        known = [layer for layer in layers if layer in self._cost]
-        if not known:
-            return
-        layer = min(known, key=lambda c: (self._cost[c], c))
-        pattern = self._flipped(self._pattern, layer)
-        if len(pattern.full_layers) not in self._way.counts:
-            return
-        touched = (layer, *self._way.outdated(self._pattern, layer))
-        cost = {c: kept for c, kept in self._cost.items() if c not in touched}
-        candidates = self._way.candidates(pattern)
-        looks = [c for c in candidates if c not in cost]
-        stale = sorted((c for c in candidates if c in cost), key=lambda c: (cost[c], c))
-        if stale:
-            looks.append(min(stale, key=lambda c: (self._age[c], c)))
-            least = min(cost.values())
-            looks += [c for c in stale if cost[c] - self._margin() <= least]
-        self._ledger.ahead([self._flipped(pattern, c) for c in dict.fromkeys(looks)], self._subset)
 
     def _look(self, layers: list[int], number: int) -> None:
         patterns = [self._flipped(self._pattern, layer) for layer in layers]

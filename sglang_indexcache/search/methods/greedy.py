@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.rules import Constraints, Targets
+from sglang_indexcache.search.rules import Targets
 
 
 class Greedy:
@@ -17,11 +17,9 @@ class Greedy:
     in_words = "exhaustive greedy (Algorithm 1)"
     searches = 1
 
-    def descend(
-        self, ledger: Ledger, constraints: Constraints, targets: Targets, budget: int
-    ) -> Iterator[Step]:
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step]:
         """See :class:`~sglang_indexcache.search.methods.Method`; it has no choice but its cost."""
-        pattern = constraints.start
+        constraints, pattern = targets.constraints, targets.constraints.start
         yield ledger.step(pattern, pattern, None, candidates=1)
         while len(pattern.full_layers) > targets.fewest:
             layers = constraints.candidates(pattern)
@@ -31,13 +29,13 @@ class Greedy:
             pattern = constraints.flipped(pattern, layer)
             yield ledger.step(constraints.start, pattern, layer, candidates=len(layers))
 
-    def least(self, constraints: Constraints, targets: Targets, batch_tokens: Sequence[int]) -> int:
+    def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.search.methods.Method`; this is its whole cost."""
-        return evaluations(constraints, targets) * sum(batch_tokens)
+        return evaluations(targets) * sum(batch_tokens)
 
 
-def evaluations(constraints: Constraints, targets: Targets) -> int:
+def evaluations(targets: Targets) -> int:
     """Full evaluations that :class:`Greedy` asks for at most, the start included."""
-    candidates = len(constraints.candidates(constraints.start))
-    flips = len(constraints.start.full_layers) - targets.fewest
+    constraints, start = targets.constraints, targets.constraints.start
+    candidates, flips = len(constraints.candidates(start)), len(start.full_layers) - targets.fewest
     return 1 + sum(candidates - flip for flip in range(flips))

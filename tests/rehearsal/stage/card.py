@@ -28,7 +28,7 @@ from tests.rehearsal.stage import graphs
 
 T = torch.Tensor
 CPU = torch.device("cpu")
-CARDS = int(os.environ.get("INDEXCACHE_REHEARSAL_CARDS", "1"))
+CARDS = 8
 FREE_BYTES = 4 << 30
 """What SGLang sizes its pools by; a test's server says how many tokens it wants anyway."""
 
@@ -54,6 +54,12 @@ class _Properties:
         if name.startswith("__"):
             raise AttributeError(name)
         return 0
+
+
+class _Runtime:
+    """CUDA's runtime, as far as torch hands it on: it pins memory of the host for copies."""
+
+    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)  # noqa: N815
 
 
 class _Stream:
@@ -303,6 +309,7 @@ def _masquerade() -> None:
     )
     for name, value in constants.items():
         setattr(cuda, name, lambda *_, _value=value, **__: _value)
+    cuda.cudart = lambda: _Runtime
     cuda.memory_stats = lambda *_, **__: {}
     cuda.set_device = _set_device
     cuda.current_device = lambda: _current["device"]

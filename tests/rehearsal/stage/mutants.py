@@ -18,10 +18,21 @@ def _mutant(put_back: Callable[[], None]) -> Callable[[], None]:
     return put_back
 
 
-def put_back() -> None:
-    """Break this process as the environment says, once all that is broken can be imported."""
-    if name := os.environ.get(VARIABLE):
-        MUTANTS[name]()
+def await_plugin() -> None:
+    """Break this process as its environment says when SGLang loads the plugin, not before.
+
+    A fork gets its environment after it has imported everything.
+    """
+    from sglang_indexcache.serving import plugin
+
+    register = plugin.register
+
+    def broken() -> None:
+        if name := os.environ.get(VARIABLE):
+            MUTANTS[name]()
+        register()
+
+    plugin.register = broken
 
 
 @_mutant
@@ -39,6 +50,25 @@ def adopts_only_once() -> None:
             adopt(self, layer, carried)
 
     IndexBuffer.adopt = mutant  # type: ignore[method-assign]
+
+
+@_mutant
+def takes_a_slice_for_a_selection() -> None:
+    """Attention knows by a tensor's identity that it is what the indexer has left.
+
+    SGLang pads a forward's rows, and hands attention a slice.
+    """
+    from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+
+    indices = IndexCacheBackend._indices
+
+    def mutant(self: Any, layer: int, batch: Any, carried: Any, rows: int) -> Any:
+        ours = self.index_buffer
+        if carried is not None and carried is not ours.held and ours.is_full(layer):
+            ours.select(layer, carried)
+        return indices(self, layer, batch, carried, rows)
+
+    IndexCacheBackend._indices = mutant  # type: ignore[method-assign]
 
 
 @_mutant
@@ -67,3 +97,11 @@ def writes_masks_that_no_graph_reads() -> None:
         return more_graphs(*args)
 
     backend._more_graphs = mutant
+
+
+@_mutant
+def shares_the_cache_between_patterns() -> None:
+    """A prefix is found by its tokens alone."""
+    from sglang_indexcache.serving.settings import Plan
+
+    Plan.kv_namespace = lambda *_, **__: None  # type: ignore[assignment, method-assign]

@@ -1,8 +1,11 @@
 """Sets the stage when imported: ``torch.cuda``, the ways into compiled code, the references."""
 
-from tests.rehearsal.stage import collectives, graphs, launches, mutants
+import time
+
+from tests.rehearsal.stage import collectives, graphs, launches, mutants, transfer
 
 collectives.install()
+transfer.install()
 launches.install()  # before any module of SGLang imports one of them by name
 
 from sglang_indexcache.serving.cuda import choice  # noqa: E402
@@ -20,4 +23,19 @@ choice.ENGINE_TOPK.add(128)  # the references take the small checkpoints' lists 
 launches.stand_in()
 collectives.stand_in()
 graphs.stand_in()
-mutants.put_back()
+mutants.await_plugin()
+
+
+def _be_modest() -> None:
+    """Leave cores and memory to others.
+
+    SGLang's schedulers spin while idle, and HiCache wants 10 GB that nobody uses.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.pool_host import base
+
+    Scheduler.maybe_sleep_on_idle = lambda _: time.sleep(0.02)  # type: ignore[method-assign]
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
+_be_modest()

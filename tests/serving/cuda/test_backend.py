@@ -114,8 +114,8 @@ def test_shared_layers_get_indices_that_sglang_did_not_carry(
     assert [indices for _, indices in seen] == [
         selected[0], selected[0], selected[0], selected[3]
     ]  # fmt: skip
-    assert served.active.counters.selections == [1, 0, 0, 1]
-    assert served.active.counters.reuses == [0, 1, 1, 0]
+    assert served.active.counters.indexer_selections == [1, 0, 0, 1]
+    assert served.active.counters.index_reuses == [0, 1, 1, 0]
 
 
 def test_what_sglang_carries_is_used_as_it_is(
@@ -251,7 +251,7 @@ def test_live_shared_layer_stores_its_key_and_selects_nothing(live: IndexCacheBa
     live.forward_extend(Q, 2, 3, layer(0), batch(), topk_indices=SELECTED)
     assert run_live(indexer, 1) is SELECTED
     assert indexer.keys_only == 1
-    assert live.active.counters.key_writes == [0, 1]
+    assert live.active.counters.index_key_writes == [0, 1]
 
 
 def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:

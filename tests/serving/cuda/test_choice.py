@@ -234,6 +234,9 @@ def test_what_our_indexer_cannot_do(fields: Any, flags: Any, says: str) -> None:
         ({}, {"kv_cache_dtype": "fp8_e5m2"}, "cannot read a fp8_e5m2 cache"),
         ({}, {"kv_cache_dtype": "fp4_e2m1"}, "cannot read a fp4_e2m1 cache"),
         ({}, {"enable_hisparse": True}, "--enable-hisparse"),
+        ({}, {"dsa_prefill_backend": "trtllm"}, "stands in for .*, not for trtllm"),
+        # With trtllm on either side SGLang stores 576 bytes a row for both.
+        ({}, FP8 | {"dsa_decode_backend": "trtllm"}, "with trtllm .* without scales"),
         ({}, {"dcp_size": 2}, "--dcp-size"),
     ],
 )
@@ -243,21 +246,6 @@ def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> N
         choose("triton", cfg, model, HOPPER)
     routes = names("auto", cfg, model, HOPPER)
     assert [routes[op] for op in ATTENTIONS] == [None, None]
-
-
-def test_another_backend_of_sglang_is_not_replaced() -> None:
-    cfg = server(dsa_decode_backend="trtllm")
-    assert "stands in for" in choose("auto", cfg, glm5(), BLACKWELL)[3].why
-    with pytest.raises(SettingsError, match=r"stands in for .*, not for trtllm"):
-        choose("triton", cfg, glm5(), BLACKWELL)
-
-
-def test_fp8_rows_without_scales_are_not_read() -> None:
-    """With trtllm on either side SGLang stores 576 bytes a row for both."""
-    cfg = server(**FP8 | {"dsa_decode_backend": "trtllm"})
-    route = choose("auto", cfg, glm5(), HOPPER)[2]
-    assert route.implementation is None
-    assert "without scales" in route.why
 
 
 @pytest.mark.parametrize("backend", REPLACED_ATTENTION)

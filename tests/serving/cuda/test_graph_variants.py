@@ -220,12 +220,12 @@ def replay(model: Model, graphs: FullCudaGraphBackend, now: Any, number: int) ->
     assert model.backend.graphs is not None
     for _ in range(number % 2 + 1):  # twice with --disable-cuda-graph-padding
         label = model.backend.graphs.select(now)
-    before = model.active.counters.graphs[label]
+    before = model.active.counters.graph_replays[label]
     model.backend.init_forward_metadata_out_graph(view())
     model.batch.copy_(torch.arange(ROWS).view(-1, 1) + 10 * number)
     model.attended.fill_(-1)
     graphs.replay(ShapeKey(ROWS, attention_variant=label), None)
-    assert model.active.counters.graphs[label] == before + 1
+    assert model.active.counters.graph_replays[label] == before + 1
     return label
 
 
@@ -278,8 +278,8 @@ def test_a_graph_runs_the_indexers_of_its_pattern_and_stores_every_key(
         model.forward()
         assert (model.scored, model.stored) == (scored, [0, 1, 2, 3]), label
     # No request had them, and `server show` compares the counters with what requests had.
-    assert counters.forwards == sum(counters.selections + counters.reuses) == 0
-    assert sum(counters.key_writes) == 0
+    assert counters.forwards == sum(counters.indexer_selections + counters.index_reuses) == 0
+    assert sum(counters.index_key_writes) == 0
 
 
 @pytest.mark.parametrize("text", ["FFFF", "FSFS", "FSSS"])
@@ -296,7 +296,7 @@ def test_static_graphs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (model.attended == EVERYTHING).all()
         else:
             assert torch.equal(model.attended, model.expected([text] * ROWS))
-    assert static._active.counters.graphs == {"dense": 2, "sparse": 2}
+    assert static._active.counters.graph_replays == {"dense": 2, "sparse": 2}
 
 
 def test_a_stage_that_starts_on_f_lists_the_tokens_itself() -> None:

@@ -6,7 +6,6 @@ in that place must give. Index scores are integers, exact in every arithmetic an
 every token, so two correct selections are equal sets.
 """
 
-import ast
 import inspect
 import logging
 import weakref
@@ -766,36 +765,6 @@ def test_hooks_take_what_sglang_passes(ours: Any, theirs: Any) -> None:
         list(inspect.signature(ours).parameters)[2:]
         == list(inspect.signature(theirs).parameters)[1:]
     )
-
-
-def calls_of(name: str) -> list[ast.Call]:
-    tree = ast.parse(inspect.getsource(dsa_backend))
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == name
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "needed"),
-    [
-        ("_forward_fa3", {"q_nope", "q_rope", "kv_cache", "page_table", "sm_scale", "logit_cap"}),
-        (
-            "_forward_flashmla_sparse",
-            {"q_all", "kv_cache", "page_table_1", "sm_scale", "attn_sink"},
-        ),
-        ("_forward_flashmla_kv", {"q_all", "kv_cache", "page_table_1", "sm_scale"}),
-    ],
-)
-def test_sglang_calls_its_attention_kernels_by_keyword(name: str, needed: set[str]) -> None:
-    found = calls_of(name)
-    assert len(found) == 2, "one in forward_extend, one in forward_decode"
-    for call in found:
-        assert not call.args
-        assert needed <= {keyword.arg for keyword in call.keywords}
 
 
 def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:

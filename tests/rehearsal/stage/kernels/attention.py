@@ -166,6 +166,29 @@ def set_mla_kv_buffer(buf: Any, loc: Any, nope: Any, rope: Any, num_warps: Any, 
     buf[loc[kept].long()] = torch.cat((nope, rope), -1)[kept].to(buf.dtype)
 
 
+@reference("jit:hicache_tma.fits_device")
+def fits_device(device: int) -> bool:
+    """Whether a card can copy by its tensor memory accelerator: Hopper can."""
+    return True
+
+
+@reference("sgl_kernel.get_device_accessible_ptr")
+def get_device_accessible_ptr(tensor: torch.Tensor, device: int) -> int:
+    """Where a card finds memory of the host."""
+    return tensor.data_ptr()
+
+
+@reference("sgl_kernel.transfer_kv_direct")
+def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):  # type: ignore[no-untyped-def]
+    """Copy rows of each layer between the card's pool and the host's, by whole pages."""
+    for indices in (src_indices, dst_indices):
+        pages = indices.reshape(-1, page_size)
+        assert (pages[:, 0] % page_size == 0).all(), "a page that does not start one"
+        assert (pages == pages[:, :1] + torch.arange(page_size)).all(), "a page in pieces"
+    for src, dst in zip(src_layers, dst_layers, strict=True):
+        dst[dst_indices.long()] = src[src_indices.long()]
+
+
 @reference("jit:concat_mla_absorb_q.concat_mla_absorb_q")
 def concat_mla_absorb_q(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Latent and rotary part of a query side by side."""

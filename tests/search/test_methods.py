@@ -1,0 +1,302 @@
+"""What each method finds, against plain loops, and what all of them keep to."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.search_landscape import SyntheticEvaluator
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.ledger import Ledger, Step
+from sglang_indexcache.search.methods import METHODS, Method
+from sglang_indexcache.search.methods.fast import Descent, FastGreedy, first_subset, least_subset
+from sglang_indexcache.search.methods.forward import Ascent
+from sglang_indexcache.search.methods.greedy import evaluations
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
+from tests.search.helpers import finished, greedy, landscape, searched, targets
+from tests.search.oracle import algorithm_1, forward_selection
+
+BOTH, FAST, FORWARD, GREEDY = (METHODS[name] for name in sorted(METHODS))
+LAYERS, PLENTY = 47, 10**9
+MARKS = ("1/2", "1/4", "1/8")
+
+# -- every method ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_obeys_every_constraint(name: str) -> None:
+    own = Pattern("FFSFFSFSFFFF")
+    rules = Constraints.make(own, keep_full=[4, 6])
+    goal = parse_targets(["7", "3"], rules)
+    events = [*METHODS[name].descend(landscape(12), goal, PLENTY)]
+    for text in (str(event.pattern if isinstance(event, Step) else event) for event in events):
+        assert text[0] == text[4] == text[6] == "F"
+        assert text[2] == text[5] == text[7] == "S"
+    assert len(events) == {"greedy": 7, "fast": 7, "forward": 6, "both": 13}[name]
+
+
+@pytest.mark.parametrize("method", [FAST, FORWARD, BOTH])
+@pytest.mark.parametrize("batches", [1, 2, 8, 33])
+def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
+    goal, ledger = targets(24, "1", "1/2"), landscape(24, 2, batches=batches)
+    least = method.least(goal, ledger.tokens_of_batches)
+    seen = set()
+    for event in method.descend(ledger, goal, least):
+        pattern = event.pattern if isinstance(event, Step) else event
+        seen.add(len(pattern.full_layers))
+        if goal.mark_at(len(pattern.full_layers)):
+            ledger.losses(pattern)
+    assert ledger.spent <= least
+    assert {1, 12} < seen
+
+
+class Blind:
+    """An evaluator whose context is too short: every pattern loses the same."""
+
+    kind, in_flight, num_layers, batch_tokens = "blind", 1, 6, (1, 1, 1, 1)
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        return np.arange(4.0)[list(batches)]
+
+
+@pytest.mark.parametrize("method", [GREEDY, FAST])
+def test_a_tie_of_all_candidates_is_no_pattern(method: Method) -> None:
+    steps = method.descend(Ledger(Blind()), targets(6, "2"), budget=PLENTY)
+    with pytest.raises(SearchError, match="cannot tell patterns apart: 5 candidates"):
+        list(steps)
+
+
+def test_a_loss_that_is_no_number_ends_the_search_and_names_the_batch() -> None:
+    class Broken(Blind):
+        def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+            values = np.ones(4)
+            values[2] = np.nan if pattern.shared_layers else 1.0
+            return values[list(batches)]
+
+    with pytest.raises(SearchError, match="under FSFFFF the loss on batch 2 is nan"):
+        greedy(Ledger(Broken()), targets(6, "2"))
+
+
+# -- exhaustive greedy -------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=25)
+@given(count=st.integers(2, 11), seed=st.integers(0, 10**6), data=st.data())
+def test_greedy_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
+    full = data.draw(st.integers(1, count))
+    goal = targets(count, str(full))
+    ledger, other = landscape(count, seed), landscape(count, seed)
+    steps = greedy(ledger, goal)
+    expected = algorithm_1(count, lambda text: other.mean(Pattern(text)), count - full)
+    assert [str(step.pattern) for step in steps[1:]] == expected
+    for before, step in itertools.pairwise(steps):
+        assert before.pattern.diff(step.pattern).became_shared == (step.layer,)
+        assert step.loss == other.mean(step.pattern)
+    assert ledger.spent == evaluations(goal) * ledger.full_evaluation
+
+
+def test_a_whole_descent_takes_the_papers_count() -> None:
+    """N(N-1)/2 forward passes, and one for the start."""
+    assert evaluations(targets(47, "1")) == 47 * 46 // 2 + 1
+
+
+# -- fast --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("noise", [0.1, 0.2])
+def test_fast_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float) -> None:
+    """On landscapes that it has not been tuned on."""
+    evaluator = SyntheticEvaluator(LAYERS, 32, seed, noise=noise)
+    goal = targets(LAYERS, *MARKS)
+    exhaustive = Ledger(evaluator)
+    path = {len(s.pattern.full_layers): s for s in greedy(exhaustive, goal)}
+    search = finished(Ledger(evaluator), goal)
+    assert search.search_tokens <= exhaustive.spent / 10
+    assert list(search.found) == [24, 12, 6]
+    for count, found in search.found.items():
+        assert found.loss == exhaustive.mean(found.pattern)
+        assert found.loss <= path[count].loss
+        assert found.gained == found.searched_loss - found.loss >= 0
+
+
+@settings(deadline=None, max_examples=20)
+@given(count=st.integers(2, 12), seed=st.integers(0, 10**6), data=st.data())
+def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
+    goal = targets(count, str(data.draw(st.integers(1, count))))
+    expected = [s.pattern for s in greedy(landscape(count, seed), goal)]
+    fast = FastGreedy(landscape(count, seed), Descent(goal), 0, exact=True)
+    assert [step.pattern for step in fast.steps()] == expected
+    paid = FAST.descend(landscape(count, seed), goal, budget=PLENTY)
+    assert [step.pattern for step in paid] == expected
+
+
+def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) -> list[Step]:
+    """With the least budget, or this one."""
+    way = Descent(targets(count, goal))
+    least = way.least(ledger.tokens_of_batches)
+    return list(FastGreedy(ledger, way, least if budget is None else budget).steps())
+
+
+def test_a_larger_budget_is_used() -> None:
+    ledger, larger = (landscape(LAYERS, 1, batches=32) for _ in range(2))
+    least = FAST.least(targets(LAYERS, "1/8"), ledger.tokens_of_batches)
+    assert len(descend(ledger, LAYERS, "1/8")) == 42
+    assert len(descend(larger, LAYERS, "1/8", 2 * least)) == 42
+    assert ledger.spent <= least < larger.spent <= 2 * least
+
+
+def test_measures_more_again_where_old_measurements_mislead() -> None:
+    """Losses without any structure: what was measured before says nothing about now."""
+
+    class Chaos(SyntheticEvaluator):
+        def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
+            digest = hashlib.sha256(str(pattern).encode()).digest()
+            return np.full(len(chosen), int.from_bytes(digest[:4], "big") / 2**32)
+
+    def share(ledger: Ledger) -> float:
+        steps = descend(ledger, 24, "1/4", PLENTY)
+        looked = [
+            s.candidates / len(b.pattern.full_layers[1:]) for b, s in itertools.pairwise(steps)
+        ]
+        return sum(looked[5:]) / len(looked[5:])
+
+    assert share(Ledger(Chaos(24, 8))) > 1.5 * share(landscape(24))
+
+
+def test_says_where_the_budget_left_it_undecided() -> None:
+    poor = descend(landscape(24, noise=1.0), 24, "1/4")
+    rich = descend(landscape(24, noise=1.0), 24, "1/4", PLENTY)
+    assert not all(step.decided for step in poor)
+    assert all(step.decided for step in rich)
+
+
+@pytest.mark.parametrize(("batches", "least"), [(1, 1), (2, 2), (8, 2), (32, 2), (64, 4)])
+def test_first_subset(batches: int, least: int) -> None:
+    tokens = [1000] * batches
+    assert least_subset(batches) == least
+    assert first_subset(tokens, 200, 0) == least
+    assert first_subset(tokens, 200, PLENTY) == batches
+    assert first_subset([10] * 50 + [1000] * 50, 200, 200 * 2600) == 52
+
+
+# -- forward -----------------------------------------------------------------------------------
+
+
+def walked(events: Sequence[Step | Pattern]) -> list[str]:
+    return [str(event.pattern) for event in events[1:] if isinstance(event, Step)]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@settings(deadline=None, max_examples=25)
+@given(count=st.integers(2, 12), seed=st.integers(0, 10**6), data=st.data())
+def test_forward_is_forward_selection(
+    lazy: bool, count: int, seed: int, data: st.DataObject
+) -> None:
+    """With every measurement; and with lazy looks where gains only shrink: without coupling."""
+    goal = targets(count, str(full := data.draw(st.integers(1, count))))
+    ledger, other = (landscape(count, seed, coupling=0.0 if lazy else 4.0) for _ in range(2))
+    if lazy:
+        events = list(FORWARD.descend(ledger, goal, PLENTY))
+    else:
+        events = list(FastGreedy(ledger, Ascent(goal), 0, exact=True).steps())
+    expected = forward_selection(count, lambda text: other.mean(Pattern(text)), full - 1)
+    assert walked(events) == expected
+
+
+def test_looks_at_few_of_many_candidates() -> None:
+    ledger = landscape(47, 1, coupling=0.0)
+    events = list(FORWARD.descend(ledger, targets(47, "1/4"), PLENTY))
+    steps = [event for event in events[2:] if isinstance(event, Step)]
+    assert sum(step.candidates for step in steps) < 0.5 * sum(46 - n for n in range(1, 12))
+
+
+def test_leaves_every_mark_and_the_marks_are_listed_from_most_f_layers() -> None:
+    search = finished(landscape(12), targets(12, "1", "1/4", "1/2"), Options(FORWARD))
+    assert list(search.found) == [6, 3, 1]
+    assert str(search.found[1].pattern) == "FSSSSSSSSSSS"
+    assert all(found.is_final for found in search.found.values())
+    counts = [len(step.pattern.full_layers) for step in search.path]
+    assert counts == [12, *range(2, 7)]
+    for before, step in itertools.pairwise(search.path[1:]):
+        assert before.pattern.diff(step.pattern).became_full == (step.layer,)
+
+
+# -- both: layers that are free to share only together are found ---------------------------------
+
+FEW, PAIRS = 24, ((4, 5), (9, 10), (15, 16), (20, 21))
+ALONE, PLAIN = 1.0, 0.2
+
+
+class Pairs:
+    """Some pairs of layers cost nothing shared together and much alone; all others a little each.
+
+    The best pattern with 12 F layers shares all four pairs and four single layers: 4 x 0.2 nats.
+    """
+
+    kind, in_flight, num_layers = "pairs", 1, FEW
+    batch_tokens = (1000,) * 32
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        shared = set(pattern.shared_layers)
+        cost = PLAIN * len(shared - {layer for pair in PAIRS for layer in pair})
+        cost += sum(ALONE for pair in PAIRS if len(shared & set(pair)) == 1)
+        levels: Floats = 2.0 + 0.1 * np.sin(np.asarray(batches, dtype=float))
+        return levels + cost
+
+
+@pytest.mark.parametrize("refine", [False, True])
+def test_both_finds_hidden_pairs_that_fast_misses(refine: bool) -> None:
+    fast, both = (
+        finished(Ledger(Pairs()), targets(FEW, "12"), Options(method, refine=refine))
+        for method in (FAST, BOTH)
+    )
+    [one], [two] = fast.found.values(), both.found.values()
+    assert two.loss - both.start_loss == pytest.approx(4 * PLAIN)  # the optimum
+    assert all(set(pair) <= set(two.pattern.shared_layers) for pair in PAIRS)
+    assert one.loss - fast.start_loss > 2 * (two.loss - both.start_loss)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_is_as_good_as_the_better_of_the_two(seed: int) -> None:
+    both, *alone = (
+        finished(
+            landscape(FEW, seed, batches=32), targets(FEW, *MARKS), Options(method, refine=False)
+        )
+        for method in (BOTH, FAST, FORWARD)
+    )
+    assert list(both.found) == list(alone[0].found)
+    for count, pattern in both.found.items():
+        assert pattern.loss <= min(search.found[count].loss for search in alone) + 1e-12
+    assert both.search_tokens <= both.budget.total == 2 * alone[0].budget.total
+
+
+def test_the_path_and_the_log_hold_both_ways(tmp_path: Path) -> None:
+    search, told = searched(tmp_path, SyntheticEvaluator(12, 16), "1/4", method="both", share=0.6)
+    counts = [len(step.pattern.full_layers) for step in search.path]
+    assert counts == [*range(12, 2, -1), 12, *range(2, 4)]
+    down, up = told.split("way up: each flip makes one more layer F")
+    assert "way down: each flip makes one more layer S" in down
+    assert "-> F" in up.split("loss")[0]
+    assert "-> F" not in down
+    assert "-> S" not in up
+
+
+def test_both_is_the_default_where_the_budget_allows_it() -> None:
+    goal, tokens = targets(47, "1/2", "1/4"), (1000,) * 32
+    for share, expected in ((None, BOTH), (0.25, BOTH), (0.1, FAST)):
+        options, why = Options.best(goal, tokens, share=share)
+        assert options.method == expected
+        assert bool(why) == (share == 0.1)
+        assert options.budget(goal, tokens).share == pytest.approx(share or 0.2, abs=1e-3)
+    assert "--budget 0.1 leaves each of two searches less" in why
