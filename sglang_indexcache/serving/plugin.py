@@ -12,7 +12,7 @@ import json
 import logging
 import multiprocessing
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -23,9 +23,10 @@ from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, text_config
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.models import read_field
 from sglang_indexcache.serving import (
     adapter,
     agreement,
@@ -45,6 +46,7 @@ from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     GRAPHS,
     OPTIONS,
+    PATTERN,
     Plan,
     Said,
     collect,
@@ -52,6 +54,7 @@ from sglang_indexcache.serving.settings import (
     read_overrides,
     without_sharing,
 )
+from sglang_indexcache.support.lengths import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +163,20 @@ def _add_flags(_result: None, parser: ArgumentParser) -> None:
             help=option.help,
             choices=option.choices,
             metavar=option.metavar,
+            action=_Once,
         )
+
+
+class _Once(Action):
+    """An option that is given twice with two values is a mistake; argparse would take the last."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, value):
+            parser.error(f"{option} is given twice, as {before!r} and as {value!r}. Give one.")
+        setattr(namespace, self.dest, value)
 
 
 def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
@@ -245,8 +261,27 @@ def _resolve(server_args: Any) -> None:
         front.install()
         vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     logger.info(plan.describe())
+    if unreached := _steps_beyond(plan, cfg.context_length or config):
+        logger.warning("IndexCache: %s", unreached)
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
+
+
+def _steps_beyond(plan: Plan, context: Any) -> str:
+    """A warning where a policy has patterns for prompts that no request can have, or "".
+
+    Args:
+        context: the longest, in tokens, or the model's config that says it.
+    """
+    if not isinstance(context, int):
+        context = read_field(text_config(context), "max_position_embeddings")
+    beyond = [start for start, _ in plan.longer if context is not None and start >= context]
+    if not beyond:
+        return ""
+    return (
+        f"{PATTERN.flag}: no prompt reaches {format_length(beyond[0])} tokens, because the context "
+        f"length is {format_length(context)}. What the policy says from there on never applies."
+    )
 
 
 def _check_kernels(server_args: Any) -> None:

@@ -611,3 +611,38 @@ os.kill(parent, signal.SIGKILL)
     while not (said.exists() and said.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "the server was killed while this process of it started" in said.read_text()
+
+
+# -- what is said twice, or in vain ------------------------------------------------
+
+
+def test_a_pattern_that_is_given_twice(
+    model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = ["--indexcache-pattern", "full", "--indexcache-pattern"]
+    assert built_pattern(resolve(model(), *twice, "full")) == "F" * 8
+    with pytest.raises(SystemExit):
+        resolve(model(), *twice, "uniform:1/4")
+    assert "--indexcache-pattern is given twice, as 'full' and as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+@pytest.mark.parametrize(("context", "warns"), [(16384, True), (32768, True), (40000, False)])
+def test_a_step_of_a_policy_that_no_prompt_reaches(
+    model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    context: int,
+    warns: bool,
+    by_flag: bool,
+) -> None:
+    from sglang_indexcache.serving import plugin
+
+    said: list[str] = []  # SGLang takes over what is logged
+    monkeypatch.setattr(plugin.logger, "warning", lambda form, *values: said.append(form % values))
+    policy = ["--indexcache-pattern", "full < 32768 <= uniform:1/4", "--indexcache-mode", "live"]
+    if by_flag:
+        resolve(model(max_position_embeddings=1 << 20), *policy, "--context-length", str(context))
+    else:
+        resolve(model(max_position_embeddings=context), *policy)
+    assert len(said) == warns
+    assert all("no prompt reaches 32Ki tokens, because the context" in each for each in said)
