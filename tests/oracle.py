@@ -75,6 +75,8 @@ class Oracle:
         self._models: dict[str, Any] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
+        self.noise = 0.0
+        """Relative, put on what is quantised: what changes with it hangs on float32's last bits."""
 
     def answer(self, ids: list[int], pattern: Pattern) -> Answer:
         """Run one sequence."""
@@ -123,7 +125,7 @@ class Oracle:
                 _recorded_margins(self.config.index_topk, margins, self._first_of_ties)
             )
             if self._fp8:
-                stack.enter_context(_fp8_scores(is_glm=self._glm))
+                stack.enter_context(_fp8_scores(self.noise, is_glm=self._glm))
             yield
 
     def _model(self, pattern: Pattern) -> Any:
@@ -219,7 +221,7 @@ def _recorded_margins(
 
 
 @contextmanager
-def _fp8_scores(*, is_glm: bool) -> Iterator[None]:
+def _fp8_scores(noise: float, *, is_glm: bool) -> Iterator[None]:
     """Quantise what the indexers multiply as engines do: e4m3, with one scale a vector.
 
     transformers leaves out both this and the Hadamard rotation before it.
@@ -229,6 +231,7 @@ def _fp8_scores(*, is_glm: bool) -> Iterator[None]:
     def watched(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         is_score = a.dim() == 4 and b.dim() == 4 and b.shape[1] == 1 and a.shape[-1] == 128
         if is_score:  # [B, S, H, D] @ [B, 1, D, T], in the indexers only
+            a, b = (x * (1 + noise * torch.randn(x.shape)) for x in (a, b)) if noise else (a, b)
             a = _as_e4m3(a, rotated=not is_glm, power_of_two=not is_glm)
             b = _as_e4m3(b.mT, rotated=not is_glm, power_of_two=False).mT
         return original(a, b, *args, **kwargs)
