@@ -261,8 +261,12 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Of the template: import, then fork."""
+    # What imports leave open must not have the numbers under which a fork is handed its files.
+    low = [os.open(os.devnull, os.O_RDONLY) for _ in range(_ABOVE_ALL // 2)]
     for module in PRELOADED:
         import_module(module)
+    for one in low:
+        os.close(one)
     gc.collect()
     gc.freeze()  # else the collector would write to, and so copy, every page
     requests = socket.socket(fileno=int(sys.argv[1]))
