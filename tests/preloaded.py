@@ -267,6 +267,8 @@ def main() -> None:
         import_module(module)
     for one in low:
         os.close(one)
+    # It looks for its memory once, and finds none after anything has set a variable.
+    import_module("setproctitle").getproctitle()
     gc.collect()
     gc.freeze()  # else the collector would write to, and so copy, every page
     requests = socket.socket(fileno=int(sys.argv[1]))
