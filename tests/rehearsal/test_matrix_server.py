@@ -116,7 +116,7 @@ CASES = [
         "dp_attention",
         (*LIVE, *DP_2, *EAGER),
         rehearses=("dp_attention",),
-        shows=(evidence.argument("dp_size", 2),),
+        shows=(evidence.argument("attn_dp_size", 2),),
     ),
     Case(
         "dp_attention with graphs",
