@@ -32,7 +32,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, cast
 
-from sglang_indexcache.ask.launch import Server
+from sglang_indexcache.ask.launch import Server, die_with_parent
 
 PRELOADED = (
     "sglang.srt.entrypoints.http_server",
@@ -44,7 +44,7 @@ PRELOADED = (
 ROOT = Path(__file__).parents[1]
 _LONGEST_MESSAGE = 1 << 18
 _MOST_DESCRIPTORS = 64
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512
 """Descriptors from here on are free while others are put in their places."""
 
@@ -60,10 +60,10 @@ class PreloadedServer(Server):
 
     def __init__(self, *args: Any, late: Mapping[str, str] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._late = late or {}
+        self._late = late
 
     def start(self) -> None:
-        forked = Template.of(self._env).fork(self.command[2:], self.log, **self._late)
+        forked = Template.of(self._env).fork(self.command[2:], self.log, environment=self._late)
         self._process = cast("subprocess.Popen[bytes]", forked)
 
 
@@ -79,20 +79,22 @@ class Template:
                 stdin=subprocess.DEVNULL,
                 env=dict(environment),
                 cwd=ROOT,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         atexit.register(self._process.kill)
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Template:
         """The template of this environment, made when first asked for."""
-        lasting = {
-            key: environment[key] for key in sorted({*environment} - {"PYTEST_CURRENT_TEST"})
-        }
-        return _template(tuple(lasting.items()))
+        lasting = sorted({*environment} - {"PYTEST_CURRENT_TEST"})
+        return _template(tuple((key, environment[key]) for key in lasting))
 
     def fork(
-        self, arguments: Sequence[str], log: Path, cwd: Path = ROOT, **environment: str
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
     ) -> Forked:
         """``python -m MODULE ...`` of ``arguments`` in a session of its own, printing to ``log``.
 
@@ -103,7 +105,7 @@ class Template:
             "module": arguments[0],
             "argv": list(arguments),
             "cwd": str(cwd),
-            "environment": environment,
+            "environment": dict(environment or {}),
             "fds": [1, 2],
         }
         with log.open("wb") as output:
@@ -190,7 +192,7 @@ def _fork(requests: socket.socket, *, adopted: bool) -> int:
             requests.send(json.dumps({"pid": os.getpid()}).encode())
         else:
             os.setsid()
-            _die_with_parent()
+            die_with_parent()
     elif adopted:
         os.waitpid(child, 0)
     return child
@@ -253,10 +255,6 @@ class _Companion:
         }
         socket.send_fds(self._requests, [json.dumps(job).encode()], wanted)
         return int(json.loads(self._requests.recv(_LONGEST_MESSAGE))["pid"])
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def wait_until_ready(self, timeout: float = 600.0) -> Client:
@@ -140,7 +140,8 @@ def _kill_group(group: int) -> None:
         return
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

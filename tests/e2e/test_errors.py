@@ -53,7 +53,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def run(model: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
         given = command(model, *arguments)[2:]
-        forked = Template.of(os.environ).fork(given, log, cwd, **environment)
+        forked = Template.of(os.environ).fork(given, log, cwd, environment)
         return subprocess.CompletedProcess(given, forked.wait(120), log.read_text(), "")
 
     return run
