@@ -92,7 +92,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--texts", type=int, default=8, help=f"of {TRAINED_FOR} tokens; fewer of longer ones"
+        "--texts", type=int, default=16, help=f"of {TRAINED_FOR} tokens; fewer of longer ones"
     )
     options = read_arguments(parser, "kernels/unions.json", quick={"texts": 1})
     with tempfile.TemporaryDirectory() as work:
