@@ -103,29 +103,46 @@ class Workload:
         return min(gathered, pool) + ends + written
 
 
-CONTEXTS = (10_240, 61_440, 122_880, 204_800)
+SHORT = 10_240
+CONTEXTS = (122_880, 204_800, 61_440, SHORT)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MANY = 256
+"""Requests of a decode, rows of a prefill behind a cached prefix: kernels take other ways then."""
 
 
 def workloads() -> Iterator[Workload]:
-    """Everything that is timed, the shapes that matter most first."""
-    for context in (122_880, 204_800, 61_440, 10_240):
+    """Everything that is timed, the shapes that matter most first.
+
+    A default is taken for all lengths and batches of an operation, or, in prefill, for all from a
+    length on. So the ends are here, too: short contexts, few rows, many requests.
+    """
+    for context in CONTEXTS:
         for heads in (32, 64):
             yield Workload("select_prefill", 8192, context, heads)
+            yield Workload("select_prefill", MANY, context, heads)
     for heads in (8, 16, 32, 64, 128):
         yield Workload("mla_prefill", 4096, 122_880, heads)
+        yield Workload("mla_prefill", MANY, 122_880, heads)
     for batch in BATCHES:
         for context in (122_880, 204_800):
             yield Workload("select_decode", batch, context, 32)
         for heads in (8, 16):
             for fp8 in (False, True):
                 yield Workload("mla_decode", batch, 122_880, heads, fp8=fp8)
+    for requests in (1, 8, 64, MANY):
+        for heads in (32, 64):
+            yield Workload("select_decode", requests, SHORT, heads)
+    for heads in (8, 16):
+        for fp8 in (False, True):
+            yield Workload("mla_decode", MANY, SHORT, heads, fp8=fp8)
     for rows in (1, 8, 64):
         yield Workload("topk", rows, 204_800, 0)
     for batch in (1, 8, 64):
         yield Workload("select_decode", batch, 122_880, 64)
         for heads in (64, 128):
             yield Workload("mla_decode", batch, 122_880, heads, fp8=True)
+    for heads in (64, 128):
+        yield Workload("mla_decode", MANY, SHORT, heads, fp8=True)
 
 
 def tiny_workloads() -> Iterator[Workload]:
