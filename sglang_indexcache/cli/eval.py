@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
-HAYSTACK_CHARACTERS = 6_000_000
-"""Enough for 200,000 tokens of passages that stand there once."""
-
 
 @command(app, "run")
 def run_command(
@@ -40,7 +37,6 @@ def run_command(
     rows: list[str] | None = None,
     length: list[str] | None = None,
     contexts: int | None = None,
-    haystack: Path | None = None,
     margin: float = 1.0,
     endpoint: str = "answers",
     looks: int = 4,
@@ -74,8 +70,6 @@ def run_command(
             model's context. A file's row belongs to the shortest that holds it.
         contexts (COUNT): Contexts of each task at each length; of a file, as far as it has them.
             The default is as many as the margin needs.
-        haystack (FILE): A text file to hide things in. The default is generated, the same
-            everywhere.
     How it is judged:
         against (PATTERN): Reference pattern.
         margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
@@ -130,7 +124,6 @@ def run_command(
     plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
-        *([f"--haystack {haystack.name}"] if haystack else []),
         *(f"--rows {name}={path.name}" for name, path in files.items()),
     ]
     request = EvaluationRequest(
@@ -139,7 +132,7 @@ def run_command(
         tuple(patterns),
         control,
         plan,
-        Corpus(tokenizer, _haystack(haystack), QUESTIONS, items),
+        Corpus(tokenizer, QUESTIONS, items),
         " ".join(flags),
         None if rate is None else Rate(rate, "given by --rate"),
         told,
@@ -255,17 +248,6 @@ def _files(rows: list[str] | None) -> dict[str, Path]:
             raise QualityError(f"--rows {kind}=... is given twice; join the files")
         given[kind] = Path(place)
     return given
-
-
-def _haystack(path: Path | None) -> str:
-    from sglang_indexcache.evaluate.tasks.words import prose
-
-    if path is None:
-        return prose(HAYSTACK_CHARACTERS)
-    try:
-        return path.read_text(encoding="utf-8", errors="ignore")
-    except OSError as error:
-        raise QualityError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:

@@ -19,7 +19,6 @@ from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.run import run_evaluation
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.pairs import paired
-from sglang_indexcache.support.text import machine_text
 from tests.e2e.conftest import ROUNDING, Serve
 from tests.oracle import Oracle
 
@@ -36,8 +35,7 @@ def client(serve: Serve) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    haystack = "\n".join(machine_text(100_000))
-    return Corpus(AutoTokenizer.from_pretrained(TINY), haystack, PLAN.questions)
+    return Corpus(AutoTokenizer.from_pretrained(TINY), PLAN.questions)
 
 
 def test_answers_have_the_loss_that_transformers_gives_them(
