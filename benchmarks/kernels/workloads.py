@@ -228,8 +228,8 @@ class AttentionTensors:
 def attention_tensors(work: Workload, device: torch.device) -> AttentionTensors:
     """Rows of one prompt share much: 70 % of the row before, redrawn every 64 rows.
 
-    An assumption: eight rows then select 3.1 lists between them, those of the small checkpoint up
-    to 3.0 (``results/kernels/unions.json``).
+    An assumption: eight rows then select 3.1 lists between them, those of the small checkpoint 2.2
+    to 3.5 (``results/kernels/unions.json``).
     """
     pool = work.context * (1 if work.is_prefill else work.rows)
     cache = _latent_rows(pool, work.fp8, device)
