@@ -31,8 +31,6 @@ ALIKE = {
     "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
     "a KV cache that is wrong for one of them.",
     "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
-    "adapter_in_effect": "whether the adapter is in effect. Give each the same with: indexcache "
-    "server set.",
 }
 """What every rank must say alike, and what it is that differs if they do not."""
 

@@ -180,7 +180,7 @@ CASES = [
         "an adapter",
         EAGER,
         family="glm-5-adapted",
-        shows=(evidence.adapter_in_effect,),
+        shows=(evidence.adapter_served,),
     ),
     Case(
         "DeepSeek-V3.2",
