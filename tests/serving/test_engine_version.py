@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import zipfile
 from collections.abc import Callable
