@@ -9,6 +9,9 @@ What is timed is what SGLang does in every layer:
 * FlashMLA. It takes 64 or 128 heads; SGLang allocates and fills a padded query in every call, so
   padding is inside the time. (For 20 heads only its ``flashmla_kv`` does that: ``flashmla_sparse``
   refuses them.)
+* What SGLang offers instead for a prefill over a bfloat16 cache (``--dsa-prefill-backend``):
+  ``triton_sparse_mla``, alone and with ``--dsa-triton-union``, and ``flashmla_sparse_q8``, which
+  makes FP8 of query and cache in every call and computes with that.
 
 Schedules and plans are made once a forward for all layers and are not timed. A package is imported
 when it is first asked for. Whatever goes wrong then (not installed, built for another torch) is the
@@ -40,7 +43,12 @@ ENGINE_TOPK = TOPKS[-1]
 LEGACY_TOPK = TOPKS[-2]
 """And in prefill."""
 _SGLANG_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
-_FA3 = "sglang.kernels.ops.attention.flash_attention"
+_OPS = "sglang.kernels.ops.attention"
+_FA3 = f"{_OPS}.flash_attention"
+_TRITON_MLA = f"{_OPS}.dsa.triton_sparse_mla_prefill"
+_Q8 = f"{_OPS}.sparse_mla_q8kv8_prefill_sm90"
+TRITON_HEADS, TRITON_UNION = 32, (16, 32)
+"""``triton_sparse_mla`` takes so many heads at most, and its union so many rows x heads."""
 
 
 def load_module(name: str) -> Any:
@@ -253,6 +261,49 @@ class FlashAttention3:
         return out
 
 
+class FlashMlaQ8:
+    """Sparse MLA of one prompt by SGLang's FP8 kernel, over a bfloat16 cache.
+
+    As in SGLang, every call casts the query, padded to 64 heads, and the whole prompt's cache; the
+    buffers are kept. A list must be a multiple of 128 long.
+    """
+
+    def __init__(self, heads: int, rows: int, topk: int, cache: torch.Tensor) -> None:
+        self._attend = load_module(_Q8).sparse_mla_q8kv8_prefill_fwd
+        self._cast_q = load_module(f"{_OPS}.mla_qk_prep").concat_and_cast_q_fp8_pad
+        self._gather = load_module(f"{_OPS}.dsa.dequant_k_cache").gather_cast_kv_fp8_pad_paged
+        (tokens, width), padded, device = cache.shape, padded_heads(heads), cache.device
+        fp8 = torch.float8_e4m3fn
+        self._q = torch.zeros(rows, padded, width, dtype=fp8, device=device)
+        self._kv = torch.empty(tokens + topk, width, dtype=fp8, device=device)
+        self._table = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, device=device)
+        self._made = {
+            "out": torch.empty(rows, padded, VALUE_DIM, dtype=torch.bfloat16, device=device),
+            "max_logits": torch.empty(rows, padded, device=device),
+            "lse": torch.empty(rows, padded, device=device),
+        }
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """``[T, Hq, 512]``."""
+        heads = q.shape[1]
+        self._cast_q(self._q, q[..., :VALUE_DIM], q[..., VALUE_DIM:], heads)
+        self._gather(self._kv, cache.unsqueeze(1), self._table, VALUE_DIM)
+        out: torch.Tensor = self._attend(
+            self._q,
+            self._kv.unsqueeze(1),
+            slots.unsqueeze(1),
+            scale,
+            self._one,
+            self._one,
+            VALUE_DIM,
+            **self._made,
+        )[0]
+        return out[:, :heads]
+
+
 def padded_heads(heads: int) -> int:
     """Heads that FlashMLA computes for ``heads``."""
     return 64 if heads <= 64 else 128
@@ -310,15 +361,39 @@ def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable
         made = FlashAttention3(work.rows, work.topk, tensors.q.device)
         return lambda: made.attend(*arguments)
 
-    makers = {"flash_mla": flash_mla}
-    return makers if work.fp8 or work.is_prefill else makers | {"fa3": fa3}
+    def q8() -> Call:
+        made = FlashMlaQ8(work.heads, work.rows, work.topk, tensors.cache)
+        return lambda: made.attend(*arguments)
+
+    def triton(union: int) -> Callable[[], Call]:
+        def make() -> Call:
+            attend = load_module(_TRITON_MLA).sparse_mla_prefill
+            seen = torch.full((work.rows,), work.topk, dtype=torch.int32, device=tensors.q.device)
+            return lambda: attend(*arguments, VALUE_DIM, topk_length=seen, union=union)
+
+        return make
+
+    makers: dict[str, Callable[[], Call]] = {"flash_mla": flash_mla}
+    if work.fp8:
+        return makers
+    if not work.is_prefill:
+        return makers | {"fa3": fa3}
+    if work.heads in (8, 16, 32, 64, 128):  # others it cannot cast
+        makers["flash_mla q8"] = q8
+    unions = [union for union in (2, 4) if union * work.heads in TRITON_UNION]
+    if work.heads <= TRITON_HEADS:
+        makers |= {f"triton_sparse_mla{f', union {n}' * (n > 0)}": triton(n) for n in (0, *unions)}
+    return makers
 
 
 def engine_anchors(work: Workload) -> tuple[str, ...]:
     """What SGLang can run for a workload; torch.topk and FlashInfer on given logits are not it."""
     if work.family.startswith("select"):
         return tuple(f"deep_gemm + {name}" for name in TOPKS)
-    return (LEGACY_TOPK, ENGINE_TOPK) if work.family == "topk" else ("flash_mla", "fa3")
+    if work.family == "topk":
+        return LEGACY_TOPK, ENGINE_TOPK
+    triton = ("triton_sparse_mla", *(f"triton_sparse_mla, union {n}" for n in (2, 4)))
+    return "flash_mla", "fa3", "flash_mla q8", *triton
 
 
 def engine_default(work: Workload) -> str:

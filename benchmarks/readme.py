@@ -64,11 +64,6 @@ def _latency(record: Any) -> str:
     return text.replace(*_RENAMED)
 
 
-def _amdahl(record: Any) -> str:
-    grid = tables.amdahl_grid(LatencyResult.model_validate(record))
-    return grid.to_markdown() if grid else NOT_MEASURED + "\n"
-
-
 def _memory(record: Any) -> str:
     return tables.memory_grid(LatencyResult.model_validate(record)).to_markdown()
 
@@ -126,10 +121,8 @@ def _of(key: str, make: Make) -> Make:
 PARTS: dict[str, tuple[Make, str]] = {
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
-    "amdahl-cpu": (_amdahl, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
-    "amdahl-cpu-dp-attention": (_amdahl, "latency/cpu-dp-attention/latency.json"),
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
     "search-races": (search_tables.races, "search/races.json"),

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
-from sglang_indexcache.data.retrieval import TASKS, chance
+from benchmarks.training.tasks import TASKS, chance
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole

@@ -18,6 +18,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -32,7 +33,9 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, cast
 
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server, die_with_parent
+from sglang_indexcache.errors import ServerError
 
 PRELOADED = (
     "sglang.srt.entrypoints.http_server",
@@ -42,6 +45,7 @@ PRELOADED = (
     "sglang.srt.models.registry",
 )
 ROOT = Path(__file__).parents[1]
+_PORT_TAKEN = re.compile("address already in use|port .*is used by a process", re.IGNORECASE)
 _LONGEST_MESSAGE = 1 << 18
 _MOST_DESCRIPTORS = 64
 _PR_SET_CHILD_SUBREAPER = 36
@@ -65,6 +69,22 @@ class PreloadedServer(Server):
     def start(self) -> None:
         forked = Template.of(self._env).fork(self.command[2:], self.log, environment=self._late)
         self._process = cast("subprocess.Popen[bytes]", forked)
+
+    def wait_until_ready(self, timeout: float = 600.0) -> Client:
+        """As the parent's, and elsewhere once more if another server has a port that it derived.
+
+        SGLang looks for free ports, or adds to the one it is given, long before it listens there.
+        """
+        try:
+            return super().wait_until_ready(timeout)
+        except ServerError:
+            if not _PORT_TAKEN.search(self.log.read_text(errors="replace")):
+                raise
+        self.stop(grace=0)
+        elsewhere = Server(self.command[3:-2], self.log)
+        self.port, self.command, self.client = elsewhere.port, elsewhere.command, elsewhere.client
+        self.start()
+        return super().wait_until_ready(timeout)
 
 
 class Template:

@@ -32,6 +32,7 @@ from sglang_indexcache.support.files import write_json
 ROWS = range(1, 9)
 SETTINGS = (
     *((64, 512), (32, 512), (16, 512)),
+    *((64, 1024), (64, 2048), (64, 4096)),
     *((256, 2048), (256, 4096), (512, 4096), (1024, 8192)),
 )
 """Length of a list, and of the text; the model was trained for texts of 512."""
@@ -92,7 +93,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--texts", type=int, default=8, help=f"of {TRAINED_FOR} tokens; fewer of longer ones"
+        "--texts", type=int, default=16, help=f"of {TRAINED_FOR} tokens; fewer of longer ones"
     )
     options = read_arguments(parser, "kernels/unions.json", quick={"texts": 1})
     with tempfile.TemporaryDirectory() as work:

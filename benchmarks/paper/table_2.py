@@ -25,7 +25,7 @@ from benchmarks.paper import SMALL
 from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.scores import Scorer
-from sglang_indexcache.data.retrieval import TEXT_CHARACTERS, chance
+from benchmarks.training.tasks import TEXT_CHARACTERS, chance
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats

@@ -28,8 +28,8 @@ from benchmarks.records import RUNS, estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
+from benchmarks.training.tasks import TEXT_CHARACTERS, chance
 from benchmarks.training.trainer import Trainer
-from sglang_indexcache.data.retrieval import TEXT_CHARACTERS, chance
 from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.files import write_json, write_whole

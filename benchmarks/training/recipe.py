@@ -8,8 +8,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from benchmarks.training.tasks import TASKS
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.retrieval import TASKS
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.library import Library
 from sglang_indexcache.models import BY_NAME, Family, small_config

@@ -14,17 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.training.batches import TEXT, LabelledBatch, Mixture
 from benchmarks.training.model import DistilledModel, Losses
-from sglang_indexcache.adapter import Adapter
+from benchmarks.training.tasks import TASKS, TEXT_CHARACTERS, chance
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.retrieval import (
-    TASKS,
-    TEXT_CHARACTERS,
-    MachineText,
-    TaskDocument,
-    TaskWords,
-    Tokens,
-    chance,
-)
+from sglang_indexcache.data.retrieval import MachineText, TaskDocument, TaskWords, Tokens
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.stats.bounds import half_width
@@ -44,7 +36,6 @@ class Score:
         accuracy: share of scored tokens whose most probable prediction is right.
         tokens: scored tokens.
         per_row: accuracy (text: loss) of each row, for paired statistics.
-        loss_per_row: loss of each row.
     """
 
     task: str
@@ -52,7 +43,6 @@ class Score:
     accuracy: float
     tokens: int
     per_row: tuple[float, ...]
-    loss_per_row: tuple[float, ...]
 
     @property
     def value(self) -> float:
@@ -129,7 +119,6 @@ def _score(
         accuracy=float(torch.cat(hits).mean()),
         tokens=sum(len(row) for row in losses),
         per_row=tuple(float(row.mean()) for row in rows),
-        loss_per_row=tuple(float(row.mean()) for row in losses),
     )
 
 
@@ -140,12 +129,11 @@ class Scorer:
         checkpoint: folder, as the trainer writes it.
         pattern: in any form that the pattern library resolves.
         text_characters: of the machine's text.
-        adapter: whose indexers take the places of the checkpoint's.
 
     Raises:
-        CheckpointError: not such a checkpoint, or an adapter of another.
+        CheckpointError: not such a checkpoint.
         PatternError, LibraryError: not a pattern, or one that needs an indexer that the
-            checkpoint lacks, or one that the adapter was not trained for.
+            checkpoint lacks.
     """
 
     def __init__(
@@ -153,32 +141,16 @@ class Scorer:
         checkpoint: Path,
         pattern: str = "full",
         text_characters: int = TEXT_CHARACTERS,
-        adapter: Adapter | None = None,
     ) -> None:
         self.pattern = Library.default().resolve(pattern, Checkpoint.read(checkpoint)).pattern
-        self._checkpoint = checkpoint
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self._language_model = model
-        if adapter is not None:
-            self.wear(adapter)
         text = MachineText.read(tokenizer, text_characters)
         self._words = TaskWords(tokenizer)
         self._mixture = Mixture(tokenizer, text, self._words, {TEXT: 1.0}, [], 0, held_out=True)
         self.unigram_loss = unigram_loss(text.train, text.held_out, model.config.vocab_size)
         self._model = DistilledModel(model, self.pattern)
         self._topk = self._model.sharing.topk
-
-    def wear(self, adapter: Adapter) -> None:
-        """Put an adapter's indexers in the places of those that are there.
-
-        Raises:
-            CheckpointError, PatternError: it is another checkpoint's or pattern's.
-        """
-        adapter.check(self._checkpoint, self.pattern)
-        # Its file was checked to hold every tensor of these indexers and nothing else.
-        loaded = self._language_model.load_state_dict(adapter.tensors(), strict=False)
-        assert not loaded.unexpected_keys
 
     def scores(
         self,
@@ -232,7 +204,6 @@ def _summary(score: Score, length: int, names: int) -> dict[str, Any]:
         "tokens": score.tokens,
         "per_document_95": _interval(score.per_row),
         "per_row": list(score.per_row),
-        "loss_per_row": list(score.loss_per_row),
     }
 
 

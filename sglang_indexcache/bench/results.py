@@ -1,7 +1,7 @@
 """What a latency benchmark leaves behind, and what follows from it.
 
-Only samples are stored; medians, speed-ups and the Amdahl check are computed from them, so that
-no table can disagree with the file it is made from.
+Only samples are stored; medians and speed-ups are computed from them, so that no table can disagree
+with the file it is made from.
 """
 
 from __future__ import annotations
@@ -173,18 +173,14 @@ class Speedup:
         median: of the rounds' ratios; above 1 is faster.
         low: smallest of them.
         high: largest.
-        ideal: what Amdahl's law gives for the baseline's own indexer share; None if unknown.
+        ideal: what Amdahl's law gives if the removed indexers' share of the baseline's own time
+            costs nothing; None if that share is unknown.
     """
 
     median: float
     low: float
     high: float
     ideal: float | None
-
-    @property
-    def realised(self) -> float | None:
-        """Measured over ideal speed-up."""
-        return None if self.ideal is None else self.median / self.ideal
 
 
 class LatencyResult(Strict):
@@ -276,22 +272,12 @@ class LatencyResult(Strict):
         share = self.indexer_share(metric, length)
         mine_of = next(c for c in self.configurations if c.name == configuration).parsed
         removed = 1 - len(mine_of.full_layers) / len(self.baseline.parsed.full_layers)
-        ideal = None if share is None else amdahl(share, removed)
+        ideal = None if share is None else 1 / (1 - share * removed)
         return Speedup(median(ratios), min(ratios), max(ratios), ideal)
 
     def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
         wanted = (configuration, metric, length)
         return [s for s in self.samples if (s.configuration, s.metric, s.length) == wanted]
-
-
-def amdahl(share: float, removed: float) -> float:
-    """The speed-up if ``removed`` of a part that takes ``share`` of the time costs nothing.
-
-    Args:
-        share: 0 to 1.
-        removed: 0 to 1.
-    """
-    return 1.0 / (1.0 - share * removed)
 
 
 def save(result: LatencyResult, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Latency results as the paper lays them out: Table 1 and its bar figure, and the Amdahl check."""
+"""Latency results as the paper lays them out: Table 1 and its bar figure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from statistics import median
 from rich.box import SIMPLE
 from rich.table import Table
 
-from sglang_indexcache.bench.results import (
-    METRICS,
-    Configuration,
-    LatencyResult,
-    Metric,
-)
+from sglang_indexcache.bench.results import METRICS, Configuration, LatencyResult, Metric
 from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.support.lengths import format_length
 
@@ -66,7 +61,8 @@ def _line(cells: Sequence[str]) -> str:
 def latency_grid(result: LatencyResult) -> Grid:
     """The paper's Table 1: absolute figures (medians) on a GPU, only speed-ups on a CPU.
 
-    A speed-up is the median over the rounds, the lowest and the highest of them behind it.
+    A speed-up is the median over the rounds, the lowest and the highest of them behind it, and how
+    much that is of the ideal where the server told its indexers' share.
     """
     header = ("", *(format_length(length) for length in result.lengths))
     rows: list[tuple[str, ...]] = []
@@ -110,35 +106,14 @@ def _row(result: LatencyResult, metric: Metric, configuration: Configuration) ->
             cells.append("1")
         else:
             cells.append(f"{speed.median:.2f}x ({speed.low:.2f}-{speed.high:.2f})")
+            if speed.ideal is not None:
+                cells[-1] += f", {speed.median / speed.ideal:.0%} of the ideal"
     return (label(result, configuration), *cells)
 
 
 def _number(value: float) -> str:
     """Three digits, and never an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def amdahl_grid(result: LatencyResult) -> Grid | None:
-    """What Amdahl's law allows and how much of it was reached; None if no share was measured."""
-    header = ("", *(format_length(length) for length in result.lengths))
-    rows: list[tuple[str, ...]] = []
-    for metric in result.metrics:
-        told = [result.indexer_share(metric, length) for length in result.lengths]
-        shares = [share for share in told if share is not None]
-        if len(shares) < len(told):
-            continue
-        rows.append((NAMES[metric],))
-        rows.append(("indexers' share, DSA", *(f"{share:.0%}" for share in shares)))
-        for configuration in result.configurations[1:]:
-            found = [result.speedup(configuration.name, metric, n) for n in result.lengths]
-            cells = [
-                f"{speed.median:.2f}x of {speed.ideal:.2f}x = {speed.realised:.0%}"
-                for speed in found
-            ]
-            rows.append((f"{label(result, configuration)}, realised", *cells))
-    if not rows:
-        return None
-    return Grid("measured of ideal speed-up (Amdahl)", header, tuple(rows))
 
 
 def memory_grid(result: LatencyResult) -> Grid:
@@ -155,9 +130,8 @@ def memory_grid(result: LatencyResult) -> Grid:
 
 def report(result: LatencyResult) -> str:
     """Everything about a latency result in Markdown."""
-    grids = [latency_grid(result), amdahl_grid(result), memory_grid(result)]
-    parts = [grid.to_markdown() for grid in grids if grid is not None]
-    return "\n".join([*parts, conditions(result)])
+    grids = (latency_grid(result), memory_grid(result))
+    return "\n".join([*(grid.to_markdown() for grid in grids), conditions(result)])
 
 
 def conditions(result: LatencyResult) -> str:

@@ -88,9 +88,7 @@ def latency_command(
             arguments=flags,
             report=partial(out.print, highlight=False),
         )
-    for grid in (tables.latency_grid(result), tables.amdahl_grid(result)):
-        if grid is not None:
-            out.print(grid.to_terminal())
+    out.print(tables.latency_grid(result).to_terminal())
     written = ", ".join(map(str, latency.write_latency(result, output)))
     out.print(f"wrote {written}", soft_wrap=True)
 

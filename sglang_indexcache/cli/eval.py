@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
-HAYSTACK_CHARACTERS = 6_000_000
-"""Enough for 200,000 tokens of passages that stand there once."""
-
 
 @command(app, "run")
 def run_command(
@@ -40,7 +37,6 @@ def run_command(
     rows: list[str] | None = None,
     length: list[str] | None = None,
     contexts: int | None = None,
-    haystack: Path | None = None,
     margin: float = 1.0,
     endpoint: str = "answers",
     looks: int = 4,
@@ -74,8 +70,6 @@ def run_command(
             model's context. A file's row belongs to the shortest that holds it.
         contexts (COUNT): Contexts of each task at each length; of a file, as far as it has them.
             The default is as many as the margin needs.
-        haystack (FILE): A text file to hide things in. The default is generated, the same
-            everywhere.
     How it is judged:
         against (PATTERN): Reference pattern.
         margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
@@ -100,7 +94,7 @@ def run_command(
     from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
     from sglang_indexcache.evaluate.corpus import Corpus, select_rows
     from sglang_indexcache.evaluate.plan import EvaluationPlan, default_lengths, enough_contexts
-    from sglang_indexcache.evaluate.request import EvaluationRequest
+    from sglang_indexcache.evaluate.request import EvaluationRequest, arms_of
     from sglang_indexcache.evaluate.run import run_evaluation
     from sglang_indexcache.evaluate.tasks import DEFAULT
     from sglang_indexcache.evaluate.tasks.context import QUESTIONS
@@ -111,6 +105,7 @@ def run_command(
         raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
     if rate is not None and rate <= 0:
         raise QualityError(f"a rate of {rate:g} tokens a second is not above 0 (--rate)")
+    arms = arms_of(model, against, patterns, control)
     selects_all = int(Checkpoint.read(model).shape["index_topk"])
     longest = text_config(read_config(model)).get("max_position_embeddings")
     lengths = tuple(sorted({parse_length(one) for one in length or ()}))
@@ -130,16 +125,13 @@ def run_command(
     plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
-        *([f"--haystack {haystack.name}"] if haystack else []),
         *(f"--rows {name}={path.name}" for name, path in files.items()),
     ]
     request = EvaluationRequest(
         model,
-        against,
-        tuple(patterns),
-        control,
+        arms,
         plan,
-        Corpus(tokenizer, _haystack(haystack), QUESTIONS, items),
+        Corpus(tokenizer, QUESTIONS, items),
         " ".join(flags),
         None if rate is None else Rate(rate, "given by --rate"),
         told,
@@ -255,17 +247,6 @@ def _files(rows: list[str] | None) -> dict[str, Path]:
             raise QualityError(f"--rows {kind}=... is given twice; join the files")
         given[kind] = Path(place)
     return given
-
-
-def _haystack(path: Path | None) -> str:
-    from sglang_indexcache.evaluate.tasks.words import prose
-
-    if path is None:
-        return prose(HAYSTACK_CHARACTERS)
-    try:
-        return path.read_text(encoding="utf-8", errors="ignore")
-    except OSError as error:
-        raise QualityError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:

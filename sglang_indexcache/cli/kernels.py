@@ -26,7 +26,7 @@ def list_command() -> None:
         out.print(f"  {one.name}: {said}", markup=False, soft_wrap=True)
         if one.missing() is None and (doubt := one.distrust()):
             out.print(f"  {one.name} only by name: {doubt}.", markup=False, soft_wrap=True)
-    measured = {row.op for row in MEASURED if row.capability == machine.capability}
+    measured = {row.op for row in MEASURED if row.card == machine.name}
     out.print(
         "A server runs the engine's own kernels unless --indexcache-kernels asks for these. "
         f"Measured to be faster here: {', '.join(sorted(measured)) or 'none'}."

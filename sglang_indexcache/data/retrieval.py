@@ -1,4 +1,4 @@
-"""Retrieval tasks whose answers lie anywhere in the context, so that selection matters.
+"""Notes whose answers lie anywhere in the context, so that selection matters.
 
 Every name and value is one token, a word that the tokenizer knows with its leading space. Names
 and values are drawn anew for each document: nothing but the context says which value is right. They
@@ -7,10 +7,8 @@ are hidden in text that every machine with Python has: the standard library's so
 
 from __future__ import annotations
 
-import math
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,20 +22,11 @@ from sglang_indexcache.support.text import machine_text
 HELD_OUT_EVERY = 10
 """Each tenth file of the machine's text, in name order, is kept for validation."""
 
-TEXT_CHARACTERS = 4_000_000
-"""How much of that text the reports read."""
-
 Tokens = NDArray[np.int32]
 
 MIN_WORDS = 64
 ANSWERS = 4
 """Questions at the end of a document of filler text."""
-
-RECALL_SHARE = (0.4, 0.75)
-"""How much of a recall document its list may fill."""
-
-TOKENS_A_PAIR = 3
-"""Name, value and comma in that list."""
 
 
 @dataclass
@@ -98,37 +87,14 @@ class TaskWords:
         return [(name, draw.choice(self.values)) for name in draw.sample(self.names, count)]
 
 
-def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
-    """Associative recall: a list of name-value pairs, then names that ask for their values."""
-    del text
-    room = length - len(words.ask)
-    share = draw.uniform(*RECALL_SHARE)
-    pairs = words.draw(max(1, min(int(share * room / TOKENS_A_PAIR), len(words.names))), draw)
-    document = TaskDocument()
-    for name, value in pairs:
-        document.add([name, value, *words.comma])
-    document.add(words.ask)
-    while len(document) + 2 <= length:
-        name, value = draw.choice(pairs)
-        document.add([name])
-        document.add([value], learn=True, answer=True)
-        document.add(words.comma)
-    return document.cut(length)
-
-
-def needles(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
-    """Notes hidden in source text; at the end some of them are asked for."""
-    return _hidden(words, text, length, draw, hops=1)
-
-
-def tracking(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
-    """Variable tracking: a value is assigned along a chain of names hidden in source text."""
-    return _hidden(words, text, length, draw, hops=2)
-
-
-def _hidden(
-    words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int
+def needles(
+    words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int = 1
 ) -> TaskDocument:
+    """Notes hidden in source text; at the end some of them are asked for.
+
+    Args:
+        hops: above 1 a value is assigned along a chain of so many names (variable tracking).
+    """
     chains = [words.draw(hops, draw) for _ in range(facts_in(length))]
     names = draw.sample(words.names, hops * len(chains))
     facts: list[list[tuple[list[int], bool]]] = []
@@ -184,26 +150,6 @@ def _scattered(
     document.add(tail.ids)
     document.learn[-len(tail) :], document.answer[-len(tail) :] = tail.learn, tail.answer
     return document.cut(length)
-
-
-Task = Callable[[TaskWords, Tokens, int, random.Random], TaskDocument]
-TASKS: dict[str, Task] = {"recall": recall, "needles": needles, "tracking": tracking}
-
-
-def chance(task: str, length: int, names: int | None = None) -> float:
-    """The accuracy of answering with any of the document's values, the least that means anything.
-
-    Args:
-        task: of :data:`TASKS`.
-        length: tokens of a document.
-        names: that the vocabulary has; a recall list holds no more pairs. None for enough.
-    """
-    if task != "recall":
-        return 1 / facts_in(length)
-    low, high = RECALL_SHARE  # the mean of 1/pairs over the shares that are drawn
-    full = high if names is None else min(max(names * TOKENS_A_PAIR / length, low), high)
-    total = math.log(full / low) * TOKENS_A_PAIR / length
-    return (total + (high - full) / (names or 1)) / (high - low)
 
 
 @dataclass(frozen=True)

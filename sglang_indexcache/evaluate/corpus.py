@@ -20,6 +20,7 @@ from sglang_indexcache.evaluate.tasks import TASKS
 from sglang_indexcache.evaluate.tasks.chat import Tokenizer, has_template
 from sglang_indexcache.evaluate.tasks.context import Context, Question, make_context
 from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
+from sglang_indexcache.evaluate.tasks.words import haystack
 from sglang_indexcache.study.journal import progress_at_most
 from sglang_indexcache.support.lengths import counted
 
@@ -33,13 +34,11 @@ class Corpus:
 
     Attributes:
         tokenizer: of the model.
-        haystack: running text.
         questions: behind one context.
         items: rows of a user's files, by task and number.
     """
 
     tokenizer: Tokenizer
-    haystack: str
     questions: int
     items: Mapping[str, Mapping[int, Item]] = field(default_factory=dict)
 
@@ -49,14 +48,14 @@ class Corpus:
         pieces = sorted(self.tokenizer.get_vocab().items())
         template = getattr(self.tokenizer, "chat_template", None)
         items = {task: dict(items) for task, items in self.items.items()}
-        made_of = (pieces, template, self.haystack, items)
+        made_of = (pieces, template, haystack(), items)
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
         """A planned context; the same on every call.
 
         Raises:
-            QualityError: no context of this task has this length, or the haystack is too short.
+            QualityError: no context of this task has this length.
         """
         return self._made(planned)[0]
 
@@ -112,11 +111,8 @@ class Corpus:
         )
 
     def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
-        made = make_context(
-            *(planned.task, TASKS[planned.task], self.tokenizer, planned.length, seed),
-            haystack=self.haystack,
-            questions=questions,
-        )
+        task, length = planned.task, planned.length
+        made = make_context(task, TASKS[task], self.tokenizer, length, seed, questions)
         return replace(made, name=planned.context)
 
 

@@ -74,7 +74,7 @@ FEATURES = (
             "live on both sides with the same default, switch when idle", (REHEARSED, CONTRACT),
             lambda cfg: cfg.disaggregation_mode != "null"),
     Feature("HiCache", "--enable-hierarchical-cache",
-            "yes, stored pages are kept apart by pattern", "the same", (CONTRACT,),
+            "yes, stored pages are kept apart by pattern", "the same", (REHEARSED, CONTRACT),
             lambda cfg: cfg.enable_hierarchical_cache),
     Feature("returned selections", "--enable-return-indexer-topk",
             "yes, S layers have their F layer's", "the same", (TESTED,),

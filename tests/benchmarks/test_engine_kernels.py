@@ -8,6 +8,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +23,24 @@ from benchmarks.kernels.workloads import Workload
 
 CPU = torch.device("cpu")
 SGLANG = "sglang.kernels.ops.attention.dsv4.topk"
-FA3 = "sglang.kernels.ops.attention.flash_attention"
+OPS = "sglang.kernels.ops.attention"
+FA3 = f"{OPS}.flash_attention"
+TRITON_MLA = f"{OPS}.dsa.triton_sparse_mla_prefill"
+Q8 = f"{OPS}.sparse_mla_q8kv8_prefill_sm90"
+CAST_Q, CAST_KV = f"{OPS}.mla_qk_prep", f"{OPS}.dsa.dequant_k_cache"
 SOURCES = {
     "deep_gemm": ("deep_gemm", "__init__.py"),
     "flashinfer": ("flashinfer", "topk.py"),
     "sgl_kernel": ("sgl_kernel", "top_k.py"),
     SGLANG: ("sglang", "kernels/ops/attention/dsv4/topk.py"),
     "flash_mla": ("flash_mla", "flash_mla_interface.py"),
-    FA3: ("sglang", "kernels/ops/attention/flash_attention.py"),
+    **{
+        module: ("sglang", module.removeprefix("sglang.").replace(".", "/") + ".py")
+        for module in (FA3, TRITON_MLA, Q8, CAST_Q, CAST_KV)
+    },
 }
 """Where the functions of a module are written: to import them takes a GPU's driver."""
+Q8_NAME, TRITON_NAME = "flash_mla q8", "triton_sparse_mla"
 PREFILL = Workload("select_prefill", 300, 512, 32, topk=64)
 DECODE = Workload("select_decode", 3, 130, 32, topk=64)
 TOPK = Workload("topk", 5, 512, 0, topk=64)
@@ -110,6 +119,10 @@ ANSWERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "flash_mla_sparse_fwd": ("flash_mla", lambda q, *_: (q[..., :512], None, None)),
     "flash_mla_with_kvcache": ("flash_mla", lambda q, *_: (q[..., :512], None)),
     "flash_attn_with_kvcache": (FA3, lambda **given: given["qv"]),
+    "sparse_mla_prefill": (TRITON_MLA, lambda q, *_: q[..., :512]),
+    "sparse_mla_q8kv8_prefill_fwd": (Q8, lambda q, *_: (torch.zeros(*q.shape[:2], 512), 0, 0)),
+    "concat_and_cast_q_fp8_pad": (CAST_Q, lambda *_: None),
+    "gather_cast_kv_fp8_pad_paged": (CAST_KV, lambda out, *_: out),
     "get_mla_metadata": ("flash_mla", lambda: ("plan", None)),
 }
 
@@ -226,6 +239,59 @@ def test_decode_over_bfloat16_is_fa3_s(installed: Installed) -> None:
     assert given["cache_seqlens"].tolist() == [64] * 3
     assert given["cu_seqlens_k_new"].tolist() == [0, 64, 128, 192]
     assert "fa3" not in anchors.mla_anchors(Workload("mla_prefill", 3, 128, 8), tensors)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rivals"),
+    [
+        (8, [Q8_NAME, TRITON_NAME, f"{TRITON_NAME}, union 2", f"{TRITON_NAME}, union 4"]),
+        (16, [Q8_NAME, TRITON_NAME, f"{TRITON_NAME}, union 2"]),
+        (20, [TRITON_NAME]),
+        (32, [Q8_NAME, TRITON_NAME]),
+        (64, [Q8_NAME]),
+        (128, [Q8_NAME]),
+    ],
+)
+def test_what_sglang_offers_besides_for_a_bfloat16_prefill(
+    heads: int, rivals: list[str], installed: Installed
+) -> None:
+    """What its start-up checks let through for so many heads; "faster" means than these, too."""
+    work = Workload("mla_prefill", 3, 256, heads, topk=128)
+    tensors = workloads.attention_tensors(work, CPU)
+    makers = anchors.mla_anchors(work, tensors)
+    assert list(makers) == ["flash_mla", *rivals]
+    assert set(makers) <= set(anchors.engine_anchors(work))
+    for make in makers.values():
+        assert make()().shape == (3, heads, 512)
+    unions = [given["union"] for name, _, given in installed.calls if name == "sparse_mla_prefill"]
+    assert unions == [int(name[-1]) if "union" in name else 0 for name in rivals if name != Q8_NAME]
+    assert list(anchors.mla_anchors(replace(work, fp8=True), tensors)) == ["flash_mla"]
+
+
+def test_q8_casts_in_every_call(installed: Installed) -> None:
+    """Query and cache are bfloat16 until then; empty slots fall on rows behind the prompt's."""
+    work = Workload("mla_prefill", 3, 256, 8, topk=128)
+    tensors = workloads.attention_tensors(work, CPU)
+    call = anchors.mla_anchors(work, tensors)[Q8_NAME]()
+    call()
+    call()
+    steps = ["concat_and_cast_q_fp8_pad", "gather_cast_kv_fp8_pad_paged"]
+    steps = [*steps, "sparse_mla_q8kv8_prefill_fwd"] * 2
+    assert [name for name, _, _ in installed.calls] == steps
+    q, kv, slots = installed.calls[-1][1][:3]
+    assert (q.shape, kv.shape, slots.shape) == ((3, 64, 576), (256 + 128, 1, 576), (3, 1, 128))
+    assert q.dtype == kv.dtype == torch.float8_e4m3fn
+
+
+def test_the_limits_of_triton_s_heads_are_sglang_s() -> None:
+    """Read in its source, for to import it takes a GPU's driver."""
+    if (spec := find_spec("sglang")) is None or spec.origin is None:
+        pytest.skip("SGLang is not installed")
+    backend = Path(spec.origin).parent / "srt/layers/attention/dsa_backend.py"
+    source = backend.read_text()
+    assert f"_TRITON_SPARSE_MLA_MAX_HEADS = {anchors.TRITON_HEADS}\n" in source
+    assert "if rows < {} or rows > {} or rows & (rows - 1):".format(*anchors.TRITON_UNION) in source
+    assert "if union not in (0, 2, 4):" in source
 
 
 def test_what_cannot_be_loaded_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

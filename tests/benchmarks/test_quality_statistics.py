@@ -71,14 +71,12 @@ def test_a_plan_with_a_small_cell_promises_what_it_keeps() -> None:
     assert broken(rates(enough, EVALUATIONS, 4), EVALUATIONS, DOUBT) == []
 
 
-def test_questions_taken_for_contexts_are_caught() -> None:
-    row = rates(EDGE, EVALUATIONS, 2, "by question")
-    assert "no_loss" in broken(row, EVALUATIONS, DOUBT)
-
-
-def test_unpaired_arms_are_caught() -> None:
-    row = rates(TIED, EVALUATIONS, 3, "unpaired")
-    assert "power" in broken(row, EVALUATIONS, DOUBT)
+@pytest.mark.parametrize(
+    ("world", "seed", "mistake", "breaks"),
+    [(EDGE, 2, "by question", "no_loss"), (TIED, 3, "unpaired", "power")],
+)
+def test_a_mistake_is_caught(world: World, seed: int, mistake: str, breaks: str) -> None:
+    assert breaks in broken(rates(world, EVALUATIONS, seed, mistake), EVALUATIONS, DOUBT)
 
 
 def test_the_committed_study_is_whole_and_kept_its_promises() -> None:

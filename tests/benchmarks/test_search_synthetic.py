@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import search_synthetic as simulation
 from benchmarks.records import RESULTS
-from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.pattern import Pattern
 
 
@@ -39,18 +38,6 @@ def test_a_landscape_is_the_same_again_and_other_data_is_of_the_same_model(kind:
     assert (first != other).any()
     error = np.hypot(first.std(), other.std()) / np.sqrt(len(first))
     assert abs(first.mean() - other.mean()) < 5 * error
-
-
-def test_noise_of_its_own_averages_out_and_all_f_has_none() -> None:
-    kind = simulation.KINDS["noise per pattern"]
-    noisy = simulation.Landscape(kind, 12, 4000, 3)
-    quiet = SyntheticEvaluator(12, 4000, 3)
-    every = range(4000)
-    full, shared = Pattern.full(12), Pattern.uniform(12, 4)
-    assert (noisy.loss(full, every) == quiet.loss(full, every)).all()
-    noise = noisy.loss(shared, every) - quiet.loss(shared, every)
-    assert noise.std() == pytest.approx(kind.own_noise, rel=0.05)
-    assert abs(noise.mean()) < 5 * kind.own_noise / np.sqrt(4000)
 
 
 def test_every_search_is_compared_within_its_tokens() -> None:

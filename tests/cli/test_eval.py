@@ -26,13 +26,6 @@ SMALL = (
 )
 
 
-@pytest.fixture(autouse=True)
-def haystack(tmp_path: Path) -> Path:
-    path = tmp_path / "haystack.txt"
-    path.write_text("\n".join(f"line {n} of {n * 7919 % 997}" for n in range(500)))
-    return path
-
-
 def call(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
@@ -41,14 +34,12 @@ def words(result: Result) -> str:
     return " ".join(result.output.split())
 
 
-def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(
-    tmp_path: Path, haystack: Path
-) -> None:
+def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         command = ("eval", "run", "1/4", "1/2", *SMALL, "--url", url, "-o", tmp_path / "out")
-        result = call(*command, "--haystack", haystack)
-        again = call(*command, "--haystack", haystack)
-        other = call(*command, "--haystack", haystack, "--seed", "3")
+        result = call(*command)
+        again = call(*command)
+        other = call(*command, "--seed", "3")
     assert result.exit_code == 0, result.output
     said = words(result)
     assert said.index("cost ") < said.index("measured at 256") < said.index("1/2: ")
@@ -65,12 +56,12 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(
 
 
 def test_hours_are_told_from_the_longest_length_and_asked_about_once(
-    tmp_path: Path, haystack: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_indexcache.study.cost.ASKS_ABOVE_HOURS", 0.0)
     command = (
         *("eval", "run", "1/4", *SMALL, "--length", "160", "--margin", "40"),
-        *("--haystack", haystack, "-o", tmp_path / "out"),
+        *("-o", tmp_path / "out"),
     )
     with serving(Fake()) as url:
         refused = call(*command, "--url", url)
@@ -81,9 +72,9 @@ def test_hours_are_told_from_the_longest_length_and_asked_about_once(
     assert again.exit_code == 0, again.output
 
 
-def test_options_may_stand_in_a_file(tmp_path: Path, haystack: Path) -> None:
+def test_options_may_stand_in_a_file(tmp_path: Path) -> None:
     config = tmp_path / "eval.yaml"
-    config.write_text(f"contexts: 5\nlooks: 1\ntask: notes\nhaystack: {haystack}\n")
+    config.write_text("contexts: 5\nlooks: 1\ntask: notes\n")
     given = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
     result = call("eval", "run", "1/2", *given)
     assert result.exit_code == 0, result.output
@@ -101,15 +92,13 @@ def test_options_may_stand_in_a_file(tmp_path: Path, haystack: Path) -> None:
     ],
 )
 def test_the_control_loses_a_little_and_is_no_candidate(
-    patterns: tuple[str, ...], control: str, haystack: Path
+    patterns: tuple[str, ...], control: str
 ) -> None:
-    result = call("eval", "run", "--dry-run", *patterns, *SMALL, "--haystack", haystack)
+    result = call("eval", "run", "--dry-run", *patterns, *SMALL)
     assert control in words(result)
 
 
-def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(
-    tmp_path: Path, haystack: Path
-) -> None:
+def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for path in TINY.glob("*.json"):
@@ -118,28 +107,26 @@ def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(
     kinds = ["full" if layer < 4 else "shared" for layer in range(config["num_hidden_layers"])]
     (model / "config.json").write_text(json.dumps(config | {"indexer_types": kinds}))
     pattern = "FFSSSSSSSSSS"
-    given = ("--against", "FFFFSSSSSSSS", *SMALL, "--model", model, "--haystack", haystack)
+    given = ("--against", "FFFFSSSSSSSS", *SMALL, "--model", model)
     result = call("eval", "run", "--dry-run", pattern, *given)
     assert result.exit_code == 0, result.output
     assert "first-layer-only (bad)" in words(result)
 
 
-def test_more_than_an_hour_is_asked_for(tmp_path: Path, haystack: Path) -> None:
+def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
     fake = Fake()
     with serving(fake) as url:
         result = call(
             *("eval", "run", "1/4", *SMALL, "--url", url, "-o", tmp_path / "out"),
-            *("--haystack", haystack, "--rate", "0.1"),
+            *("--rate", "0.1"),
         )
     assert result.exit_code == 1
     assert "hours at 0 tokens a second (given by --rate). Continue?" in words(result)
     assert fake.calls == 0
 
 
-def test_a_plan_sends_nothing(haystack: Path) -> None:
-    result = call(
-        "eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--haystack", haystack, "--rate", "10"
-    )
+def test_a_plan_sends_nothing() -> None:
+    result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--rate", "10")
     assert result.exit_code == 0, result.output
     assert "hours at 10 tokens a second (given by --rate)" in words(result)
     assert "can show a loss of" in words(result)
@@ -152,7 +139,6 @@ def test_a_plan_sends_nothing(haystack: Path) -> None:
         (("full",), "full and full are the same pattern"),
         (("uniform:1/4", "--control", "FSSSFSSSFSSS"), "are the same pattern, FSSSFSSSFSSS"),
         (("1/4", "--length", "64"), "64 tokens can show nothing"),
-        (("1/4", "--haystack", "nowhere.txt"), "cannot read nowhere.txt"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], said: str) -> None:
@@ -188,13 +174,11 @@ def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], said: str) -> 
 FILES = ("--model", TINY, "--length", "512", "--looks", "1", "--margin", "20")
 
 
-def test_a_users_files_are_planned_and_what_is_left_out_is_told(
-    tmp_path: Path, haystack: Path
-) -> None:
+def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) -> None:
     mrcr = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(6)])
     own = write(tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)])
     result = call(
-        *("eval", "run", "--dry-run", "1/4", *FILES, "--haystack", haystack, "--rate", "10"),
+        *("eval", "run", "--dry-run", "1/4", *FILES, "--rate", "10"),
         *("--rows", f"mrcr={mrcr}", "--rows", f"prompts={own}", "--contexts", "4"),
     )
     assert result.exit_code == 0, result.output
@@ -206,7 +190,7 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(
     assert "1 of at most 64 tokens (index_topk)" in said
     assert "2 cells, 7 paired questions; control at 48 tokens" in said
     assert "Plan more (--contexts)" in said
-    command = ("eval", "run", "--dry-run", "1/4", *FILES, "--haystack", haystack)
+    command = ("eval", "run", "--dry-run", "1/4", *FILES)
     whole = words(call(*command, "--rows", f"prompts={own}"))
     assert "1 cell, 3 paired questions" in whole
     assert "The files have no more: ask generated tasks beside them (--task)" in whole

@@ -8,7 +8,8 @@ import statistics
 
 import pytest
 
-from sglang_indexcache.data.retrieval import TASKS, MachineText, TaskDocument, TaskWords, chance
+from benchmarks.training.tasks import TASKS, chance
+from sglang_indexcache.data.retrieval import MachineText, TaskDocument, TaskWords
 from sglang_indexcache.errors import DataError
 from tests.heal.tokenizers import tokenizer
 

@@ -19,7 +19,7 @@ from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role, recorded
 from sglang_indexcache.evaluate.plan import EvaluationPlan
 from sglang_indexcache.evaluate.run import Run
-from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
+from tests.evaluate.fake_server import TOPK, Words
 
 ARMS = (
     Arm("full", "FFFFFFFFFFFF", Role.REFERENCE),
@@ -31,7 +31,7 @@ PLAN = EvaluationPlan(("notes",), (128, 160), 8, 4, TOPK, margin=0.1, looks=2)
 
 
 def corpus_of(plan: EvaluationPlan) -> Corpus:
-    return Corpus(Words(), HAYSTACK, plan.questions)
+    return Corpus(Words(), plan.questions)
 
 
 def evaluate(

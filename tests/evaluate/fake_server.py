@@ -43,8 +43,5 @@ def _id(piece: str) -> int:
     return number
 
 
-HAYSTACK = "\n".join(f"line {n} says {n * 7919 % 997} of {n * 31 % 89}" for n in range(400))
-
-
 Fake = partial(FakeServer, pattern="F" * LAYERS, mode="live", spread=0.9)
 """A server that is asked questions: the more layers share, the more answers are wrong."""

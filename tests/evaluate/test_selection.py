@@ -24,7 +24,8 @@ from sglang_indexcache.evaluate.plan import (
 from sglang_indexcache.evaluate.request import EvaluationRequest, shown_in_words
 from sglang_indexcache.evaluate.tasks.files import Item
 from sglang_indexcache.stats.power import spread
-from tests.evaluate.fake_server import HAYSTACK, TOPK, Words
+from tests.evaluate.evaluate import ARMS
+from tests.evaluate.fake_server import TOPK, Words
 from tests.evaluate.tasks.published import graphwalks_row, prompt_row, write
 
 PLAN = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2)
@@ -148,7 +149,7 @@ def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
 
 def test_contexts_are_those_of_the_rows(mixed: Path) -> None:
     found = selection(mixed)
-    plan, corpus = found.plan, Corpus(Words(), HAYSTACK, 4, found.items)
+    plan, corpus = found.plan, Corpus(Words(), 4, found.items)
     rows = [json.loads(line) for line in mixed.read_text().splitlines()]
     for planned in plan.planned:
         if planned.look != CONTROL_LOOK:
@@ -175,9 +176,7 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
         for p in plan.planned
         if p.look == CONTROL_LOOK
     )
-    request = EvaluationRequest(
-        Path(), "full", ("1/4",), "", plan, Corpus(Words(), HAYSTACK, 4), ""
-    )
+    request = EvaluationRequest(Path(), ARMS[:3], plan, Corpus(Words(), 4), "")
     found = request.tokens()
     pages = 64 * sum(times)  # what is left of a page is computed once more
     assert least <= found - control <= least + pages

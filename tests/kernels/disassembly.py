@@ -21,6 +21,7 @@ _NAME = re.compile(r"(?<=\d)([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?")
 _FUNCTION = re.compile(r"Function : (\w+)")
 _LINE = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+([^;]+?)\s*;", re.MULTILINE)
 _JUMP = re.compile(r"\bBRA\S*\s.*?(0x[0-9a-f]+)$")
+_NUMBER = re.compile(r"(?<=[\s,])-?0x[0-9a-f]+\b")
 _NAME_OF_INSTRUCTION = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -118,15 +119,16 @@ def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
 
 def instructions(code: list[tuple[int, str]]) -> Counter[str]:
     """How often each instruction stands in a kernel, without its predicate and operands."""
+    return Counter(name for name in _names(code) if name)
+
+
+def _names(code: list[tuple[int, str]]) -> list[str]:
     found = (_NAME_OF_INSTRUCTION.match(line) for _, line in code)
-    return Counter(match[1] for match in found if match)
+    return [match[1] if match else "" for match in found]
 
 
-def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[str]:
-    """The names of a loop's instructions, in order: of the shortest that holds what it must.
-
-    What its registers are called and where it lies does not show, so that a change elsewhere in the
-    kernel leaves it as it is, if the compiler does.
+def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[tuple[int, str]]:
+    """The shortest loop that holds what it must.
 
     Args:
         code: of one kernel.
@@ -136,21 +138,36 @@ def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[str
         KernelError: there is no such loop.
     """
     index = {address: at for at, (address, _) in enumerate(code)}
-    names = [found[1] if (found := _NAME_OF_INSTRUCTION.match(line)) else "" for _, line in code]
-    loops = []
-    for at, (address, line) in enumerate(code):
-        jump = _JUMP.search(line)
-        if jump and int(jump[1], 16) < address:
-            loops.append(names[index[int(jump[1], 16)] : at + 1])
+    names = _names(code)
 
-    def fits(loop: list[str]) -> bool:
-        return all(sum(x.startswith(name) for x in loop) >= n for name, n in holds.items())
+    def fits(loop: slice) -> bool:
+        inside = names[loop]
+        return all(sum(x.startswith(name) for x in inside) >= n for name, n in holds.items())
 
-    if not any(map(fits, loops)):
+    jumps = ((at, address, _JUMP.search(line)) for at, (address, line) in enumerate(code))
+    loops = (
+        slice(index[int(jump[1], 16)], at + 1)
+        for at, address, jump in jumps
+        if jump and int(jump[1], 16) < address
+    )
+    found = min(filter(fits, loops), key=lambda loop: loop.stop - loop.start, default=None)
+    if found is None:
         raise KernelError(f"no loop holds {holds}")
-    return min(filter(fits, loops), key=len)
+    return code[found]
 
 
-def fingerprint(loop: list[str]) -> str:
-    """How many instructions a loop has, and a digest of which, in their order."""
-    return f"{len(loop)}, {hashlib.sha256(' '.join(loop).encode()).hexdigest()[:12]}"
+def fingerprint(code: list[tuple[int, str]], *, values: bool = False) -> str:
+    """How many instructions there are, and a digest of which, in their order.
+
+    What registers are called and where the code lies does not show, so that a change elsewhere in
+    the kernel leaves it as it is, if the compiler does.
+
+    Args:
+        code: a part of a kernel.
+        values: whether numbers among the operands count, too: limits, shifts.
+    """
+    words = _names(code)
+    if values:
+        plain = ("" if "BRA" in line else re.sub(r"\[.*?\]", "", line) for _, line in code)
+        words = [" ".join([w, *_NUMBER.findall(p)]) for w, p in zip(words, plain, strict=True)]
+    return f"{len(words)}, {hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]}"

@@ -22,9 +22,11 @@ from sglang_indexcache.models import BY_NAME, small_config
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.text import make_tokenizer
 from tests.rehearsal.stage.kernels.quantized import E4M3, GROUP, LARGEST, from_blocks
+from tests.rehearsal.widened import widen
 
 FP8 = "-fp8"
 MTP = "-mtp"
+TRAINED = "-trained"
 ADAPTED = "-adapted"
 IN_BFLOAT16 = "bfloat16"
 ADAPTER, MERGED = "adapter", "merged"
@@ -68,7 +70,8 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
         family: ``glm-5`` or ``deepseek-v3.2``; with ``-fp8`` its products are quantised by blocks,
             and the folder ``bfloat16`` in it holds the same values for who reads no FP8; with
             ``-mtp`` there is a draft layer behind the others; with ``-adapted`` the folder
-            ``adapter`` in it holds other indexers, and ``merged`` the checkpoint with those.
+            ``adapter`` in it holds other indexers, and ``merged`` the checkpoint with those; with
+            ``-trained`` it is the shipped checkpoint, widened, of 12 layers and lists of 2,048.
         fields: of the config, other than usual.
     """
     if family.endswith(MTP):
@@ -76,6 +79,8 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
         return _add_draft(make(folder, family.removesuffix(MTP), hidden_size=512))
     if family.endswith(ADAPTED):
         return _adapt(make(folder, family.removesuffix(ADAPTED)))
+    if family.endswith(TRAINED):
+        return widen(folder, family.removesuffix(TRAINED))
     if family.endswith(FP8):
         return _quantize(make(folder / IN_BFLOAT16, family.removesuffix(FP8)), folder)
     config = small_config(BY_NAME[family], "small", VOCAB, {**_FIELDS, **_HEADS[family], **fields})

@@ -25,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and "server" in item.path.name:
             item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.xdist_group(_server_of(item)))
+
+
+def _server_of(item: Any) -> str:
+    """What tests of one server have in common: with ``--dist loadgroup`` one worker runs them."""
+    if item.cls:
+        return str(item.cls.__name__)
+    return str(item.callspec.id if hasattr(item, "callspec") else item.path.name)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +69,10 @@ def judges(models: Models) -> Judges:
 
 @pytest.fixture(scope="session")
 def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
-    """``with rehearse("--flag", ...) as client``: a server on the stage for that block."""
+    """``with rehearse("--flag", ...) as client``: a server on the stage for that block.
+
+    The client's ``log`` is the server's.
+    """
     logs = tmp_path_factory.mktemp("logs")
     environment = {
         "INDEXCACHE_REHEARSAL": "1",
@@ -91,7 +102,9 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
             command, log, env=environment, late={mutants.VARIABLE: mutant}
         ) as server:
             try:
-                yield server.wait_until_ready()
+                client = server.wait_until_ready()
+                client.log = log  # type: ignore[attr-defined]
+                yield client
             except BaseException as error:
                 error.add_note(server.log_tail(60))
                 raise

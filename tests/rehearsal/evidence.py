@@ -55,6 +55,23 @@ def replays(mode: str) -> Evidence:
     return check
 
 
+def idle_ranks(client: Client, _: Path) -> None:
+    """Each data-parallel rank answers alone, the others without a request, and all say the same."""
+    client.flush_cache()
+    before = _selections(client)
+    said = []
+    for rank in range(len(before)):
+        answer = _ask(client, LENGTHS[0], routed_dp_rank=rank, return_logprob=True)
+        said.append(answer["meta_info"]["output_token_logprobs"])
+        after = _selections(client)
+        assert [new > old for new, old in zip(after, before, strict=True)] == [
+            other == rank for other in range(len(before))
+        ]
+        before = after
+    assert len(said) > 1
+    assert all(one == said[0] for one in said)
+
+
 def accepted_drafts(client: Client, _: Path) -> None:
     """The target agreed with some drafts, and not with all."""
     said = [_ask(client, length, tokens=16) for length in LENGTHS]
@@ -63,6 +80,35 @@ def accepted_drafts(client: Client, _: Path) -> None:
         for name in ("correct", "proposed")
     )
     assert 0 < right < all_
+
+
+def kernels_of_ours(client: Client, _: Path) -> None:
+    """Of SGLang's kernels those were never launched that ours stand for."""
+    launched = re.findall(r"the stage's first (\S+)", client.log.read_text())  # type: ignore[attr-defined]
+    replaced = (
+        *("fp8_mqa_logits", "fp8_paged_mqa_logits", "fast_topk", "topk_transform"),
+        *("flash_mla_sparse_fwd", "with_kvcache"),
+    )
+    assert launched
+    assert not [name for name in launched if any(one in name for one in replaced)]
+
+
+def pages_from_the_host(client: Client, _: Path) -> None:
+    """The card's pool cannot hold all prompts: what was evicted came back, the same to the bit."""
+
+    def again(length: int) -> tuple[dict[str, int], Any]:
+        """Where the prefix was found, and the answer."""
+        told = _ask(client, length, return_logprob=True)["meta_info"]
+        return told["cached_tokens_details"], told["output_token_logprobs"]
+
+    client.flush_cache()
+    _ask(client, LENGTHS[0])
+    before, kept = again(LENGTHS[0])
+    for length in LENGTHS[1:]:
+        _ask(client, length)
+    after, returned = again(LENGTHS[0])
+    assert (before["host"], after["host"]) == (0, before["device"])
+    assert kept == returned
 
 
 def overlaps(client: Client, model: Path) -> None:
@@ -106,10 +152,16 @@ def _states(client: Client) -> list[dict[str, Any]]:
     return [state["indexcache"] for state in client.server_info()["internal_states"]]
 
 
+def _selections(client: Client) -> list[int]:
+    """How many indexers each data-parallel rank has run."""
+    by_rank = sorted(_states(client), key=lambda state: state["rank"])
+    return [sum(state["indexer_selections"]) for state in by_rank]
+
+
 def _ask(
-    client: Client, length: int, pattern: str | None = None, tokens: int = 6
+    client: Client, length: int, pattern: str | None = None, tokens: int = 6, **body: Any
 ) -> dict[str, Any]:
     reply: dict[str, Any] = client.generate(
-        input_ids=prompt(length), sampling_params=parameters(pattern, tokens)
+        input_ids=prompt(length), sampling_params=parameters(pattern, tokens), **body
     )
     return reply

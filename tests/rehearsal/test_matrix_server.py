@@ -48,8 +48,14 @@ MTP = (
     *("--speculative-draft-attention-backend", "indexcache"),
 )
 SHADOW = ("--indexcache-shadow", "1")
+HICACHE = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+    *("--max-total-tokens", "1024"),
+)
 GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
+TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,19 @@ CASES = [
         "dp_attention",
         (*LIVE, *DP_2, *EAGER),
         rehearses=("dp_attention",),
-        shows=(evidence.argument("attn_dp_size", 2),),
+        shows=(evidence.argument("attn_dp_size", 2), evidence.idle_ranks),
     ),
     Case(
         "dp_attention with graphs",
         (*DP_2, *DECODE_GRAPHS, "--enable-metrics"),
         rehearses=("dp_attention",),
-        shows=(evidence.replays("decode_cuda_graph"),),
+        shows=(evidence.replays("decode_cuda_graph"), evidence.idle_ranks),
+    ),
+    Case(
+        "dp_attention over four ranks",
+        (*LIVE, *TP_4_DP_2, *EAGER),
+        rehearses=("dp_attention", "tensor parallelism"),
+        shows=(evidence.argument("attn_dp_size", 2), evidence.idle_ranks),
     ),
     Case(
         "chunked prefill",
@@ -145,6 +157,18 @@ CASES = [
         shows=(evidence.accepted_drafts,),
     ),
     Case(
+        "HiCache",
+        (*LIVE, *EAGER, *HICACHE),
+        rehearses=("HiCache",),
+        shows=(evidence.pages_from_the_host,),
+    ),
+    Case(
+        "HiCache with graphs",
+        (*DECODE_GRAPHS, *HICACHE),
+        rehearses=("HiCache",),
+        shows=(evidence.pages_from_the_host,),
+    ),
+    Case(
         "disaggregation",
         (*LIVE, *GRAPHS_OF_PATTERNS),
         is_pair=True,
@@ -164,6 +188,11 @@ CASES = [
         shows=(evidence.argument("pp_size", 2),),
     ),
     Case(
+        "kernels of ours",
+        (*LIVE, *EAGER, "--indexcache-kernels", "reference"),
+        shows=(evidence.kernels_of_ours,),
+    ),
+    Case(
         "FP8 KV cache",
         (*LIVE, *EAGER, *FP8_KV),
         rehearses=("FP8 KV cache",),
@@ -178,9 +207,9 @@ CASES = [
     ),
     Case(
         "an adapter",
-        EAGER,
+        (*EAGER, *SHADOW),
         family="glm-5-adapted",
-        shows=(evidence.adapter_served,),
+        shows=(evidence.adapter_served, evidence.overlaps),
     ),
     Case(
         "DeepSeek-V3.2",

@@ -387,7 +387,17 @@ def test_kernels_are_checked_on_what_sglang_resolved(
 
     heads = KERNEL_SHAPE["index_n_heads"], BASE["num_attention_heads"]
     rows_measured = tuple(
-        dispatch.KernelMeasurement(op, phase, (9, 0), count, engine, 0, "cuda", "gpu/h100.json")
+        dispatch.KernelMeasurement(
+            op,
+            phase,
+            Machine.here().name,
+            count,
+            BASE["index_topk"],
+            engine,
+            0,
+            "cuda",
+            "gpu/h100.json",
+        )
         for op, phase, count, engine in (
             ("select", "prefill", heads[0], ""),
             ("select", "decode", heads[0], ""),

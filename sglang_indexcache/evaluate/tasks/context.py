@@ -113,14 +113,12 @@ class Room:
         tokens: of opening and lines together.
         questions: to draft.
         tokenizer: of the model.
-        haystack: running text, for the tasks that hide something in it.
         known: pieces of text that were tokenized before, with their ids.
     """
 
     tokens: int
     questions: int
     tokenizer: Tokenizer
-    haystack: str = ""
     known: dict[str, list[int]] = field(default_factory=dict)
 
     def encode(self, pieces: Iterable[str]) -> list[list[int]]:
@@ -185,8 +183,6 @@ def make_context(
     tokenizer: Tokenizer,
     length: int,
     seed: int,
-    *,
-    haystack: str = "",
     questions: int = QUESTIONS,
 ) -> Context:
     """A context with its questions; the same for the same arguments, byte for byte.
@@ -197,12 +193,11 @@ def make_context(
         task: in :data:`~sglang_indexcache.evaluate.tasks.TASKS`.
         length: tokens of the context with its longest question and that question's answer.
         seed: which context of the task.
-        haystack: see :class:`Room`.
 
     Raises:
-        QualityError: a length too small for the task, or a haystack that is too short.
+        QualityError: a length too small for the task.
     """
-    room = Room(length, questions, tokenizer, haystack)
+    room = Room(length, questions, tokenizer)
     reserve = over = 0
     for last in (*[False] * (_DRAFTS - 1), True):
         draw = random.Random(f"{name} {length} {seed}")

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, shuffled, strata
-from sglang_indexcache.evaluate.tasks.words import needs_haystack
+from sglang_indexcache.evaluate.tasks.words import haystack
 
 SHORTEST = 3
 """Letters of a name or value: shorter ones stand everywhere in running text."""
@@ -26,10 +26,9 @@ def notes(draw: random.Random, room: Room) -> Draft:
     """Notes between the lines of a text, which is repeated if it is too short.
 
     Raises:
-        QualityError: a haystack without words, or a tokenizer with too few words of one token.
+        QualityError: a tokenizer with too few words of one token.
     """
-    needs_haystack("notes", room.haystack, 1)
-    text = [line for line in room.haystack.splitlines() if line.strip()]
+    text = haystack().splitlines()
     begin = draw.randrange(len(text))
     pairs = _pairs(draw, room)
     hidden = [f"# {name} is {value}" for name, value in pairs]

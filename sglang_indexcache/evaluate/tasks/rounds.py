@@ -15,7 +15,7 @@ from collections import Counter
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, shuffled, strata
-from sglang_indexcache.evaluate.tasks.words import NOUNS, needs_haystack, windows
+from sglang_indexcache.evaluate.tasks.words import NOUNS, windows
 
 FORMATS = (
     "poem",
@@ -43,18 +43,15 @@ def rounds(draw: random.Random, room: Room) -> Draft:
     """A conversation full of look-alike requests.
 
     Raises:
-        QualityError: a haystack of too few different passages, or more turns than requests.
+        QualityError: more turns than requests.
     """
     words = min(64, max(8, room.tokens // 96))
-    needs_haystack("rounds", room.haystack, 2 * words * room.questions)
     longest = _TURN.format(form="review", topic="squirrel", passage="{}")
     turns = room.fill(
-        (longest.format(passage) for passage in windows(draw, room.haystack, words)),
+        (longest.format(passage) for passage in windows(draw, words)),
         beside=[_OPENING],
         least=room.questions,
     )
-    if len(turns) < room.questions:
-        raise QualityError("the haystack repeats itself too much for rounds; give it other text")
     kinds = _kinds(draw, len(turns))
     passages = [turn.partition("Assistant: ")[2] for turn in turns]
     places = _places(kinds)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import lru_cache
-
-from sglang_indexcache.errors import QualityError
+from functools import cache
 
 _ADJECTIVES = (
     "ancient bitter brave bright broken calm careful cheap clever cold curious damp dark deep "
@@ -41,6 +39,8 @@ _PATTERNS = (
     "when the N was A , the A N V it",
     "nobody knew why the N V one A N",
 )
+HAYSTACK_CHARACTERS = 6_000_000
+"""Enough for 200,000 tokens of passages that stand there once."""
 ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
 
 
@@ -69,12 +69,18 @@ def _sentence(draw: random.Random, pattern: str) -> str:
     return f"{said[0].upper()}{said[1:]}."
 
 
-def windows(draw: random.Random, haystack: str, words: int) -> Iterator[str]:
+@cache
+def haystack() -> str:
+    """The text that tasks hide things in."""
+    return prose(HAYSTACK_CHARACTERS)
+
+
+def windows(draw: random.Random, words: int) -> Iterator[str]:
     """Pieces of the haystack of ``words`` words each, in random order, none alike.
 
     Ends when the haystack does.
     """
-    found = _split(haystack)
+    found = _split()
     seen: set[str] = set()
     for place in draw.sample(range(len(found) // words), len(found) // words):
         piece = " ".join(found[place * words : (place + 1) * words])
@@ -83,21 +89,7 @@ def windows(draw: random.Random, haystack: str, words: int) -> Iterator[str]:
             yield piece
 
 
-def needs_haystack(task: str, haystack: str, words: int) -> None:
-    """Refuse a haystack of fewer words.
-
-    Raises:
-        QualityError: it is shorter.
-    """
-    found = len(_split(haystack))
-    if found < words:
-        raise QualityError(
-            f"{task} needs a haystack of at least {words:,} words and got {found:,}; "
-            "give it more text"
-        )
-
-
-@lru_cache(maxsize=1)
-def _split(haystack: str) -> list[str]:
+@cache
+def _split() -> list[str]:
     """Its words, found once for all contexts: that took most of the time that `rounds` needs."""
-    return haystack.split()
+    return haystack().split()

@@ -110,7 +110,8 @@ def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch
     """Ours where a measurement of just this says so, and nothing speaks against it."""
     if obstacles := _obstacles(op, phase, cfg, model):
         return Route(op, phase, None, obstacles[0])
-    row = dispatch.measured(op, phase, machine, _heads(op, cfg, model), _engine(op, phase, cfg))
+    shape = _heads(op, cfg, model), int(model.hf_config.index_topk)
+    row = dispatch.measured(op, phase, machine, *shape, _engine(op, phase, cfg))
     if row is None:
         return Route(op, phase, None, UNMEASURED)
     ours = dispatch.named(row.implementation)

@@ -125,7 +125,7 @@ def test_prompts_are_conversations_or_texts() -> None:
 
 def test_an_item_is_a_context_with_one_question() -> None:
     item = FILES["longbench-v2"](longbench_row(1))
-    corpus = Corpus(Words(), "", 8, {"longbench-v2": {2: item}})
+    corpus = Corpus(Words(), 8, {"longbench-v2": {2: item}})
     made = corpus.make(Planned("longbench-v2-4096-2", "longbench-v2", 4096, 1, False))
     [question] = made.questions
     text = Words().decode(made.ids + question.ids + question.answer)

@@ -28,7 +28,7 @@ from sglang_indexcache.evaluate.tasks.context import (
     strata,
 )
 from sglang_indexcache.evaluate.tasks.words import ADJECTIVES, NOUNS, prose
-from sglang_indexcache.support.text import machine_text, make_tokenizer
+from sglang_indexcache.support.text import make_tokenizer
 from tests.evaluate.fake_server import Words
 from tests.evaluate.tasks.solvers import SOLVERS
 
@@ -45,19 +45,13 @@ def tokenizer(name: str) -> Any:
     return make_tokenizer(4096) if name == "trained" else Words()
 
 
-@cache
-def haystack(characters: int = 300_000) -> str:
-    return "\n".join(machine_text(characters))
-
-
-def made_of(task: str, tokenizer: Any, length: int, seed: int, haystack: str = "") -> Context:
-    return make_context(task, TASKS[task], tokenizer, length, seed, haystack=haystack)
+def made_of(task: str, tokenizer: Any, length: int, seed: int) -> Context:
+    return make_context(task, TASKS[task], tokenizer, length, seed)
 
 
 @cache
 def context(task: str, name: str, length: int, seed: int) -> Context:
-    text = haystack(1_500_000 if length > 10_000 else 300_000)
-    return made_of(task, tokenizer(name), length, seed, haystack=text)
+    return made_of(task, tokenizer(name), length, seed)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -129,7 +123,7 @@ def test_seeds_differ(task: str) -> None:
 
 
 def digest(task: str) -> str:
-    made = made_of(task, Words(), 4096, 5, haystack=haystack())
+    made = made_of(task, Words(), 4096, 5)
     return hashlib.sha256(repr(made).encode()).hexdigest()
 
 
@@ -189,18 +183,7 @@ def test_words_are_distinct() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_too_short_a_context_is_refused(task: str) -> None:
     with pytest.raises(QualityError):
-        made_of(task, tokenizer("words"), 40, 0, haystack=haystack())
-
-
-@pytest.mark.parametrize("task", ["notes", "rounds"])
-def test_a_haystack_that_is_too_short_is_refused(task: str) -> None:
-    with pytest.raises(QualityError, match="haystack of at least"):
-        made_of(task, tokenizer("words"), 4096, 0)
-
-
-def test_a_haystack_that_repeats_itself_is_refused() -> None:
-    with pytest.raises(QualityError, match="repeats itself too much for rounds"):
-        made_of("rounds", tokenizer("words"), 4096, 0, haystack="one two " * 5000)
+        made_of(task, tokenizer("words"), 40, 0)
 
 
 class Beginning(Words):
@@ -278,7 +261,7 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
 
 def test_lines_that_an_answer_rests_on_are_kept() -> None:
     """The i-th of look-alike turns is another one without those before it."""
-    room = Room(16384, 8, Words(), haystack())
+    room = Room(16384, 8, Words())
     draft = TASKS["rounds"](random.Random(1), room)
     sizes = [len(ids) for ids in room.encode(f"\n{line}" for line in draft.lines)]
     shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))

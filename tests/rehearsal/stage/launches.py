@@ -14,9 +14,13 @@ from typing import Any
 from tests.rehearsal.stage import card, graphs, registry
 from tests.rehearsal.stage.registry import REFERENCES, Reference
 
+_found: set[str] = set()
+
 
 def find(name: str, arguments: tuple[Any, ...] = ()) -> Reference:
     """What stands for the kernel ``name``, to be launched; sizes in a module's name do not matter.
+
+    The log names each kernel once.
 
     Raises:
         NotImplementedError: there is no reference for it.
@@ -26,6 +30,9 @@ def find(name: str, arguments: tuple[Any, ...] = ()) -> Reference:
     if name not in REFERENCES:
         raise NotImplementedError(f"no reference stands for the kernel {name}")
     reference = REFERENCES[name]
+    if name not in _found:
+        _found.add(name)
+        print(f"the stage's first {name}", flush=True)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.compiled_with = arguments
