@@ -14,7 +14,6 @@ from sglang_indexcache.serving.cuda.choice import (
     REPLACED_ATTENTION,
     ROUTED,
     check_engine,
-    check_reference,
     choose,
     describe,
 )
@@ -254,21 +253,6 @@ def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> N
 def test_each_attention_kernel_that_can_be_replaced(backend: str) -> None:
     cfg = server(dsa_prefill_backend=backend, dsa_decode_backend=backend)
     assert names("cuda", cfg, glm5(), HOPPER) == every("cuda")
-
-
-def test_the_reference_needs_eager_forwards() -> None:
-    def graphs(decode: str, prefill: str) -> Any:
-        phases = {"decode": decode, "prefill": prefill}
-        return SimpleNamespace(
-            cuda_graph_config={k: SimpleNamespace(backend=v) for k, v in phases.items()}
-        )
-
-    with pytest.raises(
-        SettingsError, match=r"on for decode. Add --cuda-graph-backend-decode disab"
-    ):
-        check_reference("reference", graphs("full", "disabled"))
-    check_reference("reference", graphs("disabled", "disabled"))
-    check_reference("cuda", graphs("full", "breakable"))
 
 
 @pytest.mark.parametrize(
