@@ -229,4 +229,4 @@ def outlook() -> str:
     if doubt is None and any(row.implementation == "cuda" for row in MEASURED):
         return "--indexcache-kernels auto runs these kernels where they were measured to be faster."
     why = doubt or "no card has measured them to be faster than SGLang's"
-    return f"They will run only if asked for by name (--indexcache-kernels cuda): {why}."
+    return f"Compiled kernels will run only if asked for by name, --indexcache-kernels cuda: {why}."

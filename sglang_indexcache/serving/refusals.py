@@ -70,6 +70,12 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "--enable-pdmux does not work with models of DeepSeek Sparse Attention: SGLang cannot "
             "run their prefill in pieces, and the first request would end the server. Drop it."
         )
+    if cfg.enable_prefill_cp and cfg.cp_strategy == "zigzag":
+        yield (
+            "--cp-strategy zigzag does not work with models of DeepSeek Sparse Attention: SGLang "
+            "gathers their index keys in interleaved order only, and the first request would end "
+            "the server. Use --cp-strategy interleave."
+        )
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.graphs:

@@ -176,8 +176,8 @@ def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("doubt", "rows", "says"),
     [
-        ("it miscompiles", (ROW,), "only if asked for by name (--indexcache-kernels cuda): it mis"),
-        (None, (), "only if asked for by name (--indexcache-kernels cuda): no card has measured"),
+        ("it miscompiles", (ROW,), "only if asked for by name, --indexcache-kernels cuda: it mis"),
+        (None, (), "only if asked for by name, --indexcache-kernels cuda: no card has measured"),
         (None, (ROW,), "auto runs these kernels where they were measured to be faster"),
     ],
 )
@@ -239,6 +239,7 @@ def test_check_command_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "cuda"])
     assert result.exit_code == 1
     assert "cuda: not run: needs an NVIDIA GPU" in result.output
+    assert "nothing was checked" in result.output
     result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "fast"])
     assert "may be cuda, triton, reference, got 'fast'" in result.output
 

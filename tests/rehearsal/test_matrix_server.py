@@ -56,6 +56,7 @@ HICACHE = (
 GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
+PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,12 @@ CASES = [
         (*LIVE, *TP_4_DP_2, *EAGER),
         rehearses=("dp_attention", "tensor parallelism"),
         shows=(evidence.argument("attn_dp_size", 2), evidence.idle_ranks),
+    ),
+    Case(
+        "prefill context parallelism",
+        (*PREFILL_CP, *DECODE_GRAPHS),
+        rehearses=("prefill context parallelism",),
+        shows=(evidence.argument("attn_cp_size", 2),),
     ),
     Case(
         "chunked prefill",
