@@ -186,7 +186,7 @@ CASES = [
         "graphs of patterns",
         (*LIVE, *GRAPHS_OF_PATTERNS),
         rehearses=("CUDA graphs",),
-        shows=(evidence.chosen_graphs,),
+        shows=(evidence.chosen_graphs, evidence.switches),
     ),
     Case(
         "pipeline parallelism",
