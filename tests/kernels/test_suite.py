@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels import yardstick
 from sglang_indexcache.kernels.contract import FLOAT32_BITS, IndexerBatch
 from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference as indexer
+from sglang_indexcache.kernels.sparse_mla import cuda
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
 from sglang_indexcache.kernels.topk import reference as topk
 
@@ -171,3 +173,16 @@ def test_attention_mutants(mutant: Any, generator: torch.Generator) -> None:
     inputs = cases.attention_inputs(cases.ATTENTION[1], generator, CPU)
     assert suite.check_sparse_mla(sparse_mla.sparse_mla, inputs) == []
     assert suite.check_sparse_mla(mutant, inputs)
+
+
+def test_the_grid_takes_every_way_that_attention_has_on_an_h100() -> None:
+    """Eight, four, three and two rows a tile, or one; lists split over clusters of any size."""
+    sms = yardstick.MULTIPROCESSORS
+    packed, split = set(), set()
+    for case in (*cases.WIDE_ATTENTION, *cases.LARGE_ATTENTION):
+        rows, shape = len(case.counts), (case.heads, case.topk)
+        packed.add((case.heads, cuda.rows_per_tile(rows, *shape, sms)))
+        if case.heads == 8:
+            split.add((rows, cuda.cluster_size(rows, *shape, yardstick.clusters)))
+    assert {(5, 8), (8, 8), (16, 4), (20, 3), (32, 2), (100, 1)} <= packed
+    assert {(16, 7), (32, 3)} <= split, "what 16 and 32 requests take in decode"
