@@ -288,11 +288,19 @@ def test_a_row_needs_every_shape_that_was_to_be_timed() -> None:
 
     timed = {str(work): found(work) for work in workloads()}
     rows = {
-        (r["op"], r["phase"], r["heads"], r["engine"]): r for r in speed.conclude(timed, [9, 0])
+        (r["op"], r["phase"], r["heads"], r["engine"]): r
+        for r in speed.conclude(timed, "NVIDIA H100")
     }
     assert rows["select", "prefill", 32, ""]["tokens"] == 122_880
     assert rows["sparse_mla", "decode", 8, "fa3"]["tokens"] == 0
     assert {dispatch.KernelMeasurement(**row, record="x.json").op for row in rows.values()}
     del timed[str(Workload("mla_decode", 16, 122_880, 8))]
-    fewer = {(r["op"], r["phase"], r["heads"], r["engine"]) for r in speed.conclude(timed, [9, 0])}
+    fewer = {
+        (r["op"], r["phase"], r["heads"], r["engine"]) for r in speed.conclude(timed, "NVIDIA H100")
+    }
     assert set(rows) - fewer == {("sparse_mla", "decode", 8, "fa3")}
+    lost = timed[str(Workload("select_prefill", 256, 204_800, 32))]["times"]["cuda"]
+    lost["median_us"] = 9.0  # a long chunk alone would not be slower
+    fewer = {(r["op"], r["phase"], r["heads"]) for r in speed.conclude(timed, "NVIDIA H100")}
+    assert ("select", "prefill", 32) not in fewer
+    assert ("select", "prefill", 64) in fewer

@@ -105,11 +105,8 @@ def see_one_more(batch: IndexerBatch) -> None:
     batch.visible.add_((batch.visible < batch.visible.max()).int())
 
 
-INDEXER_MUTANTS = [drop_a_head, forget_a_scale]
-
-
 @pytest.mark.parametrize("number", [1, 7])
-@pytest.mark.parametrize("change", INDEXER_MUTANTS)
+@pytest.mark.parametrize("change", [drop_a_head, forget_a_scale])
 def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> None:
     """Wrong consistently: the selection is the top-k of the wrong logits, only they betray it."""
     case = cases.PREFILL[number]
@@ -122,11 +119,7 @@ def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> N
 
 # One more token is always selected where a row sees fewer than k.
 @pytest.mark.parametrize(
-    ("change", "number"),
-    [
-        *((change, 10) for change in INDEXER_MUTANTS),
-        (see_one_more, 1),
-    ],
+    ("change", "number"), [(drop_a_head, 10), (forget_a_scale, 10), (see_one_more, 1)]
 )
 def test_wrong_selection(change: Any, number: int, generator: torch.Generator) -> None:
     case = cases.PREFILL[number]
@@ -140,20 +133,12 @@ def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
     """What bfloat16 logits would be is beyond the tolerance even of Hopper's FP8 unit."""
 
     def rounded(*arguments: Any, **options: Any) -> torch.Tensor:
-        return options["out"].copy_(indexer.logits(*arguments).bfloat16())
-
-    def select(*arguments: Any, **options: Any) -> torch.Tensor:
-        return indexer.select(*arguments, **options)
+        made = indexer.logits(*arguments, **options)
+        return made.copy_(made.bfloat16())
 
     case = cases.PREFILL[10]
     inputs = cases.indexer_inputs(case, generator, CPU)
-
-    def logits(*arguments: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:
-            out = torch.empty(len(inputs.visible), arguments[-1])
-        return rounded(*arguments, out=out)
-
-    complaints = suite.check_indexer(logits, select, case, inputs, FLOAT32_BITS)
+    complaints = suite.check_indexer(rounded, indexer.select, case, inputs, FLOAT32_BITS)
     assert any("tolerance" in complaint for complaint in complaints)
 
 

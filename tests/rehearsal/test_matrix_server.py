@@ -56,6 +56,7 @@ HICACHE = (
 GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
+PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,12 @@ CASES = [
         shows=(evidence.argument("attn_dp_size", 2), evidence.idle_ranks),
     ),
     Case(
+        "prefill context parallelism",
+        (*PREFILL_CP, *DECODE_GRAPHS),
+        rehearses=("prefill context parallelism",),
+        shows=(evidence.argument("attn_cp_size", 2),),
+    ),
+    Case(
         "chunked prefill",
         (*LIVE, *EAGER, "--chunked-prefill-size", "128", *SHADOW),
         rehearses=("chunked prefill",),
@@ -179,7 +186,7 @@ CASES = [
         "graphs of patterns",
         (*LIVE, *GRAPHS_OF_PATTERNS),
         rehearses=("CUDA graphs",),
-        shows=(evidence.chosen_graphs,),
+        shows=(evidence.chosen_graphs, evidence.switches),
     ),
     Case(
         "pipeline parallelism",
@@ -209,7 +216,7 @@ CASES = [
         "an adapter",
         (*EAGER, *SHADOW),
         family="glm-5-adapted",
-        shows=(evidence.adapter_in_effect, evidence.overlaps),
+        shows=(evidence.adapter_served, evidence.overlaps),
     ),
     Case(
         "DeepSeek-V3.2",
