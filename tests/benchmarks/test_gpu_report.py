@@ -153,7 +153,9 @@ class FakeServer:
     def generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
         named = sampling_params.get("custom_params", {}).get(PATTERN_OF_REQUEST)
-        under = "FFFFFF" if self.fault == "ignores patterns" else named or str(served.PATTERN)
+        under = (
+            str(served.FULL) if self.fault == "ignores patterns" else named or str(served.PATTERN)
+        )
         if self.fault == "mixes patterns" and self.asked > 18:
             under = "FSSSSS"
         tokens = [crc32(f"{input_ids} {under} {n}".encode()) % 500 for n in range(served.TOKENS)]
@@ -165,8 +167,10 @@ class FakeServer:
         return {"output_ids": tokens, "meta_info": {PATTERN_OF_REQUEST: said} if named else {}}
 
     def states(self) -> list[RankState]:
-        pattern = "FFFFFF" if self.fault == "serves another pattern" else str(served.PATTERN)
-        full = range(6) if self.fault == "runs every indexer" else served.PATTERN.full_layers
+        pattern = (
+            str(served.FULL) if self.fault == "serves another pattern" else str(served.PATTERN)
+        )
+        full = range(12) if self.fault == "runs every indexer" else served.PATTERN.full_layers
         state = RankState(
             version="0",
             pattern=pattern,
@@ -174,11 +178,11 @@ class FakeServer:
             source="a test",
             mode="live",
             architecture="GlmMoeDsaForCausalLM",
-            checkpoint_pattern="FFFFFF",
-            indexer_selections=[int(layer in full) for layer in range(6)],
-            index_reuses=[0] * 6,
-            index_key_writes=[0] * 6,
-            index_k_bytes_per_token=132 * (6 if "bytes" in self.fault else 2),
+            checkpoint_pattern=str(served.FULL),
+            indexer_selections=[int(layer in full) for layer in range(12)],
+            index_reuses=[0] * 12,
+            index_key_writes=[0] * 12,
+            index_k_bytes_per_token=132 * (12 if "bytes" in self.fault else 3),
         )
         return [state]
 
