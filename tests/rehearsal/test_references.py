@@ -383,3 +383,18 @@ def test_every_reference_has_a_name_that_says_how_it_is_reached() -> None:
     assert len(REFERENCES) > 25
     for name in REFERENCES:
         assert name.startswith(("jit:", "deep_gemm", "sgl_kernel", "sglang.", "flashinfer.")), name
+
+
+def test_triton_kernels_round_up_to_the_next_power_of_two() -> None:
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    from tests.rehearsal.stage.launches import _round_like_torch
+
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 30
+    convert = _round_like_torch(interpreter._convert_float)
+    for target, dtype in ((tl.float8e4nv, torch.float8_e4m3fn), (tl.bfloat16, torch.bfloat16)):
+        bits = torch.from_numpy(convert(values.numpy(), tl.float32, target, None).astype("int32"))
+        width = 8 * dtype.itemsize
+        wanted = values.to(dtype).view(torch.uint8 if width == 8 else torch.int16).int()
+        assert torch.equal(bits, wanted & (2**width - 1))
