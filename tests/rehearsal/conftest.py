@@ -81,6 +81,8 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         "OMP_NUM_THREADS": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+        "SGLANG_DEEPEP_BF16_DISPATCH": "1",
+        "SGLANG_TBO_DEBUG": "1",
     }
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def chosen_graphs(client: Client, _: Path) -> None:
     assert any(sum(state["graph_replays"].values()) for state in _states(client))
 
 
+def switches(client: Client, _: Path) -> None:
+    """A policy by prompt length is for who comes after it and names no pattern."""
+    (short, low), (long, high) = (LENGTHS[1], "F" * len(QUARTER)), (LENGTHS[0], "FSSSSS")
+    with ThreadPoolExecutor(1) as meanwhile:
+        under_way = meanwhile.submit(_tokens, client, LENGTHS[2], None, 32)
+        while not any(state["requests"] for state in _states(client)):
+            assert not under_way.done(), "answered before the switch"
+        client.switch_pattern(f"{low} < {(short + long) // 2} <= {high}")
+        assert not under_way.done(), "answered before the switch"
+        chosen = [_tokens(client, length, None) for length in (short, long)]
+        assert under_way.result() == _tokens(client, LENGTHS[2], QUARTER, 32)
+    client.switch_pattern(QUARTER)
+    assert chosen == [_tokens(client, short, low), _tokens(client, long, high)]
+
+
 def replays(mode: str) -> Evidence:
     """SGLang's metrics count replays of ``mode``."""
 
@@ -55,14 +71,24 @@ def replays(mode: str) -> Evidence:
     return check
 
 
+def halves(client: Client, _: Path) -> None:
+    """Prompts and steps of decoding were split in two, prompts also within one of them."""
+    said = client.log.read_text()  # type: ignore[attr-defined]
+    split = re.findall(
+        r"is_enable_two_chunk=(\w+) tbo_split_seq_index=(\d+).*mode=\S*\.(\w+)", said
+    )
+    print(set(split))
+    assert ("True", "0", "EXTEND") in split
+    assert any(mode == "DECODE" and int(at) > 0 for _, at, mode in split)
+
+
 def idle_ranks(client: Client, _: Path) -> None:
     """Each data-parallel rank answers alone, the others without a request, and all say the same."""
     client.flush_cache()
     before = _selections(client)
     said = []
     for rank in range(len(before)):
-        answer = _ask(client, LENGTHS[0], routed_dp_rank=rank, return_logprob=True)
-        said.append(answer["meta_info"]["output_token_logprobs"])
+        said.append(_tokens(client, LENGTHS[0], None, routed_dp_rank=rank))
         after = _selections(client)
         assert [new > old for new, old in zip(after, before, strict=True)] == [
             other == rank for other in range(len(before))
@@ -150,6 +176,12 @@ def overlaps(client: Client, model: Path) -> None:
 def _states(client: Client) -> list[dict[str, Any]]:
     """What IndexCache tells of each rank."""
     return [state["indexcache"] for state in client.server_info()["internal_states"]]
+
+
+def _tokens(client: Client, length: int, pattern: str | None, tokens: int = 6, **body: Any) -> Any:
+    """The tokens of an answer and their log-probabilities."""
+    answer = _ask(client, length, pattern, tokens, return_logprob=True, **body)
+    return answer["meta_info"]["output_token_logprobs"]
 
 
 def _selections(client: Client) -> list[int]:

@@ -56,6 +56,11 @@ HICACHE = (
 GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
+OVERLAP = (
+    *("--enable-two-batch-overlap", "--moe-a2a-backend", "deepep", "--deepep-mode", "normal"),
+    *("--moe-runner-backend", "deep_gemm"),
+)
+PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
 @dataclass(frozen=True)
@@ -137,11 +142,24 @@ CASES = [
         shows=(evidence.argument("attn_dp_size", 2), evidence.idle_ranks),
     ),
     Case(
+        "prefill context parallelism",
+        (*PREFILL_CP, *DECODE_GRAPHS),
+        rehearses=("prefill context parallelism",),
+        shows=(evidence.argument("attn_cp_size", 2),),
+    ),
+    Case(
         "chunked prefill",
         (*LIVE, *EAGER, "--chunked-prefill-size", "128", *SHADOW),
         rehearses=("chunked prefill",),
         same_chunks=False,
         shows=(evidence.overlaps,),
+    ),
+    Case(
+        "two-batch overlap",
+        (*LIVE, *DP_2, *EAGER, *OVERLAP),
+        rehearses=("two-batch overlap",),
+        same_chunks=False,
+        shows=(evidence.halves,),
     ),
     Case(
         "prefill graphs",
@@ -179,7 +197,7 @@ CASES = [
         "graphs of patterns",
         (*LIVE, *GRAPHS_OF_PATTERNS),
         rehearses=("CUDA graphs",),
-        shows=(evidence.chosen_graphs,),
+        shows=(evidence.chosen_graphs, evidence.switches),
     ),
     Case(
         "pipeline parallelism",
