@@ -71,7 +71,6 @@ class Family:
         hands_on: whether SGLang hands indices from one pipeline stage to the next.
         name: what users call it in recipes and ``indexcache demo model``.
         model_type: its transformers model type, if it can be trained.
-        dense_type: the transformers model type that becomes this one by adding indexers.
         interleaved: whether the indexer's RoPE turns neighbouring dimensions, not the two halves.
         fields: HF config fields of its small random models, beside :data:`SMALL_FIELDS`.
         extra_config: what SGLang reads in its ``config.json`` without a default and transformers
@@ -87,7 +86,6 @@ class Family:
     hands_on: bool = True
     name: str = ""
     model_type: str = ""
-    dense_type: str = ""
     interleaved: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     extra_config: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +106,6 @@ _GLM_5 = Family(
     "GlmMoeDsaForCausalLM",
     name="glm-5",
     model_type="glm_moe_dsa",
-    dense_type="glm4_moe_lite",
     interleaved=True,
     fields={
         "n_group": 1,
@@ -137,7 +134,6 @@ _DEEPSEEK_V32 = Family(
     "DeepseekV32ForCausalLM",
     name="deepseek-v3.2",
     model_type="deepseek_v32",
-    dense_type="deepseek_v3",
     fields={
         "n_group": 4,
         "topk_group": 2,

@@ -39,27 +39,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class PatternDiff:
-    """What turns one pattern into another, by layer."""
-
-    became_shared: tuple[int, ...]
-    became_full: tuple[int, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.became_shared or self.became_full)
-
-    def __str__(self) -> str:
-        if not self:
-            return "no difference"
-        parts = []
-        if self.became_shared:
-            parts.append(f"F->S at {_join(self.became_shared)}")
-        if self.became_full:
-            parts.append(f"S->F at {_join(self.became_full)}")
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True)
 class Pattern:
     """An immutable, valid pattern.
 
@@ -257,14 +236,6 @@ class Pattern:
                 "the stage before do not reach them. Make those layers F or move the stage "
                 "boundaries (SGLANG_PP_LAYER_PARTITION)."
             )
-
-    def diff(self, other: Pattern) -> PatternDiff:
-        """Which layers change from this pattern to ``other``, whatever their windows."""
-        other.check_length(len(self))
-        return PatternDiff(
-            became_shared=tuple(i for i in self.full_layers if not other.is_full(i)),
-            became_full=tuple(i for i in other.full_layers if not self.is_full(i)),
-        )
 
     def _checked(self, layer: int) -> int:
         if not 0 <= layer < len(self):

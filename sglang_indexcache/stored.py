@@ -75,16 +75,6 @@ def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return found
 
 
-def read_stored(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint as they are stored, those in block-FP8 with their scales."""
-    there, found = stored(folder), {}
-    with_scales = (full for name in names for full in (name, name + SCALES))
-    for name in filter(there.__contains__, with_scales):
-        with safe_open(there[name][0], "pt") as file:
-            found[name] = file.get_tensor(name)
-    return found
-
-
 def to_block_fp8(
     weight: torch.Tensor, block: tuple[int, int] = (128, 128), *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,7 +50,7 @@ NEEDS = {
 
 
 # Hypothesis follows each test's own source, or in a soak the seed of --hypothesis-seed.
-hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("soak", database=None, print_blob=True)
 hypothesis.settings.load_profile("fixed" if SEED == FIXED else "soak")
 

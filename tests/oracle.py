@@ -125,7 +125,7 @@ class Oracle:
                 _recorded_margins(self.config.index_topk, margins, self._first_of_ties)
             )
             if self._fp8:
-                stack.enter_context(_fp8_scores(self.noise, is_glm=self._glm))
+                stack.enter_context(fp8_scores(self.noise, is_glm=self._glm))
             yield
 
     def _model(self, pattern: Pattern) -> Any:
@@ -221,7 +221,7 @@ def _recorded_margins(
 
 
 @contextmanager
-def _fp8_scores(noise: float, *, is_glm: bool) -> Iterator[None]:
+def fp8_scores(noise: float, *, is_glm: bool) -> Iterator[None]:
     """Quantise what the indexers multiply as engines do: e4m3, with one scale a vector.
 
     transformers leaves out both this and the Hadamard rotation before it.

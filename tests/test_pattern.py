@@ -131,17 +131,6 @@ def test_pipeline_stage_must_start_full() -> None:
         pattern.check_stages([2, 3])
 
 
-@given(patterns, st.data())
-def test_diff_tells_what_changed(first: Pattern, data: st.DataObject) -> None:
-    rest = data.draw(st.text("FS", min_size=len(first) - 1, max_size=len(first) - 1))
-    second = Pattern("F" + rest)
-    diff = first.diff(second)
-    changed = set(first.full_layers) - set(diff.became_shared) | set(diff.became_full)
-    assert Pattern.from_layers(len(first), changed) == second
-    assert bool(diff) == (first != second)
-    assert str(diff) == "no difference" or "->" in str(diff)
-
-
 def test_bad_constructors() -> None:
     with pytest.raises(PatternError, match="do not exist"):
         Pattern.from_layers(4, [0, 4])

@@ -38,10 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ask": (BASE, SMALL | {"httpx"}),
     "recent": (set(), {"torch"}),
     "hf": (BASE | {"recent"}, SMALL | {"torch"}),
-    "support": (
-        BASE | {"study.plots"},
-        TABLES | {"matplotlib", "scipy", "tokenizers", "transformers"},
-    ),
+    "support": (BASE, TABLES | {"scipy", "tokenizers", "transformers"}),
     "study": (BASE, TABLES | {"matplotlib"}),
     "kernels": ({"errors", "recent", "support.files"}, TORCH | CUDA_BUILD),
     "data": ({"errors", "support.text"}, TORCH | {"pyarrow", "tokenizers", "transformers"}),

@@ -80,5 +80,16 @@ def test_the_settings_of_all_tests_count(tmp_path: Path, settings: str) -> None:
     assert digest(tmp_path) != before
 
 
+def test_the_compiler_that_is_used_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_HOME's: what passed with one nvcc says nothing of another."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho another\n")
+    nvcc.chmod(0o755)
+    before = digest(tmp_path)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert digest(tmp_path) != before
+
+
 def test_every_source_is_there() -> None:
     assert all((ROOT / source).exists() for source in SOURCES)

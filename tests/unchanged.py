@@ -9,6 +9,7 @@ them in any case.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -40,8 +41,10 @@ def digest(root: Path = ROOT, sources: Iterable[str] = SOURCES) -> str:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file() and "__pycache__" not in file.parts:
                 content.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [*(f"{home}/bin" for home in homes if home), None, "/usr/local/cuda/bin"]
     for compiler in COMPILERS:
-        path_of_it = shutil.which(compiler) or shutil.which(compiler, path="/usr/local/cuda/bin")
+        path_of_it = next(filter(None, (shutil.which(compiler, path=one) for one in places)), None)
         if path_of_it:
             done = subprocess.run([path_of_it, "--version"], capture_output=True, check=False)
             content.update(done.stdout)

@@ -117,24 +117,24 @@ def beats(work: Workload, times: dict[str, dict[str, float]], ours: str) -> bool
     return times[ours]["median_us"] < min(times[a]["median_us"] for a in rivals if a in times)
 
 
-def conclude(timed: Mapping[str, dict[str, Any]], capability: list[int]) -> list[dict[str, Any]]:
+def conclude(timed: Mapping[str, dict[str, Any]], card: str) -> list[dict[str, Any]]:
     """The rows that :data:`~sglang_indexcache.kernels.dispatch.MEASURED` may hold after this.
 
-    One for each operation, phase, number of heads and cache in which our CUDA kernels won wherever
-    they were to be timed; for selection in prefill, from the least length on from which they did.
+    One for each operation, phase, shape and cache in which our CUDA kernels won wherever they were
+    to be timed; for selection in prefill, from the least length on from which they did.
 
     Args:
         timed: what :func:`measure` found, by the workload's name; one that is missing is not won.
-        capability: of the card.
+        card: as its driver calls it.
     """
-    groups: dict[tuple[Family, int, bool], dict[int, bool]] = {}
+    groups: dict[tuple[Family, int, int, bool], dict[int, bool]] = {}
     for work in workloads():
         found = timed.get(str(work))
         won = found is not None and beats(work, found["times"], "cuda") is True
-        at = groups.setdefault((work.family, work.heads, work.fp8), {})
+        at = groups.setdefault((work.family, work.heads, work.topk, work.fp8), {})
         at[work.context] = at.get(work.context, True) and won
     rows = []
-    for (family, heads, fp8), won_at in groups.items():
+    for (family, heads, topk, fp8), won_at in groups.items():
         op, phase = OPS[family]
         lost = [context for context, won in won_at.items() if not won]
         by_length = family == "select_prefill"
@@ -145,8 +145,9 @@ def conclude(timed: Mapping[str, dict[str, Any]], capability: list[int]) -> list
             {
                 "op": op,
                 "phase": phase,
-                "capability": capability,
+                "card": card,
                 "heads": heads,
+                "topk": topk,
                 "engine": anchors.engine_backend(family, fp8),
                 "tokens": min(won_from) if by_length else 0,
                 "implementation": "cuda",

@@ -103,29 +103,46 @@ class Workload:
         return min(gathered, pool) + ends + written
 
 
-CONTEXTS = (10_240, 61_440, 122_880, 204_800)
+SHORT = 10_240
+CONTEXTS = (122_880, 204_800, 61_440, SHORT)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MANY = 256
+"""Requests of a decode, rows of a prefill behind a cached prefix: kernels take other ways then."""
 
 
 def workloads() -> Iterator[Workload]:
-    """Everything that is timed, the shapes that matter most first."""
-    for context in (122_880, 204_800, 61_440, 10_240):
+    """Everything that is timed, the shapes that matter most first.
+
+    A default is taken for all lengths and batches of an operation, or, in prefill, for all from a
+    length on. So the ends are here, too: short contexts, few rows, many requests.
+    """
+    for context in CONTEXTS:
         for heads in (32, 64):
             yield Workload("select_prefill", 8192, context, heads)
+            yield Workload("select_prefill", MANY, context, heads)
     for heads in (8, 16, 32, 64, 128):
         yield Workload("mla_prefill", 4096, 122_880, heads)
+        yield Workload("mla_prefill", MANY, 122_880, heads)
     for batch in BATCHES:
         for context in (122_880, 204_800):
             yield Workload("select_decode", batch, context, 32)
         for heads in (8, 16):
             for fp8 in (False, True):
                 yield Workload("mla_decode", batch, 122_880, heads, fp8=fp8)
+    for requests in (1, 8, 64, MANY):
+        for heads in (32, 64):
+            yield Workload("select_decode", requests, SHORT, heads)
+    for heads in (8, 16):
+        for fp8 in (False, True):
+            yield Workload("mla_decode", MANY, SHORT, heads, fp8=fp8)
     for rows in (1, 8, 64):
         yield Workload("topk", rows, 204_800, 0)
     for batch in (1, 8, 64):
         yield Workload("select_decode", batch, 122_880, 64)
         for heads in (64, 128):
             yield Workload("mla_decode", batch, 122_880, heads, fp8=True)
+    for heads in (64, 128):
+        yield Workload("mla_decode", MANY, SHORT, heads, fp8=True)
 
 
 def tiny_workloads() -> Iterator[Workload]:
@@ -211,8 +228,8 @@ class AttentionTensors:
 def attention_tensors(work: Workload, device: torch.device) -> AttentionTensors:
     """Rows of one prompt share much: 70 % of the row before, redrawn every 64 rows.
 
-    An assumption: eight rows then select 3.1 lists between them, those of the small checkpoint up
-    to 3.0 (``results/kernels/unions.json``).
+    An assumption: eight rows then select 3.1 lists between them, those of the small checkpoint 2.2
+    to 3.5 (``results/kernels/unions.json``).
     """
     pool = work.context * (1 if work.is_prefill else work.rows)
     cache = _latent_rows(pool, work.fp8, device)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from benchmarks.training.batches import IGNORED
-from sglang_indexcache.heal.losses import DEFAULT_BLOCK
+from sglang_indexcache.heal.losses import DEFAULT_BLOCK, AttentionInputs
 from sglang_indexcache.heal.model import check_trainable, install, is_indexer
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import Sharing, Stage
@@ -51,6 +51,17 @@ class Losses:
     token_hits: torch.Tensor
 
 
+class OwnLayerSharing(Sharing):
+    """Distils each indexer for its own layer alone, at full weight: the paper's ablation."""
+
+    def distil(self, layer: int, attention: AttentionInputs) -> None:
+        """As :meth:`Sharing.distil`, of F layers."""
+        run = self.running()
+        if self.pattern.is_full(layer) and run.stage is not Stage.DENSE and layer not in run.losses:
+            super().distil(layer, attention)
+            run.losses[layer] = run.losses[layer] * self.pattern.sources.count(layer)
+
+
 class DistilledModel(nn.Module):
     """A DSA model whose S layers have no indexer and whose F layers' indexers are distilled.
 
@@ -78,7 +89,8 @@ class DistilledModel(nn.Module):
         check_trainable(model, pattern)
         self.model = model
         self.pattern = pattern
-        self.sharing = Sharing(pattern, model.config.index_topk, cross_layer, block)
+        kind = Sharing if cross_layer else OwnLayerSharing
+        self.sharing = kind(pattern, model.config.index_topk, block)
         install(model, pattern, self.sharing)
 
     def forward(

@@ -102,7 +102,6 @@ class RankState(BaseModel):
         checkpoint_pattern: which layers of the checkpoint have an indexer.
         adapter: the adapter's folder; "" without one.
         adapter_digest: SHA-256 of its weights.
-        adapter_in_effect: whether its indexers are at work, not the checkpoint's.
         switches: how often the policy was replaced.
         last_rejection: why the last switch was refused; "" if it was not.
         requests: unfinished requests, running or queued, by pattern.
@@ -139,7 +138,6 @@ class RankState(BaseModel):
     checkpoint_pattern: str
     adapter: str = ""
     adapter_digest: str = ""
-    adapter_in_effect: bool = False
     switches: int = 0
     last_rejection: str = ""
     requests: dict[str, int] = {}

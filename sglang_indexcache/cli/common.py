@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 out = Console()
 
 EXTRAS = {
-    "patterns": "plots",
     "server": "serve",
     "search": "search",
     "eval": "eval",

@@ -94,7 +94,7 @@ def run_command(
     from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
     from sglang_indexcache.evaluate.corpus import Corpus, select_rows
     from sglang_indexcache.evaluate.plan import EvaluationPlan, default_lengths, enough_contexts
-    from sglang_indexcache.evaluate.request import EvaluationRequest
+    from sglang_indexcache.evaluate.request import EvaluationRequest, arms_of
     from sglang_indexcache.evaluate.run import run_evaluation
     from sglang_indexcache.evaluate.tasks import DEFAULT
     from sglang_indexcache.evaluate.tasks.context import QUESTIONS
@@ -105,6 +105,7 @@ def run_command(
         raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
     if rate is not None and rate <= 0:
         raise QualityError(f"a rate of {rate:g} tokens a second is not above 0 (--rate)")
+    arms = arms_of(model, against, patterns, control)
     selects_all = int(Checkpoint.read(model).shape["index_topk"])
     longest = text_config(read_config(model)).get("max_position_embeddings")
     lengths = tuple(sorted({parse_length(one) for one in length or ()}))
@@ -128,9 +129,7 @@ def run_command(
     ]
     request = EvaluationRequest(
         model,
-        against,
-        tuple(patterns),
-        control,
+        arms,
         plan,
         Corpus(tokenizer, QUESTIONS, items),
         " ".join(flags),

@@ -25,12 +25,16 @@ def list_command() -> None:
         said = one.obstacle(machine) or "can run"
         out.print(f"  {one.name}: {said}", markup=False, soft_wrap=True)
         if one.missing() is None and (doubt := one.distrust()):
-            out.print(f"  {one.name} only by name: {doubt}.", markup=False, soft_wrap=True)
-    measured = {row.op for row in MEASURED if row.capability == machine.capability}
+            said = f"--indexcache-kernels auto would not take it: {doubt}"
+            out.print(f"  {one.name}: {said}", markup=False, soft_wrap=True)
+    measured = {row.op for row in MEASURED if row.card == machine.name}
     out.print(
         "A server runs the engine's own kernels unless --indexcache-kernels asks for these. "
-        f"Measured to be faster here: {', '.join(sorted(measured)) or 'none'}."
+        f"Measured to be faster on this card: {', '.join(sorted(measured)) or 'none'}.",
+        soft_wrap=True,
     )
+    if machine.capability is not None:
+        out.print("Before you serve with one of them, check it here: indexcache kernels check")
 
 
 @command(app, "check", epilog="Example: indexcache kernels check --implementation triton")
@@ -68,8 +72,13 @@ def check_command(
                     out.print(f"  {outcome.case}: {complaint}", markup=False, soft_wrap=True)
             out.print(f"{one.name}, {name}: {right} passed, {wrong} failed")
             passed, failed = passed + right, failed + wrong
-    if failed or not passed:
+    if failed:
         raise KernelError(f"{failed} cases failed, {passed} passed")
+    if not passed:
+        raise KernelError(
+            "nothing was checked: none of what was asked for can run here (without a GPU Triton's "
+            "kernels run if TRITON_INTERPRET=1 is set)"
+        )
     out.print(f"all {passed} cases passed")
 
 
@@ -84,8 +93,10 @@ def build_command(archive: Path | None = None) -> None:
     from time import monotonic
 
     from sglang_indexcache.kernels.build import FOLDERS, build, pack
-    from sglang_indexcache.kernels.dispatch import outlook
+    from sglang_indexcache.kernels.dispatch import named, outlook
 
+    if archive is not None and (doubt := named("cuda").distrust()):
+        raise KernelError(f"no archive is made for other machines: {doubt}")
     out.print(outlook(), markup=False, soft_wrap=True)
     libraries = []
     for folder in FOLDERS:

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.cli.common import OutputIfAny, command, group, out
+from sglang_indexcache.cli.common import command, group, out
 from sglang_indexcache.errors import Findings
 from sglang_indexcache.study.provenance import checkpoint_digest
 
@@ -49,9 +48,7 @@ def list_patterns(model: Path | None = None) -> None:
 
 
 @command(app, "show", epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml")
-def show_patterns(
-    patterns: list[str], model: Path | None = None, output: OutputIfAny = None
-) -> None:
+def show_patterns(patterns: list[str], model: Path | None = None) -> None:
     """Show which layer serves which, and where a pattern comes from and how good it is.
 
     It checks pattern files as well: each problem is told, and the exit code is then 1.
@@ -61,10 +58,9 @@ def show_patterns(
             file.
     Options:
         model (FOLDER): The checkpoint that full, uniform:1/4 and ratios are for.
-        output (FOLDER): A folder for a picture of all, patterns.png.
     """
     from sglang_indexcache.library import Library
-    from sglang_indexcache.support.drawing import to_image, to_terminal
+    from sglang_indexcache.support.drawing import to_terminal
 
     checkpoint = None if model is None else Checkpoint.read(model)
     library = Library.default()
@@ -82,14 +78,6 @@ def show_patterns(
             if model is not None:
                 out.print(f"here       {entry.known(partial(checkpoint_digest, model))}")
     problems.report()
-    if output is None:
-        return
-    titled = [
-        ("" if str(resolved.pattern) == value else value, resolved.pattern)
-        for value, resolved in found.items()
-    ]
-    to_image(titled, output / "patterns.png")
-    typer.echo(f"wrote {output / 'patterns.png'}")
 
 
 def _show_provenance(entry: Entry) -> None:

@@ -112,7 +112,7 @@ def live_set(
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
 
     Arguments:
-        pattern (PATTERN): As --indexcache-pattern takes it; or adapter, if the server has one.
+        pattern (PATTERN): As --indexcache-pattern takes it.
     """
     from sglang_indexcache.library import Library, names_a_file
 
@@ -143,8 +143,7 @@ def _print_states(states: Sequence[RankState]) -> bool:
         if state.overlap.one_in:
             tell(told_overlap([state]))
         if state.adapter:
-            indexers = "its indexers" if state.adapter_in_effect else "not in effect"
-            tell(f"adapter: {state.adapter} ({indexers})")
+            tell(f"adapter: {state.adapter}")
         if state.policy != state.pattern:
             tell(f"by prompt length: {state.policy}; below, the layers of the shortest prompts")
         for pattern, count in sorted(state.requests.items()):

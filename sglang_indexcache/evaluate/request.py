@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,15 +44,58 @@ _ASSUMED = {
 }
 
 
+def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
+    """The reference, the candidates from most to fewest full layers, the positive control.
+
+    Args:
+        model: the checkpoint's folder.
+        against: the reference, in any form of a pattern.
+        patterns: likewise, the candidates.
+        control: likewise, known to be bad; empty for one of :data:`CONTROLS`.
+
+    Raises:
+        QualityError: two arms are the same pattern, or there is nothing to compare.
+        PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
+    """
+    checkpoint, library = Checkpoint.read(model), Library.default()
+
+    def arm(value: str, role: Role) -> Arm:
+        name = Path(value).stem if value.endswith((".yaml", ".yml")) else value
+        return Arm(name, str(library.resolve(value, checkpoint).pattern), role)
+
+    candidates = [arm(value, Role.CANDIDATE) for value in patterns]
+    candidates.sort(key=lambda one: -one.pattern.count("F"))
+    arms = [arm(against, Role.REFERENCE), *candidates]
+    if control:
+        arms.append(arm(control, Role.BAD))
+    else:
+        controls = []
+        for value in CONTROLS:
+            with suppress(PatternError):  # this checkpoint has no such indexers
+                controls.append(arm(value, Role.BAD))
+        first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
+        controls.append(Arm(LAST_CONTROL, first, Role.BAD))
+        taken = {one.pattern for one in arms}
+        arms.append(next((one for one in controls if one.pattern not in taken), controls[0]))
+    for place, one in enumerate(arms):
+        for other in arms[:place]:
+            if one.pattern == other.pattern:
+                raise QualityError(
+                    f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
+                    "compared with itself says nothing. Give another (--against, --control)."
+                )
+            if one.name == other.name:
+                raise QualityError(f"two patterns are called {one.name}; give each once")
+    return tuple(arms)
+
+
 @dataclass(frozen=True)
 class EvaluationRequest:
     """What a user asked for.
 
     Attributes:
         model: the checkpoint's folder.
-        against: the reference, in any form of a pattern.
-        patterns: likewise, the candidates.
-        control: likewise, known to be bad; empty for one of :data:`CONTROLS`.
+        arms: what to ask it of; see :func:`arms_of`.
         plan: what to ask.
         corpus: what contexts are made of.
         flags: of the command, to print beside the verdict.
@@ -60,52 +104,12 @@ class EvaluationRequest:
     """
 
     model: Path
-    against: str
-    patterns: tuple[str, ...]
-    control: str
+    arms: tuple[Arm, ...]
     plan: EvaluationPlan
     corpus: Corpus
     flags: str
     rate: Rate | None = None
     notices: tuple[str, ...] = ()
-
-    def arms(self) -> tuple[Arm, ...]:
-        """The reference, the candidates from most to fewest full layers, the positive control.
-
-        Raises:
-            QualityError: two arms are the same pattern, or there is nothing to compare.
-            PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
-        """
-        checkpoint, library = Checkpoint.read(self.model), Library.default()
-
-        def arm(value: str, role: Role) -> Arm:
-            name = Path(value).stem if value.endswith((".yaml", ".yml")) else value
-            return Arm(name, str(library.resolve(value, checkpoint).pattern), role)
-
-        candidates = [arm(value, Role.CANDIDATE) for value in self.patterns]
-        candidates.sort(key=lambda one: -one.pattern.count("F"))
-        arms = [arm(self.against, Role.REFERENCE), *candidates]
-        if self.control:
-            arms.append(arm(self.control, Role.BAD))
-        else:
-            controls = []
-            for value in CONTROLS:
-                with suppress(PatternError):  # this checkpoint has no such indexers
-                    controls.append(arm(value, Role.BAD))
-            first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
-            controls.append(Arm(LAST_CONTROL, first, Role.BAD))
-            taken = {one.pattern for one in arms}
-            arms.append(next((one for one in controls if one.pattern not in taken), controls[0]))
-        for place, one in enumerate(arms):
-            for other in arms[:place]:
-                if one.pattern == other.pattern:
-                    raise QualityError(
-                        f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
-                        "compared with itself says nothing. Give another (--against, --control)."
-                    )
-                if one.name == other.name:
-                    raise QualityError(f"two patterns are called {one.name}; give each once")
-        return tuple(arms)
 
     def tokens(self) -> int:
         """What the whole plan computes if nothing is decided early.
@@ -113,12 +117,12 @@ class EvaluationRequest:
         A question and its answer are computed behind the whole pages of their context; those of a
         file's row are counted as context.
         """
-        tails, arms, tokens = self._tails(), len(self.patterns) + 2, 0
+        tails, tokens = self._tails(), 0
         for planned in self.plan.planned:
             size = self.plan.sizes.get(planned.context, planned.length)
             tail = tails.get(planned.task, 0)
             one = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
-            tokens += one * (arms + planned.again)
+            tokens += one * (len(self.arms) + planned.again)
         return tokens
 
     def _tails(self) -> dict[str, int]:
@@ -138,7 +142,7 @@ class EvaluationRequest:
             The cost.
         """
         cost = Cost(self.tokens(), self.rate)
-        arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms())
+        arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
         rows = [
             ("arms", f"{arms}; the reference again on every {AGAIN_EVERY}th context (A/A)"),
             *(("file", notice) for notice in self.notices),

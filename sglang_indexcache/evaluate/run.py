@@ -60,8 +60,7 @@ def run_evaluation(
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
         QualityError: what may not be evaluated, or not go on.
     """
-    cost, arms = request.tell(console), request.arms()
-    asking = Servers(arms, servers)
+    cost, asking = request.tell(console), Servers(request.arms, servers)
     asking.check_fits(request.plan.longest)
     server = facts(asking.all[0].server_info(), asking.all[0].name)
     if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
@@ -69,7 +68,7 @@ def run_evaluation(
     with recorded(
         output,
         request.plan,
-        arms,
+        request.arms,
         checkpoint=checkpoint_digest(request.model),
         material=request.corpus.digest,
         server=server,

@@ -54,20 +54,11 @@ class Sharing:
     Args:
         pattern: one character per layer.
         topk: keys that a query selects.
-        cross_layer: distil an indexer for all the layers it serves (L_multi); for its own only if
-            false, the paper's ablation.
         block: queries per block of chunked work.
     """
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        topk: int,
-        cross_layer: bool = True,
-        block: int = DEFAULT_BLOCK,
-    ) -> None:
-        self.pattern, self.topk = pattern, topk
-        self.cross_layer, self.block = cross_layer, block
+    def __init__(self, pattern: Pattern, topk: int, block: int = DEFAULT_BLOCK) -> None:
+        self.pattern, self.topk, self.block = pattern, topk, block
         self._underway = threading.local()  # the layers of several GPUs run at once
 
     def start(self, stage: Stage, layout: Layout) -> ForwardState:
@@ -147,17 +138,11 @@ class Sharing:
         """Add the term of one served layer: KL(p^(layer) || q^(source)), weighted by 1/(m+1)."""
         run = self.running()
         source = self.pattern.source_of(layer)
-        if run.stage is Stage.DENSE or not (self.cross_layer or layer == source):
+        if run.stage is Stage.DENSE:
             return
-        served = self.pattern.sources.count(source) if self.cross_layer else 1
-        loss = distillation_loss(
-            run.index[source],
-            [attention],
-            run.layout,
-            self.attended(layer),
-            self.block,
-        )
-        run.losses.setdefault(layer, loss / served)
+        attended = self.attended(layer)
+        loss = distillation_loss(run.index[source], [attention], run.layout, attended, self.block)
+        run.losses.setdefault(layer, loss / self.pattern.sources.count(source))
 
     def running(self) -> ForwardState:
         """The forward pass that was started last.

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.compilers import Version, dotted, doubt, version_said
+from sglang_indexcache.kernels.compilers import GOOD, Version, dotted, version_said
 from sglang_indexcache.support.files import replacing, shipped
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
@@ -164,18 +164,27 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
 
 
 def cached(folder: str) -> BuiltKernels | None:
-    """What the cache holds for these sources: the build of this machine's nvcc, or None.
+    """What the cache holds for these sources, or None.
 
-    Without a usable nvcc it is the build of the newest one, made elsewhere (a container's build
-    stage, another machine).
+    Best is what a compiler that is known to be good made elsewhere (an archive, a container's build
+    stage), of this machine's major version; then the build of this machine's nvcc. Without a usable
+    nvcc it is the newest there is.
     """
-    stem = _stem(folder)
     try:
-        builds = [cache_folder() / f"{stem}{dotted(nvcc_version())}"]
+        own = nvcc_version()
     except KernelError:
-        builds = sorted(cache_folder().glob(f"{stem}*"), key=_version_in_name, reverse=True)
-    libraries = (_library(path, folder, fresh=False) for path in builds)
-    return next((library for library in libraries if library.path.is_file()), None)
+        own = None
+
+    def fits(version: Version) -> bool:
+        return own is None or version == own or (version in GOOD and version[0] == own[0])
+
+    there = (_library(path, folder, fresh=False) for path in _builds(folder))
+    libraries = (one for one in there if fits(one.compiler) and one.path.is_file())
+    return max(libraries, key=lambda one: (one.compiler in GOOD, one.compiler), default=None)
+
+
+def _builds(folder: str) -> Iterator[Path]:
+    return cache_folder().glob(f"{_stem(folder)}*")
 
 
 def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
@@ -183,13 +192,7 @@ def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
 
     Unpacked in another machine's :func:`cache_folder` it is what :func:`cached` finds there, if the
     sources and apache-tvm-ffi are of the same versions.
-
-    Raises:
-        KernelError: a compiler that is not known to be good made one of them.
     """
-    for library in libraries:
-        if why := doubt(library.compiler):
-            raise KernelError(f"{library.path.stem} is not packed for other machines: {why}")
     with replacing(archive) as part, tarfile.open(part, "w:gz") as packed:
         for library in libraries:
             packed.add(library.path.parent, arcname=library.path.parent.name)
@@ -233,8 +236,8 @@ def _compile(folder: str, scratch: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         words = list(pool.map(_run, commands))
     (scratch / "build.log").write_text("".join(words))
-    link = [str(find_nvcc()), "-shared", "-cudart=shared", *map(str, objects)]
-    _run([*link, *_linked(), "-o", str(scratch / f"{folder}.so")])
+    link = [str(find_nvcc()), "-shared", *map(str, objects), *_linked()]
+    _run([*link, "-o", str(scratch / f"{folder}.so")])
     for path in objects:
         path.unlink()
 
@@ -243,7 +246,7 @@ def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     words = done.stdout + done.stderr
     if done.returncode != 0:
-        errors = [line for line in words.splitlines() if "error" in line or "fatal" in line]
+        errors = [line for line in words.splitlines() if re.search(r"error|fatal|\bld: ", line)]
         shown = "\n".join(errors[:20] or words.splitlines()[-20:])
         raise KernelError(f"`{' '.join(command)}` failed:\n{shown}")
     return words
@@ -260,8 +263,12 @@ def _includes() -> list[str]:
 def _linked() -> list[str]:
     from tvm_ffi.libinfo import find_libtvm_ffi
 
-    runtime = Path(find_libtvm_ffi())
-    return [f"-L{runtime.parent}", "-ltvm_ffi"]
+    ours = Path(find_libtvm_ffi())
+    # By its path: what pip installs has no lib64, and its library ends in a number.
+    toolkit = find_nvcc().resolve().parent.parent
+    found = sorted(toolkit.glob("lib*/libcudart.so*"))
+    runtime = ["-cudart=none", "-Xlinker", str(found[0])] if found else ["-cudart=shared"]
+    return [f"-L{ours.parent}", "-ltvm_ffi", *runtime]
 
 
 def _fingerprint(folder: str) -> str:

@@ -52,8 +52,9 @@ class Arguments:
             or tensor.device != self._device
             or not self._matches(tensor.shape, dims)
         ):
-            known = ", ".join(f"{letter} = {size}" for letter, size in self.sizes.items())
-            self._fail(f"{name} must be {wanted}, not {describe(tensor)} ({known})")
+            sizes = ", ".join(f"{letter} = {size}" for letter, size in self.sizes.items())
+            known = f" ({sizes})" if sizes else ""
+            self._fail(f"{name} must be {wanted}, not {describe(tensor)}{known}")
         contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
         if not (contiguous if strided_rows else tensor.is_contiguous()):
             self._fail(f"{name} must be contiguous, its strides are {tensor.stride()}")
@@ -152,12 +153,7 @@ def output(
     """
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    laid_out = out.stride(-1) == 1 or shape[-1] <= 1 if strided_rows else out.is_contiguous()
-    if out.shape != shape or out.dtype != dtype or out.device != device or not laid_out:
-        raise KernelError(
-            f"{op}: out must be {list(shape)} {dtype} on {device}, contiguous"
-            f"{' rows' if strided_rows else ''}, not {describe(out)} with strides {out.stride()}"
-        )
+    Arguments(op, device).check("out", out, dtype, shape, strided_rows=strided_rows)
     return out
 
 

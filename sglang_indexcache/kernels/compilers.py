@@ -46,4 +46,5 @@ def doubt(version: Version) -> str | None:
         return None
     why = KNOWN_BAD.get(version)
     found = f"miscompiles for Hopper: {why}" if why else "is not among those that were checked"
-    return f"nvcc {dotted(version)} {found}; good: {', '.join(map(dotted, GOOD))}"
+    good = " or ".join(map(dotted, GOOD))
+    return f"nvcc {dotted(version)} {found} (set CUDA_HOME to a toolkit with nvcc {good})"

@@ -174,8 +174,10 @@ class KernelMeasurement:
 
     Attributes:
         op, phase: what it does of a forward.
-        capability: of the card.
+        card: that was measured, as its driver calls it: an H20 has an H100's compute capability and
+            a seventh of its tensor cores' rate.
         heads: on one GPU: of the indexer for ``select``, of attention for ``sparse_mla``.
+        topk: tokens that the model selects.
         engine: the SGLang attention backend that was timed beside it; "" for ``select``.
         tokens: of context from which it is faster; 0 in decode and for attention, where no length
             is known when a server starts.
@@ -185,8 +187,9 @@ class KernelMeasurement:
 
     op: OpName
     phase: Phase
-    capability: Capability
+    card: str
     heads: int
+    topk: int
     engine: str
     tokens: int
     implementation: str
@@ -200,12 +203,12 @@ before a card has run the kernels (docs/kernels.md)."""
 
 
 def measured(
-    op: OpName, phase: Phase, machine: Machine, heads: int, engine: str
+    op: OpName, phase: Phase, machine: Machine, heads: int, topk: int, engine: str
 ) -> KernelMeasurement | None:
     """The row of :data:`MEASURED` for just this, or None."""
-    wanted = op, phase, machine.capability, heads, engine
+    wanted = op, phase, machine.name, heads, topk, engine
     for row in MEASURED:
-        if (row.op, row.phase, row.capability, row.heads, row.engine) == wanted:
+        if (row.op, row.phase, row.card, row.heads, row.topk, row.engine) == wanted:
             return row
     return None
 
@@ -226,4 +229,4 @@ def outlook() -> str:
     if doubt is None and any(row.implementation == "cuda" for row in MEASURED):
         return "--indexcache-kernels auto runs these kernels where they were measured to be faster."
     why = doubt or "no card has measured them to be faster than SGLang's"
-    return f"They will run only if asked for by name (--indexcache-kernels cuda): {why}."
+    return f"Compiled kernels will run only if asked for by name, --indexcache-kernels cuda: {why}."

@@ -121,33 +121,18 @@ def read(matrix: Floats) -> dict[str, Any]:
     """What an ``[N, N]`` overlap matrix says, N >= 2, as plain data.
 
     Returns:
-        ``summary``: a few sentences. ``clusters``: first and last layer of runs whose layers all
-        have at least the mean overlap of adjacent layers in common. ``worst_boundary``: the
-        adjacent layers with the least overlap. ``adjacent``: smallest and largest overlap of such.
+        ``summary``: a few sentences. ``worst_boundary``: the adjacent layers with the least
+        overlap. ``adjacent``: smallest and largest overlap of such.
     """
     adjacent = np.diagonal(matrix, 1)
-    threshold, low, high = (float(v) for v in (adjacent.mean(), adjacent.min(), adjacent.max()))
+    low, high = float(adjacent.min()), float(adjacent.max())
     worst = int(adjacent.argmin())
-    clusters: list[list[int]] = []
-    start = 0
-    for layer in range(1, len(matrix) + 1):
-        if layer == len(matrix) or matrix[start:layer, layer].min() < threshold:
-            clusters.append([start, layer - 1])
-            start = layer
-    several = ", ".join(f"{first}-{last}" for first, last in clusters if last > first) or "none"
     summary = (
         f"Adjacent layers have {low:.2f} to {high:.2f} of their selection in common. "
-        f"Clusters with at least {threshold:.2f} between all their layers: {several}. "
         f"The sharpest boundary is between layers {worst} and {worst + 1} ({low:.2f}). "
         f"The first and the last layer have {matrix[0, -1]:.2f} in common."
     )
-    boundary = [worst, worst + 1]
-    return {
-        "summary": summary,
-        "clusters": clusters,
-        "worst_boundary": boundary,
-        "adjacent": [low, high],
-    }
+    return {"summary": summary, "worst_boundary": [worst, worst + 1], "adjacent": [low, high]}
 
 
 def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:

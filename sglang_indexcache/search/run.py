@@ -73,11 +73,6 @@ class Found:
     baselines: Mapping[str, tuple[Pattern, float]] = field(default_factory=dict)
     held_out: HeldOut | None = None
 
-    @property
-    def gained(self) -> float:
-        """Nats per token by which refinement lowered the loss."""
-        return self.searched_loss - self.loss
-
 
 def check_tokens(targets: Targets, searched: Sequence[int], held_out: Sequence[int]) -> int:
     """What measuring the found patterns against others takes at most, beyond the budget.

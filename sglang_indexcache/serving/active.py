@@ -54,7 +54,6 @@ class ActivePattern:
         self.plan = plan
         self.policy = plan.policy
         self.source = plan.source
-        self.adapted = bool(plan.adapter)
         self.is_counting = True
         self.switches = 0
         self.last_rejection = ""
@@ -128,15 +127,14 @@ class ActivePattern:
         self.counters.indexer_seconds[phase] += wall
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
-    def replace(self, policy: Policy, source: str, *, adapted: bool = False) -> None:
+    def replace(self, policy: Policy, source: str) -> None:
         """Let ``policy`` decide for the requests to come; its patterns have been checked.
 
         Args:
             policy: the new one.
             source: where it came from, in words.
-            adapted: whether the adapter's indexers are in effect, not the checkpoint's.
         """
-        self.policy, self.source, self.adapted = policy, source, adapted
+        self.policy, self.source = policy, source
         self.switches += 1
 
     def overlaps(self) -> Overlaps:
@@ -170,7 +168,6 @@ class ActivePattern:
             checkpoint_pattern=str(plan.own),
             adapter=plan.adapter,
             adapter_digest=plan.adapter_digest,
-            adapter_in_effect=self.adapted,
             switches=self.switches,
             last_rejection=self.last_rejection,
             overlap=self.overlaps(),

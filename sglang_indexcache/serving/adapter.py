@@ -16,14 +16,11 @@ from sglang_indexcache.adapter import Adapter, indexer_layer
 from sglang_indexcache.errors import CheckpointError, SettingsError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
-from sglang_indexcache.serving.settings import ADAPTER, MODE, Plan
+from sglang_indexcache.serving.settings import ADAPTER, Plan
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
-
-IN_EFFECT = "adapter"
-"""The pattern value that stands for the adapter's pattern and indexers on a live server."""
 
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -68,43 +65,27 @@ def _bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
     if plan is None or not plan.adapter:
         return
     if _indexers(model):  # a draft model's layers have other names
-        model.load_weights(indexers(plan, adapted=True).items())  # type: ignore[operator]
+        model.load_weights(indexers(plan).items())  # type: ignore[operator]
     setattr(model, _ADAPTED, True)
 
 
 def check_in_effect(runner: Any, plan: Plan) -> None:
-    """Make sure that the adapter is in the model, and that live mode can take it out again.
+    """Make sure that the adapter is in the model.
 
     Raises:
-        SettingsError: the weights came another way than the one that was hooked, or SGLang
-            changed them in a way that it cannot undo.
+        SettingsError: the weights came another way than the one that was hooked.
     """
-    if not plan.adapter:
-        return
-    if not getattr(runner.model, _ADAPTED, False):
+    if plan.adapter and not getattr(runner.model, _ADAPTED, False):
         raise SettingsError(
             f"--load-format {runner.load_config.load_format} loads weights in a way of its own, in "
             "which the adapter's would be left out. Use --load-format auto."
         )
-    changed = any(
-        getattr(parameter, "format_ue8m0", False)
-        for indexer in _indexers(runner.model)
-        for parameter in indexer.parameters()
-    )
-    if plan.mode == "live" and changed:
-        raise SettingsError(
-            "in live mode an adapter cannot be taken out again on this GPU, where SGLang changes "
-            f"the scales of FP8 weights for good. Use {MODE.flag} static, or --fp8-gemm-backend "
-            "triton."
-        )
 
 
-def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
-    """The weights of the adapter's layers by name, as the checkpoint stores such weights.
+def indexers(plan: Plan) -> Mapping[str, torch.Tensor]:
+    """The adapter's weights by name, as the checkpoint stores such weights.
 
-    Args:
-        adapted: the adapter's weights, or else the checkpoint's own. Where the checkpoint's are
-            dequantised while they load (on a CPU), so are these.
+    Where the checkpoint's are dequantised while they load (on a CPU), so are these.
 
     Raises:
         CheckpointError: the adapter is not the one that the server was started with.
@@ -112,7 +93,7 @@ def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
     from sglang.srt.runtime_context import get_model
 
     from sglang_indexcache.serving.cpu import fp8
-    from sglang_indexcache.stored import like_stored, read_stored
+    from sglang_indexcache.stored import like_stored
 
     adapter, base = Adapter.read(Path(plan.adapter)), Path(get_model().model_path)
     if adapter.digest != plan.adapter_digest:
@@ -120,30 +101,9 @@ def indexers(plan: Plan, *, adapted: bool) -> Mapping[str, torch.Tensor]:
             f"the adapter {plan.adapter} was replaced since this server was started. Start the "
             "server again, or put the adapter that it was started with back."
         )
-    found = like_stored(base, adapter.tensors()) if adapted else read_stored(base, adapter.names())
+    found = like_stored(base, adapter.tensors())
     size = fp8.blocks()
     return found if size is None else dict(fp8.plain(found.items(), size))
-
-
-def put(model: Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Replace indexers in a model that serves, as SGLang updates weights from a disk.
-
-    Source: ``WeightUpdater.update_weights_from_disk``.
-
-    Args:
-        model: SGLang's, between two batches.
-    """
-    import torch
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    device = next(model.parameters()).device
-    for indexer in _indexers(model):
-        DefaultModelLoader.restore_weights_before_loading(indexer, device)
-    model.load_weights(weights.items())  # type: ignore[operator]
-    for indexer in _indexers(model):
-        DefaultModelLoader.postprocess_weights(indexer, device)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def _indexers(model: Module) -> list[Module]:

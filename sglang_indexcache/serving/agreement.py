@@ -154,10 +154,10 @@ def _tag() -> str:
     if active is None:
         return ""
     plan = active.plan
-    adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""
     if plan.mode == "live":
-        return f" {_TAG} in live mode{adapter}"
-    apart = plan.kv_namespace(plan.pattern, adapted=bool(plan.adapter))
+        return f" {_TAG} in live mode"
+    adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""
+    apart = plan.kv_namespace(plan.pattern)
     return f" {_TAG} pattern {plan.pattern}{adapter}" if apart else ""
 
 

@@ -1,7 +1,7 @@
 """Whether an SGLang is one that we can extend, judged by what we rely on and not by its number.
 
 ``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
-each for every version that was tested. Another version whose digests agree will do. Its source is
+each in the version that was tested. Another version whose digests agree will do. Its source is
 read and never imported, so it can be judged in the launcher before a model is touched, and in a
 release that is not installed. ``python -m sglang_indexcache.serving.engine_version`` records the
 installed version.
@@ -34,7 +34,7 @@ SUPPORTED_VERSION = __version__.partition(".post")[0]
 
 TABLE = Path(__file__).with_name("seams.yaml")
 RECORDS = Path(__file__).with_name("seams.json")
-"""``{version: {seam: digest}}``."""
+"""``{version: {seam: digest}}`` of the one version that was tested."""
 
 _RECORDER = "sglang_indexcache.serving.engine_version"
 
@@ -88,11 +88,11 @@ def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class VersionVerdict:
-    """How an SGLang compares with a tested one.
+    """How an SGLang compares with the tested one.
 
     Attributes:
         source: what was judged.
-        tested: the tested version that it was held against: its own, else the nearest.
+        tested: the tested version.
         moved: each seam that is not as it was, and what became of it.
     """
 
@@ -113,21 +113,16 @@ class VersionVerdict:
         return f"{name} was not tested; everything that IndexCache relies on is as in {self.tested}"
 
 
-def recorded() -> dict[str, dict[str, str]]:
-    """The digests of every tested version."""
-    records: dict[str, dict[str, str]] = json.loads(RECORDS.read_text(encoding="utf-8"))
-    return records
+def recorded() -> tuple[str, dict[str, str]]:
+    """The tested version and its digests."""
+    [(version, digests)] = json.loads(RECORDS.read_text(encoding="utf-8")).items()
+    return version, digests
 
 
 def judge(source: EngineSource) -> VersionVerdict:
-    """Hold ``source`` against its own version as it was tested, else against the nearest."""
-    records = recorded()
-    versions = [source.version] if source.version in records else list(records)
-    verdicts = [
-        VersionVerdict(source, version, tuple(_moved(source, records[version])))
-        for version in versions
-    ]
-    return min(verdicts, key=lambda verdict: len(verdict.moved))
+    """Hold ``source`` against the tested version."""
+    tested, digests = recorded()
+    return VersionVerdict(source, tested, tuple(_moved(source, digests)))
 
 
 def check(source: EngineSource | None = None) -> None:
@@ -145,8 +140,8 @@ def check(source: EngineSource | None = None) -> None:
         force = "" if untested else "--force-reinstall "
         raise UnsupportedEngineError(
             f"{verdict}: {'; '.join(named)}. Install the tested one: pip install "
-            f"{force}'sglang=={SUPPORTED_VERSION if untested else verdict.tested}'. All that "
-            f"moved: indexcache server doctor --sglang {verdict.source.root}."
+            f"{force}'sglang=={verdict.tested}'. All that moved: indexcache server doctor "
+            f"--sglang {verdict.source.root}."
         )
     if untested:
         logger.warning("IndexCache: %s", verdict)
@@ -162,7 +157,7 @@ def show(place: Path, console: Console) -> bool:
 
 
 def record(source: EngineSource) -> None:
-    """Write down ``source`` as a tested version.
+    """Write down ``source`` as the tested version.
 
     Raises:
         UnsupportedEngineError: the table names what is not there.
@@ -170,9 +165,8 @@ def record(source: EngineSource) -> None:
     digests = {seam.path: source.digest(seam) or "" for seam in seams()}
     if wrong := "; ".join(problem for _, problem in _moved(source, digests)):
         raise UnsupportedEngineError(f"{source.name} cannot be recorded: {wrong}")
-    records = recorded() | {source.version or source.name: dict(sorted(digests.items()))}
-    text = json.dumps(dict(sorted(records.items())), indent=1)
-    RECORDS.write_text(f"{text}\n", encoding="utf-8")
+    record = {source.version or source.name: dict(sorted(digests.items()))}
+    RECORDS.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
 
 
 def _moved(source: EngineSource, digests: Mapping[str, str]) -> Iterator[tuple[Seam, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -31,8 +30,6 @@ ALIKE = {
     "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
     "a KV cache that is wrong for one of them.",
     "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
-    "adapter_in_effect": "whether the adapter is in effect. Give each the same with: indexcache "
-    "server set.",
 }
 """What every rank must say alike, and what it is that differs if they do not."""
 
@@ -44,25 +41,14 @@ class Rank:
     Attributes:
         name: its server's URL, and its number where there are several.
         role: prefill, decode or both.
-        launched: whether its launcher had the plugin and was asked for IndexCache.
         sglang: SGLang's version.
-        state: IndexCache's report; None if there is none.
-        error: why its report failed, or "".
+        state: IndexCache's report, or what is wrong where there is none.
     """
 
     name: str
     role: str
-    launched: bool
     sglang: str
-    state: RankState | None
-    error: str = ""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What must be the same on every rank; empty without a state."""
-        if self.state is None:
-            return {}
-        return {"sglang": self.sglang, **self.state.model_dump(include=set(ALIKE))}
+    state: RankState | str
 
 
 def examine_servers(clients: Sequence[Client], console: Console) -> bool:
@@ -77,7 +63,7 @@ def examine_servers(clients: Sequence[Client], console: Console) -> bool:
         say_problem(console, str(error))
         return False
     console.print(_table(ranks))
-    problems = [_missing(rank) for rank in ranks if rank.state is None]
+    problems = [rank.state for rank in ranks if isinstance(rank.state, str)]
     problems += _differences(ranks)
     for problem in problems:
         say_problem(console, problem)
@@ -98,13 +84,12 @@ def _ranks(client: Client) -> list[Rank]:
     ranks = []
     for number, ours in sorted(numbered, key=lambda rank: rank[0]):
         name = f"{client.url} rank {number}" if len(states) > 1 else client.url
-        state, error = None, ""
+        state: RankState | str = _missing(name, launched=launched)
         try:
-            state = RankState.from_json(ours, name) if ours else None
-        except ServerError as raised:
-            error = str(raised)
-        here = "both" if role == "null" else role
-        ranks.append(Rank(name, here, launched, info["version"], state, error))
+            state = RankState.from_json(ours, name) if ours else state
+        except ServerError as error:
+            state = str(error)
+        ranks.append(Rank(name, "both" if role == "null" else role, info["version"], state))
     return ranks
 
 
@@ -112,9 +97,8 @@ def _table(ranks: Sequence[Rank]) -> Table:
     table = Table("server", "serves", "SGLang", "plugin", "mode", "pattern", box=SIMPLE)
     table.columns[0].overflow = "fold"
     for rank in ranks:
-        if (state := rank.state) is None:
-            what = "cannot report" if rank.error else "not at work"
-            table.add_row(rank.name, rank.role, "", what, "", "")
+        if isinstance(state := rank.state, str):
+            table.add_row(rank.name, rank.role, "", "not at work", "", "")
             continue
         pattern = Pattern(state.pattern)
         about = (rank.sglang, state.version, state.mode)
@@ -122,15 +106,12 @@ def _table(ranks: Sequence[Rank]) -> Table:
     return table
 
 
-def _missing(rank: Rank) -> str:
-    if rank.error:
-        return rank.error
-    if not rank.launched:
-        return (
-            f"{rank.name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
-        )
+def _missing(name: str, *, launched: bool) -> str:
+    """Why a rank reports nothing, whose launcher had the plugin and was asked for IndexCache."""
+    if not launched:
+        return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
     return (
-        f"{rank.name} was started with IndexCache, but its worker did not load the plugin: in live "
+        f"{name} was started with IndexCache, but its worker did not load the plugin: in live "
         "mode every layer runs its indexer there. The worker's log says why; look for an error at "
         "its start, SGLANG_PLUGINS, or another Python environment on its node"
     )
@@ -138,7 +119,12 @@ def _missing(rank: Rank) -> str:
 
 def _differences(ranks: Sequence[Rank]) -> list[str]:
     """A sentence for each of :data:`ALIKE` that is not the same everywhere."""
-    differing = alike({rank.name: rank.facts for rank in ranks if rank.state is not None})
+    facts = {
+        rank.name: {"sglang": rank.sglang, **rank.state.model_dump(include=set(ALIKE))}
+        for rank in ranks
+        if isinstance(rank.state, RankState)
+    }
+    differing = alike(facts)
     found = []
     for fact in [fact for fact in ALIKE if fact in differing]:
         said = differing[fact].items()

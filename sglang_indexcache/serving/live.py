@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.ask.protocol import STATE, SWITCH
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.serving import adapter, hooks, requests
+from sglang_indexcache.serving import hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.settings import ADAPTER, MODE
+from sglang_indexcache.serving.settings import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from torch.nn import Module
-
-    from sglang_indexcache.serving.settings import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +115,7 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
 
     Args:
         scheduler: SGLang's scheduler of this process, between two batches.
-        value: as for ``--indexcache-pattern``, but no file: it would be read on the server; or
-            ``adapter``, for the adapter's pattern and indexers. Under every other value the
-            checkpoint's own indexers are in effect.
+        value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
@@ -130,35 +126,13 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
             f"the server was started in static mode, where shared layers have no indexer. Start "
             f"it with {MODE.flag} live."
         )
-    adapted = value == adapter.IN_EFFECT
-    if adapted and not plan.adapter:
-        raise SettingsError(f"this server has no adapter. Start it with {ADAPTER.flag} FOLDER.")
-    if adapted:
-        policy = Policy.of(plan.pattern)
-    else:
-        policy = Policy.parse(value, lambda name: requests.resolve(plan, name))
+    policy = Policy.parse(value, lambda name: requests.resolve(plan, name))
     active.last_rejection = ""
-    if (policy, adapted) == (active.policy, active.adapted):
+    if policy == active.policy:
         return
     _check_both_nodes_switch_alike(scheduler)
-    if adapted != active.adapted:
-        _exchange_indexers(scheduler, plan, adapted=adapted)
-    active.replace(policy, f"{value}, set while the server ran", adapted=adapted)
+    active.replace(policy, f"{value}, set while the server ran")
     logger.info("IndexCache: requests to come have %s", policy)
-
-
-def _exchange_indexers(scheduler: Scheduler, plan: Plan, *, adapted: bool) -> None:
-    """Put the adapter's indexers in the place of the checkpoint's, or the other way round.
-
-    A model has one set of weights, so unlike a pattern they cannot differ between two requests.
-    """
-    if not scheduler.is_fully_idle():
-        raise SettingsError(
-            "requests are running, and the adapter's indexers and the checkpoint's can only be "
-            "exchanged for all requests at once. Switch when the server is idle."
-        )
-    weights = adapter.indexers(plan, adapted=adapted)
-    adapter.put(scheduler.tp_worker.model_runner.model, weights)
 
 
 def _check_both_nodes_switch_alike(scheduler: Scheduler) -> None:

@@ -70,6 +70,12 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "--enable-pdmux does not work with models of DeepSeek Sparse Attention: SGLang cannot "
             "run their prefill in pieces, and the first request would end the server. Drop it."
         )
+    if cfg.enable_prefill_cp and cfg.cp_strategy == "zigzag":
+        yield (
+            "--cp-strategy zigzag does not work with models of DeepSeek Sparse Attention: SGLang "
+            "gathers their index keys in interleaved order only, and the first request would end "
+            "the server. Use --cp-strategy interleave."
+        )
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.graphs:
@@ -112,8 +118,7 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
     reasons = {
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
-        # Its reloading knows only weights that are used as they are stored.
-        f"{ADAPTER.flag} and --quantization": plan.adapter and cfg.quantization is not None,
+        f"{ADAPTER.flag}, whose indexers are trained for one pattern": plan.adapter,
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
     yield from _clash("live mode", reasons, f"Use {MODE.flag} static.")
@@ -152,9 +157,6 @@ def _of_graphs(cfg: Any, plan: Plan) -> Iterator[str]:
             cfg.speculative_algorithm is not None
         ),
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
-        f"{ADAPTER.flag} in live mode, which exchanges weights that a graph has captured": (
-            plan.adapter and plan.mode == "live"
-        ),
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
     yield from _clash(GRAPHS.flag, reasons, "Drop it.")
@@ -167,7 +169,7 @@ def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
         "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
     }
     found = [name for name, used in by_tokens_alone.items() if used]
-    if found and plan.kv_namespace(plan.pattern, adapted=bool(plan.adapter)):
+    if found and plan.kv_namespace(plan.pattern):
         cause = f"{MODE.flag} live" if plan.mode == "live" else PATTERN.flag
         yield (
             f"{found[0]} does not work with {cause}: FlexKV finds KV by its tokens alone "

@@ -126,11 +126,6 @@ def _decide(active: ActivePattern, request: Req) -> Pattern:
     """
     name = named_by(request.sampling_params)
     wanted = None if name is None else resolve(active.plan, name)
-    if active.adapted and wanted not in (None, active.plan.pattern):
-        raise SettingsError(
-            f"the adapter's indexers are in effect, which were trained for {active.plan.pattern}: "
-            "name no other pattern, or switch the server to another first"
-        )
     begun = _begun(request.session)
     if wanted is not None and begun is not None and wanted != begun:
         raise SettingsError(
@@ -168,7 +163,7 @@ def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
         request.set_finish_with_abort(str(error))
     request.indexcache_pattern = pattern
     request.customized_info = {NAME: [str(pattern)]}
-    if (namespace := active.plan.kv_namespace(pattern, adapted=active.adapted)) is not None:
+    if (namespace := active.plan.kv_namespace(pattern)) is not None:
         request.extra_key = within(namespace, request.extra_key)
     _admitted.add(request)
 

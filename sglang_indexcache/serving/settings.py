@@ -88,9 +88,8 @@ KERNELS = Option(
 ADAPTER = Option(
     "indexcache_adapter",
     "A folder that indexcache heal run wrote: its indexers take the place of the checkpoint's, "
-    "and its pattern is the pattern. In live mode it is in effect from the start, and again after "
-    "indexcache server set adapter; under every other pattern that is set, the checkpoint's own "
-    "indexers are. Refused with another checkpoint than the one it was trained on.",
+    "and its pattern is the pattern. Static mode only. Refused with another checkpoint than the "
+    "one it was trained on.",
     metavar="FOLDER",
 )
 GRAPHS = Option(
@@ -272,21 +271,18 @@ class Plan:
             + (f", graphs {', '.join(self.graphs)}" if self.graphs else "")
         )
 
-    def kv_namespace(self, pattern: Pattern, *, adapted: bool = False) -> str | None:
+    def kv_namespace(self, pattern: Pattern) -> str | None:
         """What keeps the cached KV of a request apart from all KV that is computed otherwise.
 
         None where there is nothing to keep apart: under the checkpoint's own sharing and with its
         own indexers stock SGLang computes the same KV and may have it. Not so in live mode, where
         requests of all patterns meet: none may reach another's KV by an ``extra_key`` of its own.
-
-        Args:
-            adapted: whether the adapter's indexers are in effect.
         """
-        indexers = f"-{self.adapter_digest[:12]}" if adapted else ""
         if self.mode == "live":
-            return f"indexcache-live-{pattern.digest}{indexers}"
-        if pattern == self.own and not adapted:
+            return f"indexcache-live-{pattern.digest}"
+        if pattern == self.own and not self.adapter:
             return None
+        indexers = f"-{self.adapter_digest[:12]}" if self.adapter else ""
         return f"indexcache-{pattern.digest}{indexers}"
 
     def hf_overrides(self) -> dict[str, Any]:

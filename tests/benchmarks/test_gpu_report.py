@@ -153,7 +153,9 @@ class FakeServer:
     def generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
         named = sampling_params.get("custom_params", {}).get(PATTERN_OF_REQUEST)
-        under = "FFFFFF" if self.fault == "ignores patterns" else named or str(served.PATTERN)
+        under = (
+            str(served.FULL) if self.fault == "ignores patterns" else named or str(served.PATTERN)
+        )
         if self.fault == "mixes patterns" and self.asked > 18:
             under = "FSSSSS"
         tokens = [crc32(f"{input_ids} {under} {n}".encode()) % 500 for n in range(served.TOKENS)]
@@ -165,8 +167,10 @@ class FakeServer:
         return {"output_ids": tokens, "meta_info": {PATTERN_OF_REQUEST: said} if named else {}}
 
     def states(self) -> list[RankState]:
-        pattern = "FFFFFF" if self.fault == "serves another pattern" else str(served.PATTERN)
-        full = range(6) if self.fault == "runs every indexer" else served.PATTERN.full_layers
+        pattern = (
+            str(served.FULL) if self.fault == "serves another pattern" else str(served.PATTERN)
+        )
+        full = range(12) if self.fault == "runs every indexer" else served.PATTERN.full_layers
         state = RankState(
             version="0",
             pattern=pattern,
@@ -174,11 +178,11 @@ class FakeServer:
             source="a test",
             mode="live",
             architecture="GlmMoeDsaForCausalLM",
-            checkpoint_pattern="FFFFFF",
-            indexer_selections=[int(layer in full) for layer in range(6)],
-            index_reuses=[0] * 6,
-            index_key_writes=[0] * 6,
-            index_k_bytes_per_token=132 * (6 if "bytes" in self.fault else 2),
+            checkpoint_pattern=str(served.FULL),
+            indexer_selections=[int(layer in full) for layer in range(12)],
+            index_reuses=[0] * 12,
+            index_key_writes=[0] * 12,
+            index_k_bytes_per_token=132 * (12 if "bytes" in self.fault else 3),
         )
         return [state]
 
@@ -284,11 +288,19 @@ def test_a_row_needs_every_shape_that_was_to_be_timed() -> None:
 
     timed = {str(work): found(work) for work in workloads()}
     rows = {
-        (r["op"], r["phase"], r["heads"], r["engine"]): r for r in speed.conclude(timed, [9, 0])
+        (r["op"], r["phase"], r["heads"], r["engine"]): r
+        for r in speed.conclude(timed, "NVIDIA H100")
     }
     assert rows["select", "prefill", 32, ""]["tokens"] == 122_880
     assert rows["sparse_mla", "decode", 8, "fa3"]["tokens"] == 0
     assert {dispatch.KernelMeasurement(**row, record="x.json").op for row in rows.values()}
     del timed[str(Workload("mla_decode", 16, 122_880, 8))]
-    fewer = {(r["op"], r["phase"], r["heads"], r["engine"]) for r in speed.conclude(timed, [9, 0])}
+    fewer = {
+        (r["op"], r["phase"], r["heads"], r["engine"]) for r in speed.conclude(timed, "NVIDIA H100")
+    }
     assert set(rows) - fewer == {("sparse_mla", "decode", 8, "fa3")}
+    lost = timed[str(Workload("select_prefill", 256, 204_800, 32))]["times"]["cuda"]
+    lost["median_us"] = 9.0  # a long chunk alone would not be slower
+    fewer = {(r["op"], r["phase"], r["heads"]) for r in speed.conclude(timed, "NVIDIA H100")}
+    assert ("select", "prefill", 32) not in fewer
+    assert ("select", "prefill", 64) in fewer

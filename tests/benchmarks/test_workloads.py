@@ -1,11 +1,15 @@
 """What the speed tests time: shapes, inputs, and the least that any kernel would need."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.engine_kernels import engine_anchors, engine_default
 from benchmarks.kernels import speed, workloads
+from benchmarks.kernels.yardstick import MULTIPROCESSORS
 from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.kernels.indexer.cuda import select_rows
 
 CPU = torch.device("cpu")
 
@@ -52,7 +56,17 @@ def test_every_workload_is_one_of_its_family() -> None:
     for family in ("mla_prefill", "mla_decode"):
         assert {8, 16, 64, 128} <= {w.heads for w in todo if w.family == family}
     for family in ("select_decode", "mla_decode"):
-        assert {w.rows for w in todo if w.family == family} == set(workloads.BATCHES)
+        assert {w.rows for w in todo if w.family == family} == {*workloads.BATCHES, workloads.MANY}
+
+
+def test_both_ways_of_our_kernels_are_timed_before_one_becomes_a_default() -> None:
+    """Of few rows in a prefill ours makes no tile for each SM, and takes two launches."""
+    for work in workloads.workloads():
+        if work.family == "select_prefill":
+            tiles = work.rows / select_rows(work.heads)
+            assert (tiles >= MULTIPROCESSORS) == (work.rows != workloads.MANY)
+            few = replace(work, rows=workloads.MANY)
+            assert few in workloads.workloads()
 
 
 @pytest.mark.parametrize("work", workloads.tiny_workloads(), ids=str)

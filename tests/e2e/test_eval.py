@@ -15,7 +15,7 @@ import sglang_indexcache
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.plan import EvaluationPlan
-from sglang_indexcache.evaluate.request import EvaluationRequest
+from sglang_indexcache.evaluate.request import EvaluationRequest, arms_of
 from sglang_indexcache.evaluate.run import run_evaluation
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.pairs import paired
@@ -42,7 +42,8 @@ def test_answers_have_the_loss_that_transformers_gives_them(
     client: Client, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Of every arm, though each context was computed once and its questions came from the cache."""
-    request = EvaluationRequest(TINY, "full", ("uniform:1/4",), "", PLAN, corpus, "")
+    arms = arms_of(TINY, "full", ("uniform:1/4",), "")
+    request = EvaluationRequest(TINY, arms, PLAN, corpus, "")
     console = Console(file=io.StringIO())
     found = run_evaluation(request, {"": client}, tmp_path, console, agree=lambda _: None)
     assert found.finished

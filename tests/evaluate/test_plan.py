@@ -24,6 +24,7 @@ from sglang_indexcache.evaluate.plan import (
 from sglang_indexcache.evaluate.request import EvaluationRequest
 from sglang_indexcache.evaluate.tasks import TASKS
 from sglang_indexcache.evaluate.tasks.context import Context, Task
+from tests.evaluate.evaluate import ARMS
 from tests.evaluate.fake_server import Words
 
 PLAN = EvaluationPlan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
@@ -79,7 +80,7 @@ def test_contexts_are_those_of_the_plan(place: int) -> None:
 def test_the_cost_is_what_would_be_computed() -> None:
     """Against counting every planned context, with pages of 64."""
     plan = replace(PLAN, tasks=("notes",))
-    found = EvaluationRequest(Path(), "full", ("1/4",), "", plan, CORPUS, "").tokens()
+    found = EvaluationRequest(Path(), ARMS[:3], plan, CORPUS, "").tokens()
     counted = 0
     for planned in plan.planned:
         made = CORPUS.make(planned)

@@ -24,6 +24,7 @@ from sglang_indexcache.evaluate.plan import (
 from sglang_indexcache.evaluate.request import EvaluationRequest, shown_in_words
 from sglang_indexcache.evaluate.tasks.files import Item
 from sglang_indexcache.stats.power import spread
+from tests.evaluate.evaluate import ARMS
 from tests.evaluate.fake_server import TOPK, Words
 from tests.evaluate.tasks.published import graphwalks_row, prompt_row, write
 
@@ -175,7 +176,7 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
         for p in plan.planned
         if p.look == CONTROL_LOOK
     )
-    request = EvaluationRequest(Path(), "full", ("1/4",), "", plan, Corpus(Words(), 4), "")
+    request = EvaluationRequest(Path(), ARMS[:3], plan, Corpus(Words(), 4), "")
     found = request.tokens()
     pages = 64 * sum(times)  # what is left of a page is computed once more
     assert least <= found - control <= least + pages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,6 @@ from tests.gpu.report import REPORT
 ORDER = ("start", "served", "capture", "kernels", "speed")
 """What a user of a card wants to know first, and what everything else stands on."""
 HOPPER = (9, 0)
-SHAPE = {
-    "num_hidden_layers": 6,
-    "first_k_dense_replace": 6,
-    "mlp_layer_types": ["dense"] * 6,
-    "hidden_size": 512,
-    "num_attention_heads": 64,
-    "q_lora_rank": 256,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "index_topk": 2048,
-}
-"""The widths that DSA's CUDA kernels are compiled for; the demo's checkpoint has others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,16 +57,15 @@ def reported(pytestconfig: pytest.Config) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of random weights to serve."""
-    from sglang_indexcache.demo.model import ModelSpec, make_model
+    """The shipped checkpoint in the widths that DSA's CUDA kernels are compiled for."""
+    from tests.rehearsal.widened import widen
 
-    folder = tmp_path_factory.mktemp("served") / "model"
-    make_model(ModelSpec("glm-5", "small", vocab_size=512, overrides=SHAPE), folder)
-    return folder
+    return widen(tmp_path_factory.mktemp("served") / "model", heads=64, index_heads=32)
 
 
 @pytest.fixture(scope="session")
 def prompts() -> list[tuple[int, ...]]:
-    """Two on which selection matters, one that fits into k."""
-    draw = random.Random(0)
-    return [tuple(draw.randrange(10, 500) for _ in range(n)) for n in (5000, 3001, 700)]
+    """Source code that training never saw: two on which selection matters, one that fits into k."""
+    from tests.rehearsal.widened import real_text
+
+    return [tuple(real_text(start, n)) for start, n in ((0, 5000), (5000, 3001), (9000, 700))]

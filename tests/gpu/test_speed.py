@@ -31,4 +31,4 @@ def test_what_may_become_a_default(reported: dict[str, Any]) -> None:
         if "test_times[" in name and result.get("evidence", {}).get("times")
     }
     assert found, "nothing was timed"
-    reported["faster"] = conclude(found, reported["machine"]["capability"])
+    reported["faster"] = conclude(found, reported["machine"]["name"])

@@ -149,11 +149,10 @@ def test_proposition_1_for_real_indexer_parameters(family: str, sparse: bool) ->
 
 
 def test_without_cross_layer_loss_an_indexer_serves_itself_only() -> None:
-    model = DistilledModel(make("glm-5"), Pattern("FSSF"), cross_layer=False)
+    models = [DistilledModel(make("glm-5"), Pattern("FSSF"), every) for every in (False, True)]
+    models[0].load_state_dict(models[1].state_dict())
     batch = one_document(tokens(1, LENGTH))
-    alone = model(**batch, stage=Stage.SPARSE).index
-    model.sharing.cross_layer = True
-    shared = model(**batch, stage=Stage.SPARSE).index
+    alone, shared = (model(**batch, stage=Stage.SPARSE).index for model in models)
     assert alone[1] == alone[2] == 0
     torch.testing.assert_close(alone[0], 3 * shared[0])  # of 1/(m+1), m = 2
     torch.testing.assert_close(alone[3], shared[3])

@@ -125,6 +125,13 @@ def test_outputs_that_kernels_cannot_write() -> None:
     }
     assert output("op", None, **rows).shape == (4, 16)
     assert output("op", wide[:, :16], **rows, strided_rows=True).stride() == (32, 1)
-    for wrong in (wide, wide[:, :16], wide[:, ::2], wide[:, :16].int().contiguous()):
-        with pytest.raises(KernelError, match=r"op: out must be \[4, 16\]"):
+    for wrong, says in (
+        (wide, r"\[4, 16\] float32 on cpu, not \[4, 32\]"),
+        (wide[:, :16].int().contiguous(), r"\[4, 16\] float32 on cpu, not \[4, 16\] int32"),
+        (wide[:, :16], "contiguous"),
+        (wide[:, ::2], "contiguous"),
+    ):
+        with pytest.raises(KernelError, match=f"op: out must be {says}"):
             output("op", wrong, **rows)
+    with pytest.raises(KernelError, match="op: out must be contiguous"):
+        output("op", wide[:, ::2], **rows, strided_rows=True)

@@ -15,9 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.kernels import yardstick
+from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build as building
-from sglang_indexcache.kernels import cuda
+from sglang_indexcache.kernels import cuda, dispatch
 from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
@@ -322,9 +323,9 @@ def counted(code: Code, part: str) -> str:
 @needs_nvcc
 @pytest.mark.parametrize(("kernel", "loop"), yardstick.COUNTED)
 def test_the_yardstick_counts_the_loops_of_today(
-    kernel: str, loop: str, code: dict[str, Code]
+    kernel: str, loop: str, libraries: dict[str, BuiltKernels], code: dict[str, Code]
 ) -> None:
-    if building.nvcc_version() != yardstick.COUNTED_OF:
+    if libraries["indexer"].compiler != yardstick.COUNTED_OF:
         pytest.skip("another nvcc makes other loops")
     assert counted(code[kernel], loop) == yardstick.COUNTED[kernel, loop], (
         "this code is not that whose clocks benchmarks/kernels/yardstick.py holds: count "
@@ -404,8 +405,6 @@ def test_launches_that_the_kernels_cannot_do_are_refused(
 
 @needs_nvcc
 def test_build_kernels_command(libraries: dict[str, BuiltKernels]) -> None:
-    from sglang_indexcache.cli import app
-
     done = CliRunner().invoke(app, ["kernels", "build"])
     assert done.exit_code == 0, done.output
     for folder in FOLDERS:
@@ -492,11 +491,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv(building.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(building, "DEFAULT_HOME", tmp_path)
-    building.find_nvcc.cache_clear()
-    building.nvcc_version.cache_clear()
+    kept = building.find_nvcc, building.nvcc_version, dispatch._distrust_cuda
+    for function in kept:
+        function.cache_clear()
     yield tmp_path
-    building.find_nvcc.cache_clear()
-    building.nvcc_version.cache_clear()
+    for function in kept:
+        function.cache_clear()
 
 
 def test_without_nvcc(elsewhere: Path) -> None:
@@ -574,11 +574,44 @@ def test_what_was_packed_is_found_on_a_machine_without_nvcc(
     assert cuda.library("topk")
 
 
-def test_what_a_bad_compiler_made_is_not_packed(empty_library: Path, elsewhere: Path) -> None:
-    path = keep("topk", "13.0.88", empty_library)
-    with pytest.raises(KernelError, match=r"topk is not packed .* nvcc 13\.0\.88 miscompiles"):
-        building.pack(elsewhere / "a.tar.gz", [BuiltKernels(path, path, fresh=True)])
+def test_what_a_bad_compiler_makes_is_not_packed(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is compiled."""
+    monkeypatch.setattr(building, "nvcc_version", lambda: (13, 0, 88))
+    monkeypatch.setattr(cuda, "nvcc_version", lambda: (13, 0, 88))
+    done = CliRunner().invoke(app, ["kernels", "build", "--archive", str(elsewhere / "a.tar.gz")])
+    assert done.exit_code == 1
+    assert "no archive is made for other machines: nvcc 13.0.88 miscompiles" in done.output
+    assert "compiling" not in done.output
     assert not (elsewhere / "a.tar.gz").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "there", "taken"),
+    [
+        ((13, 0, 88), ["13.0.88", "13.1.80"], "13.1.80"),  # unpacked beside a bad compiler's
+        ((13, 5, 37), ["13.1.80"], "13.1.80"),
+        ((13, 1, 80), ["13.1.80", "13.5.37"], "13.1.80"),
+        ((12, 9, 86), ["13.1.80"], None),  # wants another CUDA than torch has there
+        ((13, 5, 37), ["13.0.88"], None),
+        (None, ["13.1.80", "13.5.37"], "13.1.80"),
+    ],
+)
+def test_a_good_compiler_s_build_comes_first(
+    own: tuple[int, ...] | None,
+    there: list[str],
+    taken: str | None,
+    empty_library: Path,
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else an archive would be of no use on a machine that happens to have an nvcc."""
+    if own is not None:
+        monkeypatch.setattr(building, "nvcc_version", lambda: own)
+    kept = {release: keep("topk", release, empty_library) for release in there}
+    found = building.cached("topk")
+    assert (found and found.path) == (taken and kept[taken])
 
 
 def test_what_was_built_ahead_needs_no_nvcc(

@@ -78,15 +78,16 @@ def test_what_cannot_be_imported_is_an_error() -> None:
         dispatch.Implementation("rocm").load("topk")
 
 
-ROW = KernelMeasurement("select", "prefill", (9, 0), 32, "", 65_536, "cuda", "gpu/h100.json")
+ROW = KernelMeasurement(
+    "select", "prefill", HOPPER.name, 32, 2048, "", 65_536, "cuda", "gpu/h100.json"
+)
 
 
 def shown(row: KernelMeasurement, report: dict[str, Any]) -> bool:
     """Whether a report of the GPU tests says all that the row claims."""
     claims = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "record"}
-    claims["capability"] = list(row.capability)
     right = report["correct"].get(row.implementation, {}).get(row.op)
-    return right is True and claims in report["faster"]
+    return right is True and claims in report["faster"] and report["machine"]["name"] == row.card
 
 
 def test_every_default_has_its_evidence() -> None:
@@ -101,7 +102,8 @@ def test_every_default_has_its_evidence() -> None:
     "wrong",
     [
         {"heads": 64},
-        {"capability": (10, 0)},
+        {"card": "NVIDIA H20"},
+        {"topk": 1024},
         {"tokens": 32_768},
         {"phase": "decode"},
         {"op": "sparse_mla"},
@@ -111,20 +113,24 @@ def test_evidence_for_another_case_is_none(wrong: dict[str, Any]) -> None:
     claims = {name: value for name, value in asdict(ROW).items() if name != "record"}
     report = {
         "correct": {"cuda": {"select": True}},
-        "faster": [claims | {"capability": [9, 0]}],
+        "faster": [claims],
+        "machine": {"name": HOPPER.name},
     }
     assert shown(ROW, report)
     assert not shown(replace(ROW, **wrong), report)
     assert not shown(ROW, report | {"correct": {"cuda": {"select": False}}})
+    assert not shown(ROW, report | {"machine": {"name": "NVIDIA H200"}})
 
 
 def test_a_measurement_is_for_its_own_case_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "MEASURED", (ROW,))
-    assert dispatch.measured("select", "prefill", HOPPER, 32, "") is ROW
-    assert dispatch.measured("select", "decode", HOPPER, 32, "") is None
-    assert dispatch.measured("select", "prefill", HOPPER, 64, "") is None
-    assert dispatch.measured("select", "prefill", BLACKWELL, 32, "") is None
-    assert dispatch.measured("sparse_mla", "prefill", HOPPER, 32, "fa3") is None
+    assert dispatch.measured("select", "prefill", HOPPER, 32, 2048, "") is ROW
+    assert dispatch.measured("select", "decode", HOPPER, 32, 2048, "") is None
+    assert dispatch.measured("select", "prefill", HOPPER, 64, 2048, "") is None
+    assert dispatch.measured("select", "prefill", HOPPER, 32, 512, "") is None
+    for other in (BLACKWELL, dispatch.Machine("NVIDIA H20", (9, 0))):
+        assert dispatch.measured("select", "prefill", other, 32, 2048, "") is None
+    assert dispatch.measured("sparse_mla", "prefill", HOPPER, 32, 2048, "fa3") is None
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -170,8 +176,8 @@ def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("doubt", "rows", "says"),
     [
-        ("it miscompiles", (ROW,), "only if asked for by name (--indexcache-kernels cuda): it mis"),
-        (None, (), "only if asked for by name (--indexcache-kernels cuda): no card has measured"),
+        ("it miscompiles", (ROW,), "only if asked for by name, --indexcache-kernels cuda: it mis"),
+        (None, (), "only if asked for by name, --indexcache-kernels cuda: no card has measured"),
         (None, (ROW,), "auto runs these kernels where they were measured to be faster"),
     ],
 )
@@ -233,6 +239,7 @@ def test_check_command_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "cuda"])
     assert result.exit_code == 1
     assert "cuda: not run: needs an NVIDIA GPU" in result.output
+    assert "nothing was checked" in result.output
     result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "fast"])
     assert "may be cuda, triton, reference, got 'fast'" in result.output
 

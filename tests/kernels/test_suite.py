@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels import yardstick
 from sglang_indexcache.kernels.contract import FLOAT32_BITS, IndexerBatch
 from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference as indexer
+from sglang_indexcache.kernels.sparse_mla import cuda
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
 from sglang_indexcache.kernels.topk import reference as topk
 
@@ -105,11 +107,8 @@ def see_one_more(batch: IndexerBatch) -> None:
     batch.visible.add_((batch.visible < batch.visible.max()).int())
 
 
-INDEXER_MUTANTS = [drop_a_head, forget_a_scale]
-
-
 @pytest.mark.parametrize("number", [1, 7])
-@pytest.mark.parametrize("change", INDEXER_MUTANTS)
+@pytest.mark.parametrize("change", [drop_a_head, forget_a_scale])
 def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> None:
     """Wrong consistently: the selection is the top-k of the wrong logits, only they betray it."""
     case = cases.PREFILL[number]
@@ -122,11 +121,7 @@ def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> N
 
 # One more token is always selected where a row sees fewer than k.
 @pytest.mark.parametrize(
-    ("change", "number"),
-    [
-        *((change, 10) for change in INDEXER_MUTANTS),
-        (see_one_more, 1),
-    ],
+    ("change", "number"), [(drop_a_head, 10), (forget_a_scale, 10), (see_one_more, 1)]
 )
 def test_wrong_selection(change: Any, number: int, generator: torch.Generator) -> None:
     case = cases.PREFILL[number]
@@ -140,20 +135,12 @@ def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
     """What bfloat16 logits would be is beyond the tolerance even of Hopper's FP8 unit."""
 
     def rounded(*arguments: Any, **options: Any) -> torch.Tensor:
-        return options["out"].copy_(indexer.logits(*arguments).bfloat16())
-
-    def select(*arguments: Any, **options: Any) -> torch.Tensor:
-        return indexer.select(*arguments, **options)
+        made = indexer.logits(*arguments, **options)
+        return made.copy_(made.bfloat16())
 
     case = cases.PREFILL[10]
     inputs = cases.indexer_inputs(case, generator, CPU)
-
-    def logits(*arguments: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:
-            out = torch.empty(len(inputs.visible), arguments[-1])
-        return rounded(*arguments, out=out)
-
-    complaints = suite.check_indexer(logits, select, case, inputs, FLOAT32_BITS)
+    complaints = suite.check_indexer(rounded, indexer.select, case, inputs, FLOAT32_BITS)
     assert any("tolerance" in complaint for complaint in complaints)
 
 
@@ -186,3 +173,16 @@ def test_attention_mutants(mutant: Any, generator: torch.Generator) -> None:
     inputs = cases.attention_inputs(cases.ATTENTION[1], generator, CPU)
     assert suite.check_sparse_mla(sparse_mla.sparse_mla, inputs) == []
     assert suite.check_sparse_mla(mutant, inputs)
+
+
+def test_the_grid_takes_every_way_that_attention_has_on_an_h100() -> None:
+    """Eight, four, three and two rows a tile, or one; lists split over clusters of any size."""
+    sms = yardstick.MULTIPROCESSORS
+    packed, split = set(), set()
+    for case in (*cases.WIDE_ATTENTION, *cases.LARGE_ATTENTION):
+        rows, shape = len(case.counts), (case.heads, case.topk)
+        packed.add((case.heads, cuda.rows_per_tile(rows, *shape, sms)))
+        if case.heads == 8:
+            split.add((rows, cuda.cluster_size(rows, *shape, yardstick.clusters)))
+    assert {(5, 8), (8, 8), (16, 4), (20, 3), (32, 2), (100, 1)} <= packed
+    assert {(16, 7), (32, 3)} <= split, "what 16 and 32 requests take in decode"

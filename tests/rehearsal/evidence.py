@@ -77,7 +77,6 @@ def halves(client: Client, _: Path) -> None:
     split = re.findall(
         r"is_enable_two_chunk=(\w+) tbo_split_seq_index=(\d+).*mode=\S*\.(\w+)", said
     )
-    print(set(split))
     assert ("True", "0", "EXTEND") in split
     assert any(mode == "DECODE" and int(at) > 0 for _, at, mode in split)
 

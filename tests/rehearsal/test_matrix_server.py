@@ -227,7 +227,7 @@ CASES = [
         "an adapter",
         (*EAGER, *SHADOW),
         family="glm-5-adapted",
-        shows=(evidence.adapter_in_effect, evidence.overlaps),
+        shows=(evidence.adapter_served, evidence.overlaps),
     ),
     Case(
         "DeepSeek-V3.2",

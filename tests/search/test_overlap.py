@@ -77,14 +77,13 @@ def blocks() -> np.ndarray:
     return matrix
 
 
-def test_reads_clusters_and_boundaries() -> None:
+def test_reads_the_sharpest_boundary() -> None:
     matrix = blocks()
     matrix[1, 2] = matrix[2, 1] = 0.1
     found = read(matrix)
-    assert found["clusters"] == [[0, 1], [2, 4], [5, 5]]
     assert found["worst_boundary"] == [1, 2]
     assert found["adjacent"] == [0.1, 0.9]
-    assert "Clusters with at least 0.60 between all their layers: 0-1, 2-4." in found["summary"]
+    assert "The sharpest boundary is between layers 1 and 2 (0.10)." in found["summary"]
 
 
 def test_overlap_of_what_a_pattern_shares() -> None:

@@ -1,11 +1,14 @@
-"""Plans for tests that only care for some of their fields."""
+"""Plans, and the requests of a batch, for tests that only care for some of their fields."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.rows import RequestIds
 from sglang_indexcache.serving.settings import Plan
 
 
@@ -14,3 +17,10 @@ def plan(text: str = "FSFS", **fields: Any) -> Plan:
     pattern, layers = Pattern(text), tuple(range(len(Pattern(text))))
     own = Pattern.full(len(Pattern(text)))
     return replace(Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM"), **fields)
+
+
+def requests(patterns: Iterable[str | Pattern]) -> RequestIds:
+    """A batch's, one a pattern."""
+    named = [Pattern(p) if isinstance(p, str) else p for p in patterns]
+    each = [SimpleNamespace(rid=str(n), indexcache_pattern=p) for n, p in enumerate(named)]
+    return RequestIds(each)  # type: ignore[arg-type]

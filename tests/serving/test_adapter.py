@@ -111,9 +111,9 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "was trained for the pattern",
     ),
     "no adapter": (_empty, "is not an adapter: cannot read"),
-    "live and quantised by SGLang": (
-        lambda _: ["--indexcache-mode", "live", "--quantization", "fp8"],
-        "live mode does not work with --indexcache-adapter and --quantization",
+    "live mode": (
+        lambda _: ["--indexcache-mode", "live"],
+        "live mode does not work with --indexcache-adapter, whose indexers are trained for one",
     ),
 }
 
@@ -132,16 +132,11 @@ def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
 
 
 def test_other_weights_have_other_kv(adapter: Adapter) -> None:
-    """Static, and live where a request's pattern is the same and the indexers are not."""
+    plans = [plan("FFFF"), *(plan("FFFF", adapter="a", adapter_digest=d * 64) for d in "ab")]
     full, other = Pattern("FFFF"), Pattern("FSFS")
-    adapted = [plan("FFFF", adapter="a", adapter_digest=digest * 64) for digest in "ab"]
-    assert plan("FFFF").kv_namespace(full) is None
-    apart = {p.kv_namespace(full, adapted=True) for p in adapted} | {None}
-    apart |= {p.kv_namespace(other, adapted=a) for p in adapted for a in (True, False)}
-    live = plan("FFFF", mode="live", adapter="a", adapter_digest="a" * 64)
-    apart |= {live.kv_namespace(full, adapted=a) for a in (True, False)}
-    assert len(apart) == 3 + 3 + 2
-    assert len({p.terms for p in (plan("FFFF"), *adapted)}) == 3
+    assert plans[0].kv_namespace(full) is None
+    assert len({p.kv_namespace(each) for p in plans for each in (full, other)}) == 6
+    assert len({p.terms for p in plans}) == 3
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -300,20 +295,14 @@ def test_it_is_quantised_on_loading_like_the_checkpoint(
     assert not same(got, plain)
     served.check_in_effect(SimpleNamespace(model=got), fp8_plan)
 
-    served.put(got, served.indexers(fp8_plan, adapted=False))
-    assert same(got, plain)
-    served.put(got, served.indexers(fp8_plan, adapted=True))
-    assert same(got, wanted)
 
-
-@pytest.mark.parametrize("adapted", [True, False])
 def test_where_weights_are_dequantised_its_are_too(
-    fp8_plan: Plan, monkeypatch: pytest.MonkeyPatch, adapted: bool
+    fp8_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = served.indexers(fp8_plan, adapted=adapted)
+    stored = served.indexers(fp8_plan)
     blocks = QUANTIZATION["weight_block_size"]
     monkeypatch.setattr(fp8, "blocks", lambda: blocks)
-    plain = served.indexers(fp8_plan, adapted=adapted)
+    plain = served.indexers(fp8_plan)
     assert plain.keys() == {name for name in stored if not name.endswith(SCALES)}
     for name, tensor in plain.items():
         scales = stored.get(name + SCALES)
@@ -327,16 +316,6 @@ def test_weights_that_came_another_way(fp8_plan: Plan) -> None:
     )
     with pytest.raises(SettingsError, match="--load-format sharded_state loads weights in a way"):
         served.check_in_effect(runner, fp8_plan)
-
-
-def test_scales_that_sglang_changes_for_good(fp8_plan: Plan) -> None:
-    made = model(fused=False)
-    setattr(made, served._ADAPTED, True)
-    made.model.layers[0].self_attn.indexer.wq_b.weight_scale_inv.format_ue8m0 = True
-    served.check_in_effect(SimpleNamespace(model=made), fp8_plan)
-    live = plan("FS", mode="live", adapter=fp8_plan.adapter)
-    with pytest.raises(SettingsError, match="cannot be taken out again on this GPU"):
-        served.check_in_effect(SimpleNamespace(model=made), live)
 
 
 @pytest.mark.parametrize("way", ["disk", "distributed", "tensor", "ipc"])
@@ -361,4 +340,4 @@ def test_an_adapter_that_was_replaced_under_a_server(fp8_base: Path, fp8_plan: P
         record={},
     )
     with pytest.raises(IndexCacheError, match="was replaced since this server was started"):
-        served.indexers(fp8_plan, adapted=True)
+        served.indexers(fp8_plan)

@@ -335,24 +335,6 @@ def test_an_error_of_sglangs_frees_the_place() -> None:
 # -- every process that takes requests ---------------------------------------------------------
 
 
-def test_a_tokenizer_process_gets_the_hooks_with_its_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import pickle
-
-    from sglang.srt.managers.multi_tokenizer_mixin import (
-        TokenizerWorker,
-        get_tokenizer_worker_class,
-    )
-
-    installed = []
-    monkeypatch.setattr(front, "install", lambda: installed.append(True))
-    carried = pickle.loads(pickle.dumps(front.tokenizer_worker_class))
-    arguments: Any = SimpleNamespace(get_tokenizer_worker_class=carried)
-    assert get_tokenizer_worker_class(arguments) is TokenizerWorker
-    assert installed == [True]
-
-
 @pytest.mark.parametrize("is_running", [False, True])
 def test_the_middleware_is_inside_sglangs_own(
     monkeypatch: pytest.MonkeyPatch, is_running: bool

@@ -30,45 +30,13 @@ def resolve(
     return buffer.read(layer, rows)
 
 
-def forward(buffer: IndexBuffer, pattern: Pattern) -> list[torch.Tensor]:
-    """One forward of a model whose layer i selects a tensor of its own."""
-    buffer.begin()
-    used = []
-    for layer in range(len(pattern)):
-        selected = torch.tensor([layer]) if buffer.is_full(layer) else None
-        used.append(resolve(buffer, layer, selected))
-    return used
-
-
-texts = st.text("FS", max_size=30).map(lambda rest: "F" + rest)
-
-
-@given(st.lists(texts, min_size=1, max_size=6))
-def test_each_layer_gets_its_sources_indices_across_switches(sequence: list[str]) -> None:
-    width = max(map(len, sequence))
-    patterns = [Pattern(text.ljust(width, "S")) for text in sequence]
-    state = active(str(patterns[0]))
-    buffer = IndexBuffer(state)
-    for pattern in patterns:
-        state.replace(Policy.of(pattern), "test")
-        for layer, indices in enumerate(forward(buffer, pattern)):
-            assert int(indices) == pattern.source_of(layer)
-
-
 def test_begin_forgets() -> None:
     buffer = IndexBuffer(active("FS"))
-    forward(buffer, Pattern("FS"))
+    buffer.begin()
+    resolve(buffer, 0, torch.tensor([0]))
     buffer.begin()
     with pytest.raises(StaleIndexError, match=r"layer 1 shares .* holds nothing"):
         resolve(buffer, 1, None)
-
-
-def test_skipped_full_layer_is_noticed() -> None:
-    buffer = IndexBuffer(active("FSFS"))
-    buffer.begin()
-    resolve(buffer, 0, torch.tensor([0]))
-    with pytest.raises(StaleIndexError, match="position 2, but the buffer holds those of"):
-        resolve(buffer, 3, None)
 
 
 def test_full_layer_must_select() -> None:

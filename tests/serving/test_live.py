@@ -92,33 +92,6 @@ def test_the_report_counts_what_is_allocated(
     assert state["stage"] == [0, 3]  # another stage has the last layer, and counts it
 
 
-def test_an_adapter_cannot_be_set_where_there_is_none(serving: active.ActivePattern) -> None:
-    assert report(scheduler())["adapter"] == ""
-    assert not ask(scheduler(), "indexcache_pattern=adapter")
-    assert "Start it with --indexcache-adapter FOLDER" in serving.last_rejection
-
-
-def test_indexers_are_exchanged_for_all_requests_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A model has one set of weights, whatever pattern its requests have."""
-    moved: list[bool] = []
-    monkeypatch.setattr(live.adapter, "indexers", lambda _plan, *, adapted: {"adapted": adapted})
-    monkeypatch.setattr(live.adapter, "put", lambda _, weights: moved.append(weights["adapted"]))
-    serving = active.activate(replace(PLAN, adapter="a", adapter_digest="a" * 64))
-    busy, idle = scheduler(), scheduler()
-    busy.is_fully_idle = lambda: False
-    assert not ask(busy, "indexcache_pattern=full")
-    assert "exchanged for all requests at once" in serving.last_rejection
-    assert (moved, serving.adapted) == ([], True)
-    assert ask(idle, "indexcache_pattern=full")
-    assert (moved, serving.adapted) == ([False], False)
-    assert ask(busy, "indexcache_pattern=FSFS")  # patterns differ by request, and need no pause
-    assert ask(idle, "indexcache_pattern=adapter")
-    assert (moved, serving.adapted) == ([False, True], True)
-    assert serving.policy.patterns == (PLAN.pattern,)
-
-
 def test_weights_are_looked_through_once() -> None:
     engine = scheduler()
     first = report(engine)["indexer_weight_bytes"]

@@ -27,9 +27,9 @@ from sglang_indexcache.serving.cpu import backend as backend_cpu
 from sglang_indexcache.serving.cpu import indexer as indexer_cpu
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.rows import RequestIds, patterns_of_rows
+from sglang_indexcache.serving.rows import patterns_of_rows
 from tests.serving.cuda.test_backend import runner
-from tests.serving.plans import plan
+from tests.serving.plans import plan, requests
 
 LAYERS, WIDTH, ROPE, REACH = 6, 4, 2, 100
 MODES = {
@@ -68,9 +68,8 @@ class Forward:
         return ActivePattern(plan(str(self.patterns[0]), mode=self.mode))
 
     def batch(self, rows: slice, padded: int, **fields: Any) -> Any:
-        named = [SimpleNamespace(rid=str(p), indexcache_pattern=p) for p in self.patterns]
         known: dict[str, Any] = {
-            "rids": RequestIds(named),  # type: ignore[arg-type]
+            "rids": requests(self.patterns),
             "forward_mode": ForwardMode.EXTEND,
             "positions": torch.arange(padded),
             "out_cache_loc": torch.arange(padded),

@@ -35,6 +35,7 @@ def flags(**given: Any) -> SimpleNamespace:
         "disaggregation_mode": "null",
         "speculative_algorithm": None,
         "enable_prefill_cp": False,
+        "cp_strategy": None,
         "cuda_graph_config": None,
         "cuda_graph_backend_decode": None,
         "cuda_graph_backend_prefill": None,
@@ -87,6 +88,7 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
     [
         ({}, {"use_ray": True}, "does not work with --use-ray"),
         ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
+        ({}, {"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "Use --cp-strategy interleave"),
         ({}, RETURN | {"enable_two_batch_overlap": True}, "with --enable-two-batch-overlap, where"),
         ({}, RETURN | {"pp_size": 2}, "with --pp-size, where each stage records its own"),
         ({}, RETURN | {"disaggregation_mode": "decode"}, "with --disaggregation-mode, where"),

@@ -88,17 +88,6 @@ def test_static_mode_takes_its_own_pattern_by_any_name() -> None:
     assert "it serves FSFS only" in refused.to_finish.message
 
 
-def test_an_adapter_in_effect_serves_the_pattern_that_it_was_trained_for() -> None:
-    serving = serve("FSFS", adapter="somewhere", adapter_digest="a" * 64)
-    assert admit("FSFS").indexcache_pattern == admit().indexcache_pattern == Pattern("FSFS")
-    refused = admit("FFFF")
-    assert "the adapter's indexers are in effect" in refused.to_finish.message
-    trained = stored_under()
-    serving.replace(serving.policy, "test", adapted=False)
-    assert admit("FFFF").indexcache_pattern == Pattern("FFFF")
-    assert stored_under() != trained  # the checkpoint's indexers computed other KV
-
-
 @pytest.mark.parametrize("name", ["FFF", "nobody", "ffff", "", 1, ["FFFF"], "x.yaml", "F" * 10_000])
 def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
     """It reached the scheduler by a way that does not pass our check in the HTTP process."""

@@ -13,13 +13,8 @@ from torch.utils._pytree import tree_leaves
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.rows import (
-    RequestIds,
-    RowPatterns,
-    patterns_of_rows,
-    to_device,
-)
-from tests.serving.plans import plan
+from sglang_indexcache.serving.rows import RowPatterns, patterns_of_rows, to_device
+from tests.serving.plans import plan, requests
 
 FIRST, SECOND, THIRD = Pattern("FSS"), Pattern("FFS"), Pattern("FFF")
 
@@ -40,10 +35,9 @@ def serving(mode: str = "live") -> ActivePattern:
 
 def batch(*patterns: Pattern, lengths: list[int] | None = None, padding: int = 0) -> Any:
     """A batch of requests with these patterns: a decode, or a prefill of ``lengths`` tokens."""
-    requests = [SimpleNamespace(rid=str(i), indexcache_pattern=p) for i, p in enumerate(patterns)]
     count = len(patterns) if lengths is None else sum(lengths)
     return SimpleNamespace(
-        rids=RequestIds(requests),  # type: ignore[arg-type]
+        rids=requests(patterns),
         forward_mode=SimpleNamespace(is_decode=lambda: lengths is None),
         extend_seq_lens_cpu=lengths,
         positions=torch.empty(count + padding),

@@ -297,7 +297,9 @@ ATTENTION: tuple[AttentionCase, ...] = (
 )
 _UNEVEN = (64, 0, 63, 1, 64, 40, 64)
 WIDE_ATTENTION: tuple[AttentionCase, ...] = (
-    AttentionCase(_UNEVEN * 160, 64, 5),
+    AttentionCase(_UNEVEN * 304, 64, 5),
+    AttentionCase(_UNEVEN * 304, 64, 8, fp8=True),
+    AttentionCase(_UNEVEN * 152, 64, 16),
     AttentionCase(_UNEVEN * 115, 64, 20, sinks="random"),
     AttentionCase(_UNEVEN * 115, 64, 20, fp8=True, repeats=True),
     AttentionCase(_UNEVEN * 80, 64, 32, fp8=True),
@@ -310,6 +312,11 @@ LARGE_ATTENTION: tuple[AttentionCase, ...] = (
     *(
         AttentionCase(_EVERY_LENGTH, 2048, heads, fp8, "random" if fp8 else None)
         for heads in (1, 5, 16, 20, 32, 64, 100, 128)
+        for fp8 in (False, True)
+    ),
+    *(
+        AttentionCase((2048, 1500) * pairs, 2048, 8, fp8)
+        for pairs in (8, 16)
         for fp8 in (False, True)
     ),
     *(AttentionCase((1900, 3, 0, 700), 2048, 20, fp8, holes=True) for fp8 in (False, True)),

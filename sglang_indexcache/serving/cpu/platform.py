@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.serving.cpu.fp8 import read_plain
 from sglang_indexcache.serving.hooks import after, around
 from sglang_indexcache.serving.settings import KERNELS, Plan
@@ -195,27 +195,23 @@ def check_plan(server_args: Any, plan: Plan) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     cfg = resolving_view(server_args)
-    if cfg.device not in (None, "cpu"):
-        raise SettingsError(
-            f"--device {cfg.device} was given, but no accelerator is visible here. Drop the flag "
-            "to serve on the CPU, or check the driver."
-        )
-    if cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
-        raise SettingsError(
-            f"--kv-cache-dtype {cfg.kv_cache_dtype} needs a GPU; the CPU platform stores latents "
-            "in the model's dtype. Drop the flag (index keys: --indexcache-index-k-dtype)."
-        )
-    if plan.kernels != "engine":
-        raise SettingsError(
-            f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels "
-            "of its own. Drop the flag."
-        )
-    if cfg.speculative_algorithm is not None:
-        raise SettingsError(
-            f"--speculative-algorithm {cfg.speculative_algorithm} needs a GPU. Drop the flag."
-        )
-    if cfg.enable_two_batch_overlap:
-        raise SettingsError("--enable-two-batch-overlap needs a GPU. Drop the flag.")
+    reasons = {
+        f"--device {cfg.device} was given, but no accelerator is visible here. Drop the flag to "
+        "serve on the CPU, or check the driver.": cfg.device not in (None, "cpu"),
+        f"--kv-cache-dtype {cfg.kv_cache_dtype} needs a GPU; the CPU platform stores latents in "
+        "the model's dtype. Drop the flag (index keys: --indexcache-index-k-dtype).": (
+            cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16")
+        ),
+        f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels of "
+        "its own. Drop the flag.": plan.kernels != "engine",
+        f"--speculative-algorithm {cfg.speculative_algorithm} needs a GPU. Drop the flag.": (
+            cfg.speculative_algorithm is not None
+        ),
+        "--enable-two-batch-overlap needs a GPU. Drop the flag.": cfg.enable_two_batch_overlap,
+    }
+    found = Findings()
+    found.each += [SettingsError(reason) for reason, holds in reasons.items() if holds]
+    found.report()
     logger.warning(
         "No accelerator found: serving on the IndexCache CPU reference platform, which is exact "
         "but slow."

@@ -6,7 +6,6 @@ one clear error before weights are loaded, and in every worker that runs the ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,7 @@ UNMEASURED = "no card has measured ours to be faster for this model and card"
 """Why ``auto`` leaves an operation to SGLang."""
 ENGINE_TOPK = {2048}
 """What SGLang's own selection of a prefill takes (``sgl_kernel.fast_topk_transform_fused``)."""
-RAW_FP8 = ("tilelang", "trtllm")
+RAW_FP8 = {"tilelang", "trtllm"}
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
 
@@ -109,9 +108,10 @@ def _by_name(
 
 def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine) -> Route:
     """Ours where a measurement of just this says so, and nothing speaks against it."""
-    if obstacle := next(_obstacles(op, phase, cfg, model), None):
-        return Route(op, phase, None, obstacle)
-    row = dispatch.measured(op, phase, machine, _heads(op, cfg, model), _engine(op, phase, cfg))
+    if obstacles := _obstacles(op, phase, cfg, model):
+        return Route(op, phase, None, obstacles[0])
+    shape = _heads(op, cfg, model), int(model.hf_config.index_topk)
+    row = dispatch.measured(op, phase, machine, *shape, _engine(op, phase, cfg))
     if row is None:
         return Route(op, phase, None, UNMEASURED)
     ours = dispatch.named(row.implementation)
@@ -134,58 +134,56 @@ def _engine(op: OpName, phase: Phase, cfg: Any) -> str:
     return str(cfg.dsa_prefill_backend if phase == "prefill" else cfg.dsa_decode_backend)
 
 
-def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
+def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
     """Every reason why ours cannot stand in for SGLang's kernel."""
-    if op == "select":
-        yield from _selection_obstacles(model)
-    else:
-        yield from _attention_obstacles(cfg, model, _engine(op, phase, cfg))
+    reasons = (
+        _against_selection(model)
+        if op == "select"
+        else _against_attention(cfg, model, _engine(op, phase, cfg))
+    )
     # Ways to spread one request over GPUs that change where its rows or keys lie.
-    if cfg.enable_prefill_cp:
-        yield "--enable-prefill-cp gives every GPU some rows of a request"
-    if cfg.dcp_size > 1:
-        yield "--dcp-size gives every GPU some tokens of a request"
-    if cfg.enable_kv_cache_sharding:
-        yield "--enable-kv-cache-sharding moves pages"
+    reasons |= {
+        "--enable-prefill-cp gives every GPU some rows of a request": cfg.enable_prefill_cp,
+        "--dcp-size gives every GPU some tokens of a request": cfg.dcp_size > 1,
+        "--enable-kv-cache-sharding moves pages": cfg.enable_kv_cache_sharding,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
-def _selection_obstacles(model: Any) -> Iterator[str]:
-    config = model.hf_config
-    heads = config.index_n_heads
-    if heads not in INDEXER_HEADS:
-        yield f"the indexer has {heads} heads, ours {', '.join(map(str, INDEXER_HEADS))}"
-    if config.index_head_dim != INDEX_DIM:
-        yield f"index keys are {config.index_head_dim} wide, ours {INDEX_DIM}"
-    if not 1 <= config.index_topk <= MAX_TOPK:
-        yield f"the model selects {config.index_topk}, ours up to {MAX_TOPK}"
-    if (getattr(config, "index_kpool", None) or 1) > 1:
-        yield "the model pools its index keys"
-    if any(getattr(config, name, None) for name in ("index_init_tokens", "index_local_tokens")):
-        yield "the model always selects some first or last tokens"
-    if model.context_len > MAX_TOKENS:
-        yield (
-            f"a context of {model.context_len} tokens, ours takes {MAX_TOKENS} (--context-length)"
-        )
+def _against_selection(model: Any) -> dict[str, bool]:
+    config, context = model.hf_config, model.context_len
+    heads, width, topk = config.index_n_heads, config.index_head_dim, config.index_topk
+    fixed = [getattr(config, name, None) for name in ("index_init_tokens", "index_local_tokens")]
+    known = ", ".join(map(str, INDEXER_HEADS))
+    return {
+        f"the indexer has {heads} heads, ours {known}": heads not in INDEXER_HEADS,
+        f"index keys are {width} wide, ours {INDEX_DIM}": width != INDEX_DIM,
+        f"the model selects {topk}, ours up to {MAX_TOPK}": not 1 <= topk <= MAX_TOPK,
+        "the model pools its index keys": (getattr(config, "index_kpool", None) or 1) > 1,
+        "the model always selects some first or last tokens": any(fixed),
+        f"a context of {context} tokens, ours takes {MAX_TOKENS} (--context-length)": (
+            context > MAX_TOKENS
+        ),
+    }
 
 
-def _attention_obstacles(cfg: Any, model: Any, backend: str) -> Iterator[str]:
-    if backend not in REPLACED_ATTENTION:
-        yield (
-            f"it stands in for {', '.join(REPLACED_ATTENTION)}, not for {backend} "
-            "(--dsa-prefill-backend, --dsa-decode-backend)"
-        )
+def _against_attention(cfg: Any, model: Any, backend: str) -> dict[str, bool]:
     latent, rope, dtype = model.kv_lora_rank, model.qk_rope_head_dim, cfg.kv_cache_dtype
-    if (latent, rope) != (VALUE_DIM, ROPE_DIM):
-        yield f"latent rows are {latent} + {rope} wide, ours {VALUE_DIM} + {ROPE_DIM}"
-    if model.dtype != torch.bfloat16:
-        yield f"the model runs in {model.dtype}, ours in bfloat16"
-    if dtype not in ("fp8_e4m3", "auto", "bfloat16", "bf16"):
-        yield f"it cannot read a {dtype} cache (--kv-cache-dtype)"
-    raw = [name for name in RAW_FP8 if name in (cfg.dsa_prefill_backend, cfg.dsa_decode_backend)]
-    if dtype == "fp8_e4m3" and raw:
-        yield f"with {raw[0]} SGLang stores FP8 rows without scales, which it cannot read"
-    if cfg.enable_hisparse:
-        yield "--enable-hisparse moves the selected rows"
+    raw = {cfg.dsa_prefill_backend, cfg.dsa_decode_backend} & RAW_FP8
+    return {
+        f"it stands in for {', '.join(REPLACED_ATTENTION)}, not for {backend} "
+        "(--dsa-prefill-backend, --dsa-decode-backend)": backend not in REPLACED_ATTENTION,
+        f"latent rows are {latent} + {rope} wide, ours {VALUE_DIM} + {ROPE_DIM}": (
+            (latent, rope) != (VALUE_DIM, ROPE_DIM)
+        ),
+        f"the model runs in {model.dtype}, ours in bfloat16": model.dtype != torch.bfloat16,
+        f"it cannot read a {dtype} cache (--kv-cache-dtype)": (
+            dtype not in ("fp8_e4m3", "auto", "bfloat16", "bf16")
+        ),
+        f"with {' and '.join(sorted(raw))} SGLang stores FP8 rows without scales, which it cannot "
+        "read": dtype == "fp8_e4m3" and bool(raw),
+        "--enable-hisparse moves the selected rows": cfg.enable_hisparse,
+    }
 
 
 def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:

@@ -13,12 +13,10 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, T
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-from sglang_indexcache.serving.rows import RequestIds
-from tests.serving.plans import plan
+from tests.serving.plans import plan, requests
 
 
 @pytest.fixture
@@ -80,12 +78,8 @@ def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
 
 def mixed_batch(patterns: list[str], lengths: list[int]) -> Any:
     """A prefill of requests under several patterns."""
-    requests = [
-        SimpleNamespace(rid=str(number), indexcache_pattern=Pattern(text))
-        for number, text in enumerate(patterns)
-    ]
     return batch(
-        rids=RequestIds(requests),
+        rids=requests(patterns),
         extend_seq_lens_cpu=lengths,
         positions=torch.empty(sum(lengths)),
     )
@@ -116,17 +110,6 @@ def test_shared_layers_get_indices_that_sglang_did_not_carry(
     ]  # fmt: skip
     assert served.active.counters.indexer_selections == [1, 0, 0, 1]
     assert served.active.counters.index_reuses == [0, 1, 1, 0]
-
-
-def test_what_sglang_carries_is_used_as_it_is(
-    seen: list[tuple[int, torch.Tensor | None]],
-) -> None:
-    served = backend("FS")
-    served.init_forward_metadata(batch())
-    carried = torch.tensor([[1]])
-    for number in range(2):
-        served.forward_extend(Q, 2, 3, layer(number), batch(), topk_indices=carried)
-    assert seen[1][1] is carried
 
 
 def test_dense_attention_of_short_prompts_selects_nothing(
@@ -291,30 +274,6 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
     assert used.tolist() == [[0, 0], [0, 0], [1, 1]]
     assert told.keys() == {1}
     assert told[1] is used
-
-
-def test_live_parts_of_a_mixed_batch_know_their_rows(
-    seen: list[tuple[int, torch.Tensor | None]],
-) -> None:
-    whole, parts = overlapped("FSF", mode="live")
-    mixed, ranges = mixed_batch(["FSF", "FFS"], [2, 2]), [(0, 1), (1, 4)]
-    whole.init_forward_metadata(mixed)
-    for part, rows in zip(parts, ranges, strict=True):
-        part.init_forward_metadata(batch(rows))
-    assert parts[1].index_buffer.rows.masks is not None
-    assert parts[1].index_buffer.rows.masks[1].tolist() == [False, True, True]
-    whole.index_buffer.select(0, torch.zeros(4, 1))
-    part, rows = parts[1], ranges[1]
-    part.inherit(1, batch(rows))
-    used = part.index_buffer.select(1, torch.ones(3, 1))
-    assert used.flatten().tolist() == [0, 1, 1]
-
-
-def test_live_a_batch_of_requests_without_patterns_is_an_error(
-    seen: list[tuple[int, torch.Tensor | None]],
-) -> None:
-    with pytest.raises(StaleIndexError, match="without the patterns of its requests"):
-        backend("FS", mode="live").init_forward_metadata(batch(rids=["1"]))
 
 
 @pytest.mark.parametrize("is_fused", [True, False])

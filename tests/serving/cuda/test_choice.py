@@ -14,7 +14,6 @@ from sglang_indexcache.serving.cuda.choice import (
     REPLACED_ATTENTION,
     ROUTED,
     check_engine,
-    check_reference,
     choose,
     describe,
 )
@@ -116,12 +115,12 @@ def measured(
     op: Any, phase: Any, heads: int, engine: str, tokens: int = 0
 ) -> dispatch.KernelMeasurement:
     return dispatch.KernelMeasurement(
-        op, phase, (9, 0), heads, engine, tokens, "cuda", "gpu/h100.json"
+        op, phase, HOPPER.name, heads, 2048, engine, tokens, "cuda", "gpu/h100.json"
     )
 
 
 def test_auto_takes_what_was_measured_and_nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For its operation, phase, heads on a GPU, engine's kernel, length and card."""
+    """For its operation, phase, heads on a GPU, list, engine's kernel, length and very card."""
     rows = (
         measured("select", "prefill", 32, "", tokens=65_536),
         measured("sparse_mla", "prefill", 8, "flashmla_sparse"),
@@ -133,6 +132,8 @@ def test_auto_takes_what_was_measured_and_nothing_beside(monkeypatch: pytest.Mon
     assert names("auto", cfg, eight, HOPPER) == every(None) | {select: "cuda", attend: "cuda"}
     assert names("auto", cfg, eight, AMPERE) == names("auto", cfg, eight, BLACKWELL) == every(None)
     assert names("auto", server(), eight, HOPPER) == every(None) | {select: "cuda"}
+    assert names("auto", cfg, eight, Machine("NVIDIA H20", (9, 0))) == every(None)
+    assert names("auto", cfg, glm5(num_attention_heads=64, index_topk=1024), HOPPER) == every(None)
     other = glm5(num_attention_heads=64, index_n_heads=64)
     assert names("auto", cfg, other, HOPPER) == every(None) | {attend: "cuda"}
     fp8 = server(tp_size=8, **FP8)
@@ -252,21 +253,6 @@ def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> N
 def test_each_attention_kernel_that_can_be_replaced(backend: str) -> None:
     cfg = server(dsa_prefill_backend=backend, dsa_decode_backend=backend)
     assert names("cuda", cfg, glm5(), HOPPER) == every("cuda")
-
-
-def test_the_reference_needs_eager_forwards() -> None:
-    def graphs(decode: str, prefill: str) -> Any:
-        phases = {"decode": decode, "prefill": prefill}
-        return SimpleNamespace(
-            cuda_graph_config={k: SimpleNamespace(backend=v) for k, v in phases.items()}
-        )
-
-    with pytest.raises(
-        SettingsError, match=r"on for decode. Add --cuda-graph-backend-decode disab"
-    ):
-        check_reference("reference", graphs("full", "disabled"))
-    check_reference("reference", graphs("disabled", "disabled"))
-    check_reference("cuda", graphs("full", "breakable"))
 
 
 @pytest.mark.parametrize(

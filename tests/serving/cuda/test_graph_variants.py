@@ -32,19 +32,11 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.graph_variants import MIXED, GraphVariants
-from sglang_indexcache.serving.rows import RequestIds
 from tests.serving.cuda.graphs import runner_backend, sglang_graphs
 from tests.serving.cuda.test_backend import runner
-from tests.serving.plans import plan
+from tests.serving.plans import plan, requests
 
 TOPK, ROWS, EVERYTHING = 8, 4, -100
-
-
-def requests(patterns: Sequence[str]) -> RequestIds:
-    named = [
-        SimpleNamespace(rid=str(n), indexcache_pattern=Pattern(p)) for n, p in enumerate(patterns)
-    ]
-    return RequestIds(named)  # type: ignore[arg-type]
 
 
 def batch(patterns: Sequence[str] = (), longest: int | None = TOPK + 1) -> Any:

@@ -35,10 +35,14 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
     heads = _heads_in_use(q)
     for rows in torch.arange(len(q)).split(_ROWS_AT_ONCE):
         listed = indices[rows, 0].long()
-        gathered = latents[listed.clamp_min(0)].double()
-        logits = torch.einsum("thd,tkd->thk", q[rows, :heads].double(), gathered) * sm_scale
-        logits = logits.masked_fill((listed < 0)[:, None], float("-inf"))
-        value = torch.einsum("thk,tkd->thd", logits.softmax(-1).nan_to_num(), gathered[..., :d_v])
+        named, place = listed.unique(return_inverse=True)
+        keys = latents[named.clamp_min(0)].double()
+        times = torch.zeros(len(rows), len(named), dtype=torch.float64)
+        times = times.scatter_add_(1, place, (listed >= 0).double())[:, None]
+        logits = q[rows, :heads].double() @ keys.T * sm_scale
+        logits = logits.masked_fill(times == 0, float("-inf")) + times.clamp_min(1).log()
+        weights = logits.softmax(-1).masked_fill((times == 0).all(-1, keepdim=True), 0)
+        value = weights @ keys[:, :d_v].nan_to_num()  # who lists a NaN has it in a logit
         if attn_sink is not None:
             sink = attn_sink[:heads].double()
             value = value * torch.sigmoid(logits.logsumexp(-1) - sink)[..., None]
