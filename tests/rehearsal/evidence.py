@@ -30,9 +30,9 @@ def argument(name: str, value: Any) -> Evidence:
     return check
 
 
-def adapter_in_effect(client: Client, _: Path) -> None:
-    """The indexers at work are not the checkpoint's."""
-    assert all(state["adapter_in_effect"] for state in _states(client))
+def adapter_served(client: Client, _: Path) -> None:
+    """The server has one, without which its answers would be the checkpoint's."""
+    assert all(state["adapter"] for state in _states(client))
 
 
 def mixed_forwards(client: Client, _: Path) -> None:
