@@ -72,13 +72,12 @@ def replays(mode: str) -> Evidence:
 
 
 def halves(client: Client, _: Path) -> None:
-    """Prompts and steps of decoding were split in two, prompts also within one of them."""
-    said = client.log.read_text()  # type: ignore[attr-defined]
-    split = re.findall(
-        r"is_enable_two_chunk=(\w+) tbo_split_seq_index=(\d+).*mode=\S*\.(\w+)", said
-    )
-    assert ("True", "0", "EXTEND") in split
-    assert any(mode == "DECODE" and int(at) > 0 for _, at, mode in split)
+    """Some forward was split within a prompt, and some step of decoding between requests."""
+    extend, decode = "1", "2"  # of SGLang's ForwardMode
+    told = r"two_chunk=(\w+) tbo_split_seq_index=(\d+) .* forward_mode=(\d)"
+    split = set(re.findall(told, client.log.read_text()))  # type: ignore[attr-defined]
+    assert ("True", "0", extend) in split
+    assert ("False", "1", decode) in split
 
 
 def idle_ranks(client: Client, _: Path) -> None:
