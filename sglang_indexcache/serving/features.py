@@ -63,7 +63,7 @@ FEATURES = (
             (REHEARSED,),
             lambda cfg: cfg.device == "cuda"),
     Feature("two-batch overlap", "--enable-two-batch-overlap",
-            "yes, with --pp-size F at every stage start", "the same", (CONTRACT,),
+            "yes, with --pp-size F at every stage start", "the same", (REHEARSED, CONTRACT),
             lambda cfg: cfg.enable_two_batch_overlap),
     Feature("MTP / EAGLE", "--speculative-algorithm",
             "yes, the draft layer keeps its own indexer", "no", (REHEARSED, CONTRACT),

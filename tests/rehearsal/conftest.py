@@ -32,7 +32,9 @@ def _server_of(item: Any) -> str:
     """What tests of one server have in common: with ``--dist loadgroup`` one worker runs them."""
     if item.cls:
         return str(item.cls.__name__)
-    return str(item.callspec.id if hasattr(item, "callspec") else item.path.name)
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    server = next((given[name] for name in ("case", "seen", "mutant") if name in given), "")
+    return f"{item.path.name} {getattr(server, 'name', server)}"
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +83,8 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         "OMP_NUM_THREADS": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+        "SGLANG_DEEPEP_BF16_DISPATCH": "1",
+        "SGLANG_TBO_DEBUG": "1",
     }
 
     @contextmanager

@@ -71,6 +71,15 @@ def replays(mode: str) -> Evidence:
     return check
 
 
+def halves(client: Client, _: Path) -> None:
+    """Some forward was split within a prompt, and some step of decoding between requests."""
+    extend, decode = "1", "2"  # of SGLang's ForwardMode
+    told = r"two_chunk=(\w+) tbo_split_seq_index=(\d+) .* forward_mode=(\d)"
+    split = set(re.findall(told, client.log.read_text()))  # type: ignore[attr-defined]
+    assert ("True", "0", extend) in split
+    assert ("False", "1", decode) in split
+
+
 def idle_ranks(client: Client, _: Path) -> None:
     """Each data-parallel rank answers alone, the others without a request, and all say the same."""
     client.flush_cache()

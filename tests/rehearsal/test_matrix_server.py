@@ -56,6 +56,10 @@ HICACHE = (
 GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
+OVERLAP = (
+    *("--enable-two-batch-overlap", "--moe-a2a-backend", "deepep", "--deepep-mode", "normal"),
+    *("--moe-runner-backend", "deep_gemm"),
+)
 PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
@@ -149,6 +153,13 @@ CASES = [
         rehearses=("chunked prefill",),
         same_chunks=False,
         shows=(evidence.overlaps,),
+    ),
+    Case(
+        "two-batch overlap",
+        (*LIVE, *DP_2, *EAGER, *OVERLAP),
+        rehearses=("two-batch overlap",),
+        same_chunks=False,
+        shows=(evidence.halves,),
     ),
     Case(
         "prefill graphs",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.rehearsal.stage import transfer
 from tests.rehearsal.stage.kernels import (
     attention,
     dense,
+    exchange,
     experts,
     indexer,
     quantized,
@@ -320,6 +323,84 @@ def test_pages_are_copied_between_pools() -> None:
         attention.transfer_kv_direct([card], [host[0]], torch.tensor([0, 1, 3, 2]), at[:4], 4)
 
 
+class _Rank:
+    """One of two ranks, each a thread."""
+
+    size = 2
+
+    def __init__(self, rank: int, meeting: Barrier, table: list[torch.Tensor]) -> None:
+        self.rank, self._meeting, self._table = rank, meeting, table
+
+    def rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        self._table[self.rank] = mine
+        self._meeting.wait(10)
+        everybodys = list(self._table)
+        self._meeting.wait(10)
+        return everybodys
+
+
+def test_tokens_go_to_the_ranks_of_their_experts_and_come_back_summed() -> None:
+    """Four experts on two ranks, of which expert ``e`` multiplies by ``e + 1``."""
+    tokens = [bf16(5, 8), bf16(2, 8)]
+    chosen = [torch.tensor([[0, 1], [0, 2], [3, 2], [-1, -1], [1, 3]]), torch.tensor([[1, 0]] * 2)]
+    weights = [torch.rand(len(one), 2) for one in chosen]
+    meeting, table = Barrier(2), [torch.empty(0)] * 2
+
+    def work(rank: int) -> tuple[list[int], list[list[int]], torch.Tensor]:
+        group = _Rank(rank, meeting, table)
+        *_, goes = exchange.get_dispatch_layout(chosen[rank], 4, 2)
+        x, ids, shares, counts, routes = exchange.dispatch(
+            tokens[rank], chosen[rank], weights[rank], goes, 4, 128, group
+        )
+        factors = (ids + 1 + 2 * rank) * shares
+        made = (x.double() * factors.double().sum(1, keepdim=True)).to(x.dtype)
+        return counts, ids.tolist(), exchange.combine(made, routes, group)
+
+    with ThreadPoolExecutor(2) as ranks:
+        (counts, ids, first), (other_counts, other_ids, second) = ranks.map(work, range(2))
+    assert counts == other_counts == [128, 128]
+    assert ids == [[0, 1], [0, -1], [1, -1], [1, 0], [1, 0]]
+    assert other_ids == [[-1, 0], [1, 0], [-1, 1]]
+    for x, of, shares, got in zip(tokens, chosen, weights, (first, second), strict=True):
+        factors = ((of + 1) * shares).double().sum(1, keepdim=True)
+        close(got, x.double() * factors, 3e-2)
+
+
+def test_a_grouped_product_is_each_rows_own() -> None:
+    a, b, d = bf16(256, 8), bf16(3, 4, 8), torch.empty(256, 4, dtype=torch.bfloat16)
+    of = torch.tensor([2] * 100 + [-1] * 28 + [0] * 128, dtype=torch.int32)
+    experts.grouped_bf16_gemm(a, b, d, of)
+    for row, expert in enumerate(of.tolist()):
+        if expert < 0:
+            assert d[row].isnan().all()
+        else:
+            close(d[row], b[expert].double() @ a[row].double())
+    of[1] = 1
+    with pytest.raises(AssertionError, match="two experts"):
+        experts.grouped_bf16_gemm(a, b, d, of)
+
+
+def test_scattered_rows_are_gathered_with_their_weights() -> None:
+    """Two experts, of which the first multiplies by 2 and the second by 3; -1 is elsewhere."""
+    x, weights = bf16(4, 8), torch.rand(4, 2)
+    chosen = torch.tensor([[0, 1], [-1, 1], [1, 0], [-1, -1]])
+    counts, laid = torch.tensor([128, 128], dtype=torch.int32), torch.empty(256, 8).bfloat16()
+    whose, places = torch.empty(256, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int64)
+    experts.ep_scatter(x, None, chosen, counts, counts, counts.clone(), laid, None, whose, places)
+    assert whose.tolist() == [0] * 128 + [1] * 128
+    assert (places >= 0).tolist() == (chosen >= 0).tolist()
+    out = torch.empty_like(x)
+    experts.ep_gather(laid * (whose + 2)[:, None], chosen, weights, places, out)
+    factors = (weights * torch.tensor([0.0, 2.0, 3.0])[chosen + 1]).sum(1, keepdim=True)
+    close(out, x.double() * factors.double())
+
+
+def test_rows_of_padding_have_no_expert() -> None:
+    ids = torch.ones(3, 2, dtype=torch.int32)
+    experts.mask_topk(ids, torch.tensor(2, dtype=torch.int32))
+    assert ids.tolist() == [[1, 1], [1, 1], [-1, -1]]
+
+
 _RECEIVER = """
 import torch
 from tests.rehearsal.stage.transfer import TransferEngine
@@ -380,9 +461,10 @@ def test_a_drafts_input_is_two_norms_side_by_side() -> None:
 
 
 def test_every_reference_has_a_name_that_says_how_it_is_reached() -> None:
+    ways = ("jit:", "deep_gemm", "deep_ep.", "sgl_kernel", "sglang.", "flashinfer.")
     assert len(REFERENCES) > 25
     for name in REFERENCES:
-        assert name.startswith(("jit:", "deep_gemm", "sgl_kernel", "sglang.", "flashinfer.")), name
+        assert name.startswith(ways), name
 
 
 def test_triton_kernels_round_up_to_the_next_power_of_two() -> None:

@@ -19,7 +19,7 @@ from tests.rehearsal.stage import card, graphs
 T = torch.Tensor
 
 
-def _everybodys(tensor: T, group: Any) -> list[T]:
+def everybodys(tensor: T, group: Any) -> list[T]:
     """What each rank of ``group`` brings, moved as bytes: gloo does not know every dtype."""
     mine = tensor.contiguous()
     flat = mine.reshape(-1).view(torch.uint8)
@@ -42,19 +42,19 @@ def _total(parts: list[T], op: Any = dist.ReduceOp.SUM) -> T:
 
 
 def _reduce(tensor: T, op: Any, group: Any) -> None:
-    tensor.copy_(_total(_everybodys(tensor, group), op))
+    tensor.copy_(_total(everybodys(tensor, group), op))
 
 
 def _reduce_to(out: T, tensor: T, op: Any, group: Any) -> None:
-    out.copy_(_total(_everybodys(tensor, group), op))
+    out.copy_(_total(everybodys(tensor, group), op))
 
 
 def _gather(out: T, tensor: T, group: Any) -> None:
-    out.view(-1).copy_(torch.cat([part.reshape(-1) for part in _everybodys(tensor, group)]))
+    out.view(-1).copy_(torch.cat([part.reshape(-1) for part in everybodys(tensor, group)]))
 
 
 def _scatter_sum(out: T, tensor: T, op: Any, group: Any) -> None:
-    whole = _total(_everybodys(tensor, group), op).reshape(-1)
+    whole = _total(everybodys(tensor, group), op).reshape(-1)
     out.view(-1).copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 

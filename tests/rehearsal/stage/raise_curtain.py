@@ -2,9 +2,10 @@
 
 import time
 
-from tests.rehearsal.stage import collectives, graphs, launches, mutants, transfer
+from tests.rehearsal.stage import collectives, deep_ep, graphs, launches, mutants, transfer
 
 collectives.install()
+deep_ep.install()
 transfer.install()
 launches.install()  # before any module of SGLang imports one of them by name
 
@@ -12,6 +13,7 @@ from sglang_indexcache.serving.cuda import choice  # noqa: E402
 from tests.rehearsal.stage.kernels import (  # noqa: E402, F401
     attention,
     dense,
+    exchange,
     experts,
     indexer,
     quantized,
