@@ -14,6 +14,10 @@ from sglang_indexcache.errors import ServerError, ServerUnavailableError
 _CONNECT_SECONDS = 10.0
 """A server that is there accepts a connection at once, however long it then works."""
 
+_REUSE = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
+"""SGLang closes a connection that was idle for 5 seconds, httpx's own limit: a request that is sent
+just then is lost. The other two are httpx's."""
+
 _AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 """What goes wrong when a server dies, restarts or is slow; other errors are the request's own."""
 
@@ -53,6 +57,7 @@ class Client:
         self._http = httpx.Client(
             base_url=self.url,
             timeout=_patience(timeout),
+            limits=_REUSE,
             trust_env=False,
             auth=self._authorize if api_key or admin_api_key else None,
         )

@@ -6,7 +6,10 @@ import json
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,34 @@ def test_a_server_whose_port_was_taken_is_given_up_at_once(tmp_path: Path) -> No
     with server, pytest.raises(ServerError, match="port 29999 is in use"):
         server.wait_until_ready()
     assert server.wait(0) == -signal.SIGTERM, "it ended by itself"
+
+
+class _ClosesIdleConnections(BaseHTTPRequestHandler):
+    """Has closed a connection after a second when its next request arrives: it is not answered."""
+
+    protocol_version = "HTTP/1.1"
+    answered = float("inf")
+
+    def do_GET(self) -> None:
+        if time.monotonic() - self.answered > 1:
+            self.close_connection = True
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+        self.answered = time.monotonic()
+
+
+def test_a_connection_that_the_server_may_be_closing_is_not_used_again() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _ClosesIdleConnections) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}")
+        assert client.server_info() == {}
+        time.sleep(2.2)
+        assert client.server_info() == {}
+        server.shutdown()
 
 
 def test_without_sglang_no_server_is_started(
