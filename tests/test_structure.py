@@ -185,7 +185,7 @@ def test_a_shared_rule_is_defined_once() -> None:
     assert {name: places[name] for name in wanted} == wanted
 
 
-MOST_LINES, MOST_MODULES = 31_410, 181
+MOST_LINES, MOST_MODULES = 31_415, 181
 """Of the package's Python. They were reached: lower one that is beaten, and raise one only for what
 users have asked for."""
 
